@@ -1,0 +1,1 @@
+"""Sweeps, statistics, plots and reports."""

@@ -1,0 +1,1 @@
+"""Data files: tuned tables, cluster files, sweep files."""

@@ -1,0 +1,1 @@
+"""What a kernel author needs: teams, remote refs, semaphores, copies, schedules, the entry point."""

@@ -1,0 +1,1 @@
+"""Collectives and fused matmuls: one file a kernel, and what they share."""

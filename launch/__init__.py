@@ -1,0 +1,1 @@
+"""Command line, process start, supervision and the doctor."""

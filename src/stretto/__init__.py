@@ -1,0 +1,1 @@
+"""Multi-GPU kernels for JAX that overlap communication with arithmetic."""
