@@ -1,0 +1,13 @@
+"""The errors that Stretto raises, all of them before anything is launched unless they say otherwise."""
+
+
+class StrettoError(Exception):
+    """Base of the errors that are neither a caller's mistake nor something unbuilt."""
+
+
+class BackendUnavailableError(StrettoError, ValueError):
+    """`backend="pallas"` (or another explicit backend) was asked for and cannot serve the call."""
+
+
+class KernelTimeoutError(StrettoError, RuntimeError):
+    """A wait inside a kernel passed its limit: a peer's signal never came. Raised after the launch."""
