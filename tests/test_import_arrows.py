@@ -1,0 +1,169 @@
+"""Imports point one way: distributed <- kernels <- benchmarks, and launch beside them.
+
+Each check takes the source as text, so that the tests at the end can show that it catches a breach.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("distributed", "kernels", "launch", "benchmarks", "configs")
+
+# For each folder: which of the others it may import, and which packages but the standard library.
+MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
+    "distributed": (set(), {"jax", "numpy", "ml_dtypes"}),
+    "kernels": ({"distributed"}, {"jax", "numpy", "msgspec"}),
+    "launch": ({"distributed"}, {"jax", "mpi4py", "tyro", "msgspec", "rich"}),
+    "benchmarks": (
+        {"distributed", "kernels", "launch", "configs"},
+        {"jax", "numpy", "tyro", "msgspec", "rich", "matplotlib", "torch", "ml_dtypes"},
+    ),
+    "configs": (set(), set()),
+}
+# The command line hands `stretto bench` and `stretto tune` over inside functions, when asked for.
+LAZY = {"launch": {"benchmarks"}}
+USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author would
+PRIVATE_JAX = "distributed/jax_compat.py"
+STANDARD_LIBRARY_ONLY = (
+    "launch/worker.py"  # runs the user's script, which pays for no import of ours
+)
+READS_ENVIRONMENT = {"launch/environment.py", "distributed/settings.py", STANDARD_LIBRARY_ONLY}
+
+
+def imports(source: str, path: str) -> Iterator[tuple[str, bool]]:
+    """Every module that `source` (a file at `path`) imports, and whether a function does so."""
+    package = ["stretto", *Path(path).parts[:-1]]
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from ((f"{module}.{alias.name}", lazy) for alias in node.names)
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, lazy)
+
+    return walk(ast.parse(source), False)
+
+
+def breaches(source: str, path: str) -> list[str]:
+    """What the file at `path` (from the root) does that the arrows forbid."""
+    folder = path.split("/")[0]
+    ours, packages = MAY_IMPORT[folder]
+    found = []
+    for module, lazy in imports(source, path):
+        top, *rest = module.split(".")
+        if top == "stretto":
+            target = rest[0] if rest else ""
+            allowed = {folder, "__version__"} | ours | (LAZY.get(folder, set()) if lazy else set())
+            public = target not in FOLDERS and folder in USES_PUBLIC_NAMES
+            if target not in allowed and not public:
+                found.append(f"{path} imports {module}")
+        elif top in FOLDERS:
+            found.append(f"{path} imports {module} under its bare name")
+        elif top not in packages | set(sys.stdlib_module_names) and path != PRIVATE_JAX:
+            found.append(f"{path} imports {module}")
+    return found
+
+
+def private_jax(source: str, path: str) -> list[str]:
+    """Where the file at `path` touches private JAX, by an import or by an attribute."""
+    found = [
+        f"{path} imports {module}"
+        for module, _ in imports(source, path)
+        if module.startswith(("jax._src", "jaxlib"))
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr == "_src":
+            found.append(f"{path}:{node.lineno} reaches into _src")
+    return found
+
+
+def environment_reads(source: str, path: str) -> list[str]:
+    """Where the file at `path` reads the environment by name."""
+    return [
+        f"{path}:{node.lineno} uses os.{node.attr}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    ]
+
+
+FILES = [
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_file_keeps_the_arrows(path: str) -> None:
+    source = (ROOT / path).read_text()
+    found = breaches(source, path)
+    if path != PRIVATE_JAX:
+        found += private_jax(source, path)
+    if path not in READS_ENVIRONMENT:
+        found += environment_reads(source, path)
+    assert not found, "\n".join(found)
+
+
+def test_worker_needs_only_the_standard_library() -> None:
+    source = (ROOT / STANDARD_LIBRARY_ONLY).read_text()
+    modules = {module.split(".")[0] for module, _ in imports(source, STANDARD_LIBRARY_ONLY)}
+    assert modules <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples"])
+def test_nothing_is_imported_under_a_bare_name(folder: str) -> None:
+    bare = [
+        f"{path}: {module}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for module, _ in imports(path.read_text(), "tests/x.py")
+        if module.split(".")[0] in FOLDERS
+    ]
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("distributed/x.py", "from stretto.kernels import matmul"),
+        ("distributed/x.py", "import scipy"),
+        ("distributed/simulator/x.py", "def f():\n    from stretto.launch import environment"),
+        ("distributed/x.py", "from ..kernels import matmul"),
+        ("kernels/x.py", "import stretto.launch.run"),
+        ("kernels/x.py", "from stretto import benchmarks"),
+        ("launch/x.py", "from stretto.kernels import matmul"),
+        ("launch/x.py", "from stretto.benchmarks import command"),
+        ("benchmarks/x.py", "from kernels import matmul"),
+        ("configs/__init__.py", "import jax"),
+    ],
+)
+def test_breach_is_caught(path: str, source: str) -> None:
+    assert breaches(source, path)
+
+
+def test_lazy_hand_over_is_allowed() -> None:
+    assert not breaches("def f():\n    from stretto.benchmarks import command", "launch/x.py")
+
+
+@pytest.mark.parametrize(
+    "source", ["from jax._src import core", "import jaxlib", "import jax\njax._src.core"]
+)
+def test_private_jax_is_caught(source: str) -> None:
+    assert private_jax(source, "kernels/x.py")
+
+
+@pytest.mark.parametrize("source", ["import os\nos.environ['A']", "import os\nos.getenv('A')"])
+def test_environment_read_is_caught(source: str) -> None:
+    assert environment_reads(source, "kernels/x.py")
