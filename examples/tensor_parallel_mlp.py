@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """What an epoch of training gives: mean loss over its batches, and accuracy on the test images."""
+    """Mean loss over an epoch's batches, and accuracy on the test images after it."""
 
     loss: float
     accuracy: float
