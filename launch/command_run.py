@@ -1,0 +1,113 @@
+"""``stretto run``: from its options to a running job."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from stretto.launch import environment, gpus, launchers, layout, supervisor
+from stretto.launch.console import Console
+from stretto.launch.detection import inside_launcher
+from stretto.launch.dry_run import describe
+from stretto.launch.errors import LaunchError
+from stretto.launch.hosts import chosen_hosts
+from stretto.launch.job import Job
+from stretto.launch.options import RunOptions, parse
+from stretto.launch.session import Interrupted
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns its exit status."""
+    options = parse(argv)
+    environ = environment.current()
+    _check(options, environ)
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        job = make_job(options, environ, Path(folder))
+        if options.dry_run:
+            print(describe(job))
+            return 0
+        return _run(job, options.restarts)
+
+
+def _check(options: RunOptions, environ: Mapping[str, str]) -> None:
+    """Refuse what cannot work before anything is started."""
+    if not Path(options.script).is_file():
+        raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
+    for name, value, least in (
+        ("--timeout", options.timeout, 0),
+        ("--start-timeout", options.start_timeout, 0),
+        ("--restarts", options.restarts, -1),
+    ):
+        if value is not None and value <= least:
+            raise LaunchError(f"{name} {value:g} must be more than {least}")
+    if not 0 <= options.port < 65536:
+        raise LaunchError(f"--port {options.port} must be from 1 to 65535, or 0 for a free one")
+    outer = inside_launcher(environ)
+    if outer is not None:
+        raise LaunchError(
+            f"stretto run is itself process {outer.process_id} of {outer.num_processes} started by "
+            f"{outer.launcher}; run the script directly there, it finds its place by "
+            "stretto.launch.initialize()"
+        )
+
+
+def make_job(options: RunOptions, environ: Mapping[str, str], folder: Path) -> Job:
+    """The job that the options describe; ``folder`` takes a hostfile for mpirun if one is needed.
+
+    Raises:
+      LaunchError: the options contradict each other or the machine.
+    """
+    sent = environment.forwarded(environ, options.env)
+    explicit = dict(environment.parse_env_option(option, environ) for option in options.env)
+    visible = gpus.usable_gpus({**environ, **explicit})
+    hosts, platform = chosen_hosts(options, environ, visible)
+    plan = layout.plan(hosts, platform, options.processes_per)
+    one_machine = set(plan.hosts) == {"localhost"}
+    starter = launchers.choose(options.launcher, environ, one_machine=one_machine)
+    if starter == "local":
+        commands = launchers.local_commands(plan)
+    elif starter == "srun":
+        commands = (launchers.srun_command(plan),)
+    else:
+        hostfile = None
+        if not one_machine:
+            hostfile = folder / "hostfile"
+            hostfile.write_text(launchers.hostfile_text(plan, starter.flavour))
+        is_root = os.geteuid() == 0
+        commands = (launchers.mpirun_command(plan, starter, hostfile, is_root=is_root),)
+    num_local_devices = len(plan.processes[0].device_ids)
+    return Job(
+        layout=plan,
+        arguments=(options.script, *options.args),
+        cwd=os.getcwd(),
+        environ={
+            **sent,
+            **environment.PYTHON_SETTINGS,
+            **environment.for_layout(platform=platform, num_local_devices=num_local_devices),
+            **explicit,
+        },
+        commands=commands,
+        log_dir=options.log_dir,
+        timeout_s=options.timeout,
+        start_timeout_s=options.start_timeout,
+        port=options.port,
+        interface=options.interface,
+    )
+
+
+def _run(job: Job, restarts: int) -> int:
+    """Run a job, again after a failure if that was asked for; returns the last status."""
+    num_processes = len(job.layout.processes)
+    for attempt in range(restarts + 1):
+        with closing(Console(num_processes, job.log_dir, attempt)) as console:
+            try:
+                status = supervisor.run(replace(job, attempt=attempt), console)
+            except Interrupted as interrupt:
+                console.say(f"stretto: interrupted; all {num_processes} processes are ended")
+                return interrupt.status
+            if status == 0 or attempt == restarts:
+                break
+            console.say(f"stretto: starting again, restart {attempt + 1} of {restarts}")
+    return status

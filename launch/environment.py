@@ -1,0 +1,133 @@
+"""Every environment variable that launching reads or writes.
+
+Three groups reach a script started by ``stretto run``:
+
+- what its own host gives it (``HOST``): PATH, HOME, the locale, the MPI library's own;
+- what the machine of ``stretto run`` passes on (``FORWARDED``, and ``--env``);
+- what the launcher sets itself (the ``STRETTO_*`` names below).
+
+Anything else stays behind, so that a job does not depend on what happened to be exported in
+one terminal.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from stretto.launch.errors import LaunchError
+
+# Set for every process; `stretto.launch.initialize` reads them.
+PROCESS_ID = "STRETTO_PROCESS_ID"
+NUM_PROCESSES = "STRETTO_NUM_PROCESSES"
+LOCAL_PROCESS_ID = "STRETTO_LOCAL_PROCESS_ID"
+NUM_LOCAL_PROCESSES = "STRETTO_NUM_LOCAL_PROCESSES"
+COORDINATOR = "STRETTO_COORDINATOR"  # "address:port" of process 0
+LOCAL_DEVICE_IDS = "STRETTO_LOCAL_DEVICE_IDS"  # "0,1"; empty means all
+RESTART = "STRETTO_RESTART"  # 0 at first, then 1, 2, ... under --restarts
+
+# Between the supervisor and its agents only; scripts never see them.
+RENDEZVOUS = "STRETTO_RENDEZVOUS"  # "address address ... port" of the supervisor
+TOKEN = "STRETTO_TOKEN"
+AGENT_INDEX = "STRETTO_AGENT_INDEX"  # set where no MPI launcher numbers the agents
+WORKER_PIPES = "STRETTO_WORKER_PIPES"
+PRIVATE = (RENDEZVOUS, TOKEN, AGENT_INDEX, WORKER_PIPES)
+
+FORWARDED = (
+    "STRETTO_*",
+    "JAX_*",
+    "XLA_*",
+    "MOSAIC_GPU_*",
+    "CUDA_*",
+    "NCCL_*",
+    "NVIDIA_*",
+    "TF_CPP_*",
+    "GLOO_*",
+    "UCX_*",
+    "FI_*",
+    "OMP_*",
+    "LD_LIBRARY_PATH",
+    "PYTHON*",
+    "VIRTUAL_ENV",
+    "TZ",
+)
+HOST = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "HOSTNAME",
+    "TMPDIR",
+    "LANG",
+    "LC_*",
+    "XDG_*",
+    "SSL_CERT_*",
+    "OMPI_*",
+    "OPAL_*",
+    "PMIX_*",
+    "PRTE_*",
+    "PMI_*",
+    "MPI*",
+    "HYDRA_*",
+    "SLURM_*",
+)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a variable's name fits one of the shell patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def current() -> dict[str, str]:
+    """This process's environment, as a copy."""
+    return dict(os.environ)
+
+
+def parse_env_option(option: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """``NAME=VALUE``, or ``NAME`` for the value it has here. An empty value is kept.
+
+    Raises:
+      LaunchError: the name is empty, or ``NAME`` alone is not set here.
+    """
+    name, equals, value = option.partition("=")
+    if not name:
+        raise LaunchError(f"--env {option!r} has no name; write --env NAME=VALUE or --env NAME")
+    if name in PRIVATE:
+        raise LaunchError(f"--env {name} is the launcher's own variable; choose another name")
+    if equals:
+        return name, value
+    if name not in environ:
+        raise LaunchError(f"--env {name} is not set here; export it, or write --env {name}=VALUE")
+    return name, environ[name]
+
+
+def forwarded(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that go from this machine to every process, ``--env`` options last."""
+    chosen = {
+        name: value
+        for name, value in environ.items()
+        if matches(name, FORWARDED) and name not in PRIVATE
+    }
+    chosen.update(parse_env_option(option, environ) for option in options)
+    return chosen
+
+
+def for_worker(host_environ: Mapping[str, str], sent: Mapping[str, str]) -> dict[str, str]:
+    """A script's whole environment: its host's own variables, then what was sent."""
+    own = {name: value for name, value in host_environ.items() if matches(name, HOST)}
+    return {**own, **sent}
+
+
+def for_layout(*, platform: str, num_local_devices: int) -> dict[str, str]:
+    """Variables by which JAX gets the platform and the number of CPU devices of a layout."""
+    if platform != "cpu":
+        return {}
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_local_devices),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+
+
+# Children write lines as they come, and never import a stray file of the working directory.
+PYTHON_SETTINGS = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}

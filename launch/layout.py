@@ -1,0 +1,130 @@
+"""From "so many devices on these hosts" to the processes of a job.
+
+``-n`` counts devices. With one process per node each host gets one process that owns all the
+devices the job uses there; with one process per GPU each device gets a process. On a machine
+without GPUs a device is a CPU device: by default each is a process of its own (gloo carries
+the collectives), with ``node`` they are virtual devices of one process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.launch.errors import LaunchError
+
+Platform = Literal["cpu", "gpu"]
+ProcessesPer = Literal["node", "gpu"]
+
+
+@dataclass(frozen=True)
+class HostDevices:
+    """A host, by the name the launcher reaches it under, and how many devices it offers."""
+
+    name: str
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process of a job.
+
+    ``device_ids`` are the local devices it owns, as CUDA numbers them under the host's
+    ``CUDA_VISIBLE_DEVICES``; on a CPU only their number matters.
+    """
+
+    process_id: int
+    host: str
+    local_process_id: int
+    num_local_processes: int
+    device_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All processes of a job, ordered by process id; a host's processes are consecutive."""
+
+    platform: Platform
+    processes_per: ProcessesPer
+    processes: tuple[ProcessPlan, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the job uses, over all hosts."""
+        return sum(len(process.device_ids) for process in self.processes)
+
+    @property
+    def hosts(self) -> dict[str, int]:
+        """Number of processes on each host, in order of process id."""
+        counts: dict[str, int] = {}
+        for process in self.processes:
+            counts[process.host] = counts.get(process.host, 0) + 1
+        return counts
+
+
+def default_processes_per(platform: Platform) -> ProcessesPer:
+    """GPUs of a node in one process (peers are plain pointers); a CPU device in each."""
+    return "node" if platform == "gpu" else "gpu"
+
+
+def share_devices(n: int | None, hosts: Sequence[HostDevices]) -> list[HostDevices]:
+    """Fill hosts in their order with ``n`` devices, or take all that they offer.
+
+    Raises:
+      LaunchError: ``n`` is not positive, or more than the hosts offer together.
+    """
+    offered = sum(host.num_devices for host in hosts)
+    if n is None:
+        n = offered
+    if n < 1:
+        raise LaunchError(f"-n {n} must be at least 1; it counts the devices of the job")
+    if n > offered:
+        where = ", ".join(f"{host.name}:{host.num_devices}" for host in hosts)
+        raise LaunchError(
+            f"-n {n} asks for more than the {offered} slots of the hosts ({where}); "
+            f"pass -n {offered}, or raise slots="
+        )
+    used = []
+    for host in hosts:
+        take = min(n, host.num_devices)
+        if take:
+            used.append(HostDevices(host.name, take))
+        n -= take
+    return used
+
+
+def plan(
+    hosts: Sequence[HostDevices], platform: Platform, processes_per: ProcessesPer | None
+) -> Layout:
+    """The processes for hosts whose ``num_devices`` are all used."""
+    per = processes_per or default_processes_per(platform)
+    processes: list[ProcessPlan] = []
+    for host in hosts:
+        devices = tuple(range(host.num_devices))
+        groups = [devices] if per == "node" else [(device,) for device in devices]
+        for local_id, group in enumerate(groups):
+            processes.append(ProcessPlan(len(processes), host.name, local_id, len(groups), group))
+    return Layout(platform, per, tuple(processes))
+
+
+def one_host(n: int | None, num_gpus: int, cuda_visible_devices: str | None) -> HostDevices:
+    """This machine with the devices a job of ``-n n`` uses.
+
+    With GPUs, ``n`` defaults to all of them and may not be more. Without, it defaults to 1 and
+    is free, since CPU devices cost nothing but time.
+
+    Raises:
+      LaunchError: ``n`` is not positive, or more than the GPUs.
+    """
+    if n is not None and n < 1:
+        raise LaunchError(f"-n {n} must be at least 1; it counts the devices of the job")
+    if num_gpus == 0:
+        return HostDevices("localhost", n or 1)
+    if n is not None and n > num_gpus:
+        limit = (
+            f" under CUDA_VISIBLE_DEVICES={cuda_visible_devices}" if cuda_visible_devices else ""
+        )
+        raise LaunchError(
+            f"-n {n} is more than the {num_gpus} GPUs of this machine{limit}; pass -n {num_gpus}, "
+            f"add hosts, or set JAX_PLATFORMS=cpu to run on {n} CPU devices"
+        )
+    return HostDevices("localhost", n or num_gpus)

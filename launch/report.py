@@ -1,0 +1,143 @@
+"""The last thing a failed job shows: which process, where, and its own words."""
+
+import linecache
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.launch.layout import ProcessPlan
+
+# Signals by which a process dies of itself or of the kernel. SIGABRT is not one of them: JAX
+# aborts a process when another one of the job is gone.
+_FIRST_CAUSE_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_WORKER_FILE = str(Path(__file__).with_name("worker.py"))
+TIMEOUT_STATUS = 124
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one process failed.
+
+    ``how`` is a phrase ("exit status 3"), ``status`` the job's exit status if this is the
+    cause, ``signal`` the signal that killed it, ``moment`` when it failed (seconds on the
+    supervisor's clock).
+    """
+
+    process_id: int
+    how: str
+    status: int
+    moment: float
+    signal: int | None = None
+    traceback: str = ""
+
+
+def exited(process_id: int, status: int, moment: float) -> Failure:
+    """A process that ended with a status of its own."""
+    return Failure(process_id, f"exit status {status}", status, moment)
+
+
+def killed(process_id: int, number: int, moment: float) -> Failure:
+    """A process that a signal ended."""
+    how = f"killed by {signal_name(number)}"
+    if number == signal.SIGKILL:
+        how += " (out of memory, or killed by hand)"
+    return Failure(process_id, how, 128 + number, moment, signal=number)
+
+
+def signal_name(number: int) -> str:
+    """``SIGSTOP`` for 19."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that brought the others about: the earliest.
+
+    A death by SIGKILL or a crash comes before exceptions of the same moment, which are usually
+    its peers noticing a closed connection.
+    """
+    return min(failures, key=lambda f: (f.signal not in _FIRST_CAUSE_SIGNALS, f.moment))
+
+
+def failure_text(
+    failure: Failure,
+    process: ProcessPlan,
+    host: str,
+    *,
+    platform: str,
+    num_processes: int,
+    elapsed_s: float,
+    log_note: str,
+    stderr_tail: Sequence[str],
+) -> str:
+    """A headline naming process, host, devices and log, then the traceback or last words."""
+    devices = ",".join(map(str, process.device_ids))
+    where = f" (GPU {devices})" if platform == "gpu" else ""
+    headline = (
+        f"stretto: process {failure.process_id} of {num_processes} on {host}{where} failed after "
+        f"{elapsed_s:.1f} s: {failure.how}{log_note}"
+    )
+    if failure.traceback:
+        return f"{headline}\n{failure.traceback.rstrip()}"
+    if stderr_tail:
+        words = "\n".join(f"  {line}" for line in stderr_tail)
+        return f"{headline}\nIts last lines on stderr:\n{words}"
+    return headline
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process's main thread is: file, line and function of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line}" + (f": {source}" if source else f" in {self.function}")
+
+
+def place_in_script(stacks: Sequence[str], script: str) -> Place | None:
+    """The innermost line of ``script`` that the main thread is at.
+
+    Args:
+      stacks: lines of faulthandler's dump of all threads, innermost frame first.
+      script: the script as it was named to the worker.
+
+    Returns:
+      None if the main thread is not in the script, or gave no stack.
+    """
+    frames: list[Place] = []
+    for line in [*stacks, "Thread end"]:
+        if match := _FRAME.match(line):
+            frames.append(Place(match["file"], int(match["line"]), match["function"]))
+        else:
+            if any(frame.file == _WORKER_FILE for frame in frames):
+                return next((frame for frame in frames if frame.file == script), None)
+            frames = []
+    return None
+
+
+def places_text(places: Mapping[int, Place | None], states: Mapping[int, str]) -> str:
+    """Processes grouped by where they are, the rarest place first: it is the likeliest cause.
+
+    Args:
+      places: for each process id its place in the script.
+      states: for processes without a place, what is known instead ("ended", "stopped").
+    """
+    groups: dict[str, list[int]] = {}
+    for process_id, place in sorted(places.items()):
+        text = f"at {place}" if place else states.get(process_id, "outside the script")
+        groups.setdefault(text, []).append(process_id)
+    lines = []
+    for text, members in sorted(groups.items(), key=lambda item: len(item[1])):
+        ids = ", ".join(map(str, members))
+        verb = "process" if len(members) == 1 else "processes"
+        lines.append(f"  {verb} {ids}: {text}")
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""Runs a user's script in one process of a job, so that its failure is known at once.
+
+Started by the agent as ``python worker.py SCRIPT ARGS``; imports the standard library only and
+nothing of Stretto, so a script pays for what it imports itself.
+
+An uncaught exception prints its traceback, is recorded for the agent, and ends the process
+with ``os._exit``: the usual exit would wait in JAX's exit barrier for processes that are
+themselves waiting for this one.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1
+_WORKER_PIPES = "STRETTO_WORKER_PIPES"  # as in environment.py, which is not imported here
+_INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """Run the script named on the command line as ``__main__``."""
+    record_fd, stacks_fd, agent_pid = map(int, os.environ.pop(_WORKER_PIPES).split(","))
+    _die_with(agent_pid)
+    for fd in (record_fd, stacks_fd):
+        os.set_inheritable(fd, False)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    del sys.argv[0]
+    script = sys.argv[0]
+    _find_modules_beside(script)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        status = _exit_status(error)
+        if status == 0:
+            return  # the ordinary exit, with atexit and JAX's barrier
+        _record(record_fd, status, f"SystemExit: {error.code}", "")
+        _leave(status)
+    except BaseException as error:
+        trace = _below(script, error.__traceback__)
+        error.__traceback__ = trace
+        sys.excepthook(type(error), error, trace)
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
+        _record(record_fd, status, summary, text)
+        _leave(status)
+
+
+def _die_with(agent_pid: int) -> None:
+    """Have the kernel kill this process when its agent dies, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent_pid:
+        os._exit(1)
+
+
+def _find_modules_beside(script: str) -> None:
+    """Let a script import the files beside it, as plain ``python SCRIPT`` does.
+
+    Not for a script at the root of Stretto's own tree: there ``distributed`` and ``kernels``
+    would hide the well-known packages of these names.
+    """
+    folder = Path(script).resolve().parent
+    if folder != Path(__file__).resolve().parent.parent:
+        sys.path.insert(0, str(folder))
+
+
+def _exit_status(error: SystemExit) -> int:
+    """The status that ``sys.exit(error.code)`` means; prints a message as Python would."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _below(script: str, trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that starts in the script, without runpy's frames."""
+    frame = trace
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == script:
+            return frame
+        frame = frame.tb_next
+    return trace
+
+
+def _record(record_fd: int, status: int, summary: str, trace: str) -> None:
+    record = {"status": status, "summary": summary, "traceback": trace}
+    os.write(record_fd, json.dumps(record).encode("ascii") + b"\n")
+
+
+def _leave(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a closed pipe must not hide the first error
+            stream.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
