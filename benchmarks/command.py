@@ -1,0 +1,231 @@
+"""`stretto bench`: measure, compare, document."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+
+from stretto.benchmarks import table
+from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
+from stretto.benchmarks.machine import is_gpu
+from stretto.benchmarks.measure import Settings
+from stretto.benchmarks.options import Sweep, read_sweeps
+from stretto.benchmarks.sweep import Run, Work, expand
+
+CPU_DEVICES = 4
+WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Time kernels against everything that could be called in their place, on this machine.
+
+    `stretto bench compare A.json B.json` compares two results, `stretto bench document FILE...`
+    writes the documented tables from results.
+    """
+
+    kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Kernels to time, or `all`."""
+    shapes: str = ""
+    """Shape sets or sizes, comma separated: goals, square, llama-70b, 8192x8192x28672."""
+    devices: str = ""
+    """Device counts, comma separated; default: the powers of two up to all devices."""
+    dtypes: str = "bfloat16"
+    """Element types, comma separated: bfloat16, float16, float32."""
+    peers: str = ""
+    """Who is timed, comma separated; default: everybody."""
+    scaling: str = ""
+    """`weak` multiplies the rows by the device count; `strong` keeps the problem."""
+    config: pathlib.Path | None = None
+    """A sweep file such as configs/bench/h100.toml, in place of the options above."""
+    json: pathlib.Path | None = None
+    """Write results here, each as it comes."""
+    resume: bool = False
+    """Go on with the results in the --json file."""
+    overwrite: bool = False
+    """Drop the results in the --json file."""
+    plot: pathlib.Path | None = None
+    """Write pictures into this folder (needs matplotlib)."""
+    report: pathlib.Path | None = None
+    """Write one self-contained HTML page."""
+    repeats: int = 20
+    """Samples per peer and case; each is the mean over a run of many calls."""
+    budget: float | None = None
+    """Stop after this many seconds; --resume goes on later."""
+    max_slowdown: float | None = None
+    """Exit with status 1 if `auto` is slower than XLA by more than this many percent."""
+    link_gb_per_s: float = 350.0
+    """Bandwidth of a device's links that the floor assumes, in GB/s."""
+    torch: bool = True
+    """Time PyTorch's peers as well, in a helper process, where it is installed."""
+    check: bool = True
+    """Compare our kernels' results with XLA's before timing them."""
+    seed: int = 0
+    """Of the operands' values and of the order of the peers."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto bench ARGV`; returns the exit status: 0, 1 on a regression or loss, 2 on misuse."""
+    try:
+        if argv[:1] == ["compare"]:
+            from stretto.benchmarks import compare
+
+            return compare.main(argv[1:])
+        if argv[:1] == ["document"]:
+            from stretto.benchmarks import document
+
+            return document.main(argv[1:])
+        options = tyro.cli(BenchOptions, prog="stretto bench", args=argv)
+        return _bench(options, argv)
+    except BenchmarkError as error:
+        print(f"stretto bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _bench(options: BenchOptions, argv: list[str]) -> int:
+    sweeps = sweeps_of(options)
+    _check_outputs(options)
+    start_devices()
+    on_gpu = is_gpu(jax.devices()[0].platform)
+    work = expand(sweeps, jax.device_count(), on_gpu)
+    settings = Settings(
+        repeats=options.repeats,
+        seed=options.seed,
+        check=options.check,
+        link_gb_per_s=options.link_gb_per_s,
+    )
+    run = Run(
+        options.json,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        command=["stretto", "bench", *argv],
+        settings=settings,
+    )
+    console = Console(width=max(WIDTH, Console().width))
+    first = jax.process_index() == 0
+    if first:
+        _introduce(console, run)
+    status = _execute(run, work, options, console)
+    if not first:
+        return status
+    if worst := table.never_slower_line(run.results.measurements):
+        console.print(worst, highlight=False)
+    _pictures(run, options)
+    return status or _slowdown_status(run, options)
+
+
+def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:
+    """The sweeps that the options ask for, checked; BenchmarkError says what is wrong with them."""
+    if options.config is not None:
+        if options.kernels or options.shapes or options.devices:
+            raise BenchmarkError(
+                "--config holds kernels, shapes and devices; give one or the other."
+            )
+        return read_sweeps(options.config)
+    if not options.kernels:
+        raise BenchmarkError("no kernel; name some, `all`, or a --config file.")
+    try:
+        devices = tuple(int(count) for count in split(options.devices))
+    except ValueError:
+        raise BenchmarkError(f"--devices {options.devices!r} is not like 1,2,4.") from None
+    sweep = Sweep(
+        kernels=() if "all" in options.kernels else options.kernels,
+        shapes=split(options.shapes),
+        devices=devices,
+        dtypes=split(options.dtypes),
+        peers=split(options.peers),
+        scaling=options.scaling,
+    )
+    sweep.check()
+    return (sweep,)
+
+
+def split(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated list."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _check_outputs(options: BenchOptions) -> None:
+    """Says before hours of measuring that pictures cannot be drawn."""
+    if options.repeats < 1:
+        raise BenchmarkError(f"--repeats {options.repeats} must be at least 1.")
+    if options.plot is not None:
+        from stretto.benchmarks import plots
+
+        plots.check_available()
+
+
+def start_devices() -> None:
+    """Joins the job that a launcher started, if one did; on a CPU, alone, makes several devices."""
+    from stretto.launch import initialize
+
+    process = initialize()
+    if process.num_processes == 1:
+        # Read only when the CPU is the backend; on GPUs it changes nothing.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+
+
+def _introduce(console: Console, run: Run) -> None:
+    console.print(table.machine_line(run.results), highlight=False)
+    if not run.results.measurement_of_speed:
+        console.print(table.NOT_A_MEASUREMENT, style="bold", highlight=False)
+    console.print()
+
+
+def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console) -> int:
+    with _helper(options) as helper, _progress() as say:
+        try:
+            finished = run.execute(work, helper, console, options.budget, say)
+        except DeviceLostError as error:
+            print(f"stretto bench: {error}", file=sys.stderr)
+            print("What was measured is kept; go on with --resume.", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("stretto bench: interrupted; go on with --resume.", file=sys.stderr)
+            return 130
+    if not finished:
+        print("stretto bench: the time limit has passed; go on with --resume.", file=sys.stderr)
+    return 0
+
+
+@contextlib.contextmanager
+def _helper(options: BenchOptions) -> Iterator[None]:
+    yield None
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that says what is being done, nothing where there is no terminal."""
+    console = Console(stderr=True)
+    if jax.process_index() != 0 or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _pictures(run: Run, options: BenchOptions) -> None:
+    if options.plot is not None:
+        from stretto.benchmarks import plots
+
+        plots.write_all(run.results, options.plot)
+    if options.report is not None:
+        from stretto.benchmarks import report
+
+        report.write(run.results, options.report)
+
+
+def _slowdown_status(run: Run, options: BenchOptions) -> int:
+    worst = table.worst_over_xla(run.results.measurements)
+    if options.max_slowdown is None or worst is None:
+        return 0
+    return int(worst[1] > 1 + options.max_slowdown / 100)

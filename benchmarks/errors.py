@@ -1,0 +1,15 @@
+"""What can go wrong in a benchmark, each kind with what the sweep does about it."""
+
+from __future__ import annotations
+
+
+class BenchmarkError(Exception):
+    """A mistake of the caller's, told in one line; the command ends with status 2."""
+
+
+class UnavailableError(Exception):
+    """A peer or a shape cannot be timed here; it is recorded with this reason, the sweep goes on."""
+
+
+class DeviceLostError(Exception):
+    """The devices answer no more (a kernel trapped); the sweep ends, what was measured is kept."""

@@ -1,0 +1,88 @@
+"""What `stretto bench KERNEL` can be told, on the command line or in a sweep file."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import msgspec
+
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.operations import OPERATIONS
+from stretto.benchmarks.peers import peers_named
+from stretto.benchmarks.shapes import KERNELS, MATMULS, SETS, parse_shape
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """One list of cases to time: every kernel at every shape, type and device count.
+
+    Empty tuples stand for the defaults: all kernels, the set "goals" (on a CPU "tiny"), all device
+    counts that are powers of two up to those present, all peers. `scaling` "weak" multiplies the
+    rows of every shape by the device count; "strong" (and "") leaves shapes as they are.
+    """
+
+    kernels: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    peers: tuple[str, ...] = ()
+    scaling: str = ""
+
+    def check(self) -> None:
+        """Raises BenchmarkError for anything unknown, with what is known."""
+        for kernel in self.kernels:
+            if kernel not in OPERATIONS:
+                raise BenchmarkError(f"kernel {kernel!r} is not one of {', '.join(KERNELS)}, all.")
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                raise BenchmarkError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+        for count in self.devices:
+            if count < 1:
+                raise BenchmarkError(f"devices={count} must be at least 1.")
+        if self.scaling not in ("", "strong", "weak"):
+            raise BenchmarkError(f'scaling {self.scaling!r} is not "strong" or "weak".')
+        try:
+            peers_named(self.peers)
+            for shape in self.shapes:
+                self._check_shape(shape)
+        except ValueError as error:
+            raise BenchmarkError(str(error)) from None
+
+    def _check_shape(self, shape: str) -> None:
+        """A spelt shape must be of the form of at least one kernel that is swept."""
+        if shape in SETS:
+            return
+        kernels = self.kernels or KERNELS
+        matmul = shape.count("x") == 2
+        fitting = [kernel for kernel in kernels if (kernel in MATMULS) == matmul]
+        parse_shape(shape, fitting[0] if fitting else kernels[0])
+
+
+class SweepFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A file of `configs/bench/`: sweeps that are run one after another."""
+
+    sweep: tuple[Sweep, ...]
+    about: str = ""
+
+
+def read_sweeps(path: pathlib.Path) -> tuple[Sweep, ...]:
+    """The sweeps of a TOML file; BenchmarkError if it is missing, damaged or names unknown things."""
+    try:
+        sweeps = msgspec.toml.decode(path.read_bytes(), type=SweepFile).sweep
+    except OSError as error:
+        raise BenchmarkError(f"{path}: {error.strerror}; see configs/bench/.") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BenchmarkError(f"{path}: {error}") from None
+    for sweep in sweeps:
+        sweep.check()
+    return sweeps
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When a run ends early."""
+
+    budget_s: float | None = None
+    max_slowdown_percent: float | None = None

@@ -1,0 +1,146 @@
+"""The results file: its schema, and writing, reading and resuming it.
+
+The names `size`, `count`, `type`, `time`, `alg_bw` and `bus_bw` are those of nccl-tests' JSON.
+`docs/benchmarks.md` documents every field.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import msgspec
+
+from stretto.benchmarks.errors import BenchmarkError
+
+SCHEMA = "stretto-bench/1"
+
+
+class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One peer's times of one case. Times in microseconds, bandwidths in GB/s (1e9 bytes).
+
+    `time` is the median of the `samples`, each of which is a mean over `calls` calls.
+    """
+
+    peer: str
+    role: str
+    time: float
+    time_p10: float
+    time_p90: float
+    samples: list[float]
+    calls: int
+    backend: str = ""
+    config: str = ""
+    tflops: float | None = None
+    alg_bw: float | None = None
+    bus_bw: float | None = None
+    share_of_floor: float | None = None
+    overlap_efficiency: float | None = None
+    exposed: float | None = None
+    over_xla: float | None = None
+    relative_error: float | None = None
+
+
+class Missing(msgspec.Struct, kw_only=True):
+    """A peer that was asked for and has no time, and why."""
+
+    peer: str
+    reason: str
+
+
+class Measurement(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """All peers' times of one case, taken in turns in one run."""
+
+    kernel: str
+    m: int
+    k: int
+    n: int
+    type: str
+    devices: int
+    size: int
+    count: int
+    flops: int
+    sent_bytes: float
+    sets: int = 1
+    floor: float | None = None
+    matmul_floor: float | None = None
+    communication_floor: float | None = None
+    skipped: str = ""
+    timed: list[Timed] = []
+    missing: list[Missing] = []
+
+    @property
+    def key(self) -> tuple[str, int, int, int, str, int]:
+        """What names the case among others."""
+        return (self.kernel, self.m, self.k, self.n, self.type, self.devices)
+
+    @property
+    def shape(self) -> str:
+        """`MxKxN`, or `MxN` of a collective."""
+        return f"{self.m}x{self.k}x{self.n}" if self.k else f"{self.m}x{self.n}"
+
+    def of(self, peer: str) -> Timed | None:
+        """The times of `peer`, None if it has none."""
+        return next((timed for timed in self.timed if timed.peer == peer), None)
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    """Where and with what the times were taken."""
+
+    card: str
+    platform: str
+    num_devices: int
+    num_processes: int
+    layout: str
+    num_hosts: int
+    driver: str
+    versions: dict[str, str]
+    commit: str
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """A whole results file."""
+
+    schema: str
+    start_time: str
+    command: list[str]
+    machine: Machine
+    measurement_of_speed: bool
+    link_gb_per_s: float
+    measurements: list[Measurement] = []
+
+
+def write(results: Results, path: pathlib.Path) -> None:
+    """Writes `results` to `path`, whole or not at all."""
+    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(encoded + b"\n")
+    os.replace(partial, path)
+
+
+def read(path: pathlib.Path) -> Results:
+    """The results in `path`.
+
+    Raises:
+      BenchmarkError: there is no such file, or it is damaged or of another schema.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise BenchmarkError(f"{path}: {error.strerror}; give a file that --json wrote.") from None
+    try:
+        header = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise BenchmarkError(
+            f"{path}: damaged, not JSON ({error}); measure again with --overwrite."
+        ) from None
+    schema = header.get("schema") if isinstance(header, dict) else None
+    if schema != SCHEMA:
+        raise BenchmarkError(
+            f"{path}: its schema is {schema!r}, this version reads {SCHEMA!r}; measure again."
+        )
+    try:
+        return msgspec.convert(header, Results)
+    except msgspec.ValidationError as error:
+        raise BenchmarkError(f"{path}: damaged: {error}; measure again with --overwrite.") from None

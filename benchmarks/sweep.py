@@ -1,0 +1,187 @@
+"""Runs sweeps: the list of cases, what is done already, the time limit, saving, progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+from rich.console import Console
+
+from stretto.benchmarks import results, table
+from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
+from stretto.benchmarks.machine import describe
+from stretto.benchmarks.measure import Helper, Settings, measure
+from stretto.benchmarks.operations import OPERATIONS, Case
+from stretto.benchmarks.options import Sweep
+from stretto.benchmarks.peers import Peer, peers_named
+from stretto.benchmarks.results import Machine, Measurement, Results
+from stretto.benchmarks.shapes import KERNELS, MATMULS, SETS, shapes_of
+from stretto.benchmarks.timing import agreed
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One case and the peers to time for it."""
+
+    case: Case
+    peers: tuple[Peer, ...]
+
+
+def expand(sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool) -> list[Work]:
+    """The cases of `sweeps` in order, each once.
+
+    Raises:
+      BenchmarkError: a sweep asks for more devices than there are, or for nothing at all.
+    """
+    found: dict[tuple, Work] = {}
+    for sweep in sweeps:
+        peers = tuple(peers_named(sweep.peers))
+        for case in _cases(sweep, num_devices, on_gpu):
+            key = (case.operation.name, case.shape, case.dtype, case.devices)
+            found.setdefault(key, Work(case, peers))
+    if not found:
+        raise BenchmarkError("nothing to measure: the shape sets hold no shape for these kernels.")
+    return list(found.values())
+
+
+def _cases(sweep: Sweep, num_devices: int, on_gpu: bool) -> Iterable[Case]:
+    counts = sweep.devices or _powers_of_two(num_devices)
+    if max(counts) > num_devices:
+        raise BenchmarkError(f"devices={max(counts)} and {num_devices} are present; ask for fewer.")
+    for kernel in sweep.kernels or KERNELS:
+        names = sweep.shapes or (("goals",) if on_gpu else ("tiny",))
+        for devices in counts:
+            for name in names:
+                if name not in SETS and (name.count("x") == 2) != (kernel in MATMULS):
+                    continue
+                for shape in shapes_of(name, kernel, devices):
+                    for dtype in sweep.dtypes:
+                        yield Case(
+                            operation=OPERATIONS[kernel],
+                            shape=shape.scaled(devices) if sweep.scaling == "weak" else shape,
+                            dtype=dtype,
+                            devices=devices,
+                        )
+
+
+def _powers_of_two(most: int) -> tuple[int, ...]:
+    return tuple(1 << power for power in range(most.bit_length()) if 1 << power <= most)
+
+
+class Run:
+    """A sweep in progress: its results so far and where they are saved.
+
+    Args:
+      path: the results file, None to keep nothing.
+      resume: go on with the results in `path`, if they are of this machine.
+      overwrite: drop the results in `path`.
+      command: the command line, for the record.
+      settings: how to time.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        *,
+        resume: bool,
+        overwrite: bool,
+        command: Sequence[str],
+        settings: Settings,
+    ):
+        self._path = path
+        self._settings = settings
+        machine = describe()
+        self.results = Results(
+            schema=results.SCHEMA,
+            start_time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=list(command),
+            machine=machine,
+            measurement_of_speed=machine.platform == "gpu",
+            link_gb_per_s=settings.link_gb_per_s,
+        )
+        if path is not None and path.exists() and not overwrite:
+            self.results.measurements = _earlier(path, resume, machine)
+
+    @property
+    def done(self) -> set[tuple]:
+        """The keys of the cases that need no timing any more."""
+        return {measurement.key for measurement in self.results.measurements}
+
+    def execute(
+        self,
+        work: Sequence[Work],
+        helper: Helper | None,
+        console: Console,
+        budget_s: float | None,
+        say: Callable[[str], None],
+    ) -> bool:
+        """Times what is not done yet and saves each case as it comes.
+
+        Returns whether everything was timed: False once `budget_s` seconds have passed.
+
+        Raises:
+          DeviceLostError: the devices answer no more; what was measured is saved.
+        """
+        began = time.monotonic()
+
+        def out_of_time() -> bool:
+            passed = budget_s is not None and time.monotonic() - began > budget_s
+            return agreed(passed) if budget_s is not None else False
+
+        todo = [item for item in work if _key(item.case) not in self.done]
+        for position, item in enumerate(todo):
+            if out_of_time():
+                return False
+            prefix = f"{position + 1} of {len(todo)}: {item.case}"
+
+            def tell(text: str, prefix: str = prefix) -> None:
+                say(f"{prefix}: {text}")
+
+            tell("starting")
+            try:
+                found = measure(
+                    item.case, list(item.peers), self._settings, helper, out_of_time, tell
+                )
+            except DeviceLostError as error:
+                raise DeviceLostError(f"{item.case}: {error}") from error
+            self._add(found, console)
+        return True
+
+    def _add(self, measurement: Measurement, console: Console) -> None:
+        self.results.measurements.append(measurement)
+        if jax.process_index() != 0:
+            return
+        table.print_measurement(console, measurement)
+        if self._path is not None:
+            results.write(self.results, self._path)
+
+
+def _key(case: Case) -> tuple:
+    return (
+        case.operation.name,
+        case.shape.m,
+        case.shape.k,
+        case.shape.n,
+        case.dtype,
+        case.devices,
+    )
+
+
+def _earlier(path: pathlib.Path, resume: bool, machine: Machine) -> list[Measurement]:
+    """The measurements in `path`, to go on from."""
+    if not resume:
+        raise BenchmarkError(
+            f"{path} exists; go on with it with --resume, or drop it: --overwrite."
+        )
+    found = results.read(path)
+    for what in ("card", "num_devices", "layout"):
+        there, here = getattr(found.machine, what), getattr(machine, what)
+        if there != here:
+            raise BenchmarkError(
+                f"{path}: its {what} is {there!r}, here it is {here!r}; write to another file."
+            )
+    return found.measurements

@@ -1,0 +1,110 @@
+"""Device time of a compiled loop, from the moments at which a queue of its runs completes.
+
+Several runs of the program are queued without waiting, each taking the token of the one before.
+The time from one run's completion to the next one's is the device's time for a run: dispatch from
+Python (some 200 us for four devices) happens while the run before is busy. The first interval of a
+visit holds the dispatch and the change from another program, and is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+TARGET_RUN_US = 8000.0
+"""Least length of a run, so that the host's few microseconds of jitter are below 0.1%."""
+
+
+class Timer(Protocol):
+    """Something that can be timed again and again, in turns with others."""
+
+    def visit(self, samples: int) -> list[float]:
+        """`samples` times of one call, in microseconds, the maximum over processes."""
+        ...
+
+    @property
+    def calls(self) -> int:
+        """Calls that one sample is the mean of."""
+        ...
+
+
+def calls_per_run(expected_us: float, num_sets: int, on_gpu: bool) -> int:
+    """Calls in one run: a multiple of `num_sets`, at least 20 on a GPU, at most 400."""
+    if not on_gpu:
+        return num_sets
+    calls = min(400, max(20, round(TARGET_RUN_US / expected_us)))
+    return -(-calls // num_sets) * num_sets
+
+
+class LoopTimer:
+    """Times a program made by `programs.compiled`.
+
+    Args:
+      program: maps (token, *operands) to the next token.
+      token: the first token.
+      operands: the operands of every set.
+      calls: calls of the function in one run.
+      queued: whether runs are queued. On a CPU they are not: its collectives may deadlock when
+        several programs are in flight, and its times are no measurement anyway.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., jax.Array],
+        token: jax.Array,
+        operands: Sequence[jax.Array],
+        calls: int,
+        queued: bool,
+    ):
+        self._program = program
+        self._token = token
+        self._operands = tuple(operands)
+        self._calls = calls
+        self._queued = queued
+
+    @property
+    def calls(self) -> int:
+        """Calls that one sample is the mean of."""
+        return self._calls
+
+    def visit(self, samples: int) -> list[float]:
+        """`samples` times of one call, in microseconds, the maximum over processes."""
+        marks = self._queued_marks(samples + 1) if self._queued else self._marks(samples + 1)
+        times = np.diff(np.asarray(marks)) * (1e6 / self._calls)
+        return maximum_over_processes(times).tolist()
+
+    def _queued_marks(self, runs: int) -> list[float]:
+        tokens = []
+        for _ in range(runs):
+            self._token = self._program(self._token, *self._operands)
+            tokens.append(self._token)
+        return [_completion(token) for token in tokens]
+
+    def _marks(self, runs: int) -> list[float]:
+        marks = []
+        for _ in range(runs):
+            self._token = self._program(self._token, *self._operands)
+            marks.append(_completion(self._token))
+        return marks
+
+
+def _completion(token: jax.Array) -> float:
+    token.block_until_ready()
+    return time.perf_counter()
+
+
+def maximum_over_processes(values: np.ndarray) -> np.ndarray:
+    """Element by element, the largest over all processes; every process must call it."""
+    if jax.process_count() == 1:
+        return np.asarray(values)
+    return np.asarray(multihost_utils.process_allgather(np.asarray(values))).max(axis=0)
+
+
+def agreed(flag: bool) -> bool:
+    """Whether any process says so; every process must call it."""
+    return bool(maximum_over_processes(np.asarray([float(flag)]))[0])
