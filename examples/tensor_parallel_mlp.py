@@ -170,7 +170,7 @@ def shard(mesh: Mesh, weights: Weights, data: Data) -> tuple[Weights, Data]:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line; `argv` is `sys.argv[1:]` where it is None."""
     parser = argparse.ArgumentParser(description="Train a tensor-parallel network on digits.")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument(
         "--backend",
         choices=("auto", "pallas", "xla", "simulator"),

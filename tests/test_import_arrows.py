@@ -33,7 +33,12 @@ PRIVATE_JAX = "distributed/jax_compat.py"
 STANDARD_LIBRARY_ONLY = (
     "launch/worker.py"  # runs the user's script, which pays for no import of ours
 )
-READS_ENVIRONMENT = {"launch/environment.py", "distributed/settings.py", STANDARD_LIBRARY_ONLY}
+READS_ENVIRONMENT = {
+    "launch/environment.py",
+    "distributed/settings.py",
+    STANDARD_LIBRARY_ONLY,
+    "distributed/aot.py",  # sets JAX's variables for the time of a compilation, and puts them back
+}
 
 
 def imports(source: str, path: str) -> Iterator[tuple[str, bool]]:
