@@ -1,0 +1,136 @@
+"""Checks beside data races: what is left at the end, and semaphores used against their nature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stretto.distributed.simulator.clocks import knows
+from stretto.distributed.simulator.memory import Region
+from stretto.distributed.simulator.races import Access
+from stretto.distributed.simulator.report import Finding
+from stretto.distributed.simulator.semaphores import Semaphore
+from stretto.distributed.simulator.sites import Site
+
+
+class Checks:
+    """The checks of one launch.
+
+    Args:
+      machine: the launch.
+    """
+
+    def __init__(self, machine: Any):
+        self._machine = machine
+        self._report = machine.report
+        self._on = machine.detector.detect_races
+
+    def _find(self, kind: str, message: str, *sites: Site, name: str = "") -> None:
+        self._report.add(
+            Finding(kind=kind, key=(kind, *sites, name), message=message, sites=sites)
+        )
+
+    def commit(self, task: Any) -> None:
+        """`task` makes its stores to shared memory visible to copies and tensor cores."""
+
+    def committed(self, region: Region, task: Any, site: Site, what: str) -> None:
+        """Checks that stores to `region` are visible to `what`."""
+
+    def unawaited_copy(self, copy: Any) -> None:
+        """A task has ended and never waited for `copy`."""
+        self._find(
+            "unawaited copy",
+            f"{copy.describe()} at {copy.site} is never waited for: its shared memory may go away"
+            " under it. End with wait_smem_to_gmem(0).",
+            copy.site,
+        )
+
+    def narrow_signal(self, semaphore: Semaphore, task: Any, site: Site) -> None:
+        """A signal of scope "gpu" goes to another device."""
+        self._find(
+            "semaphore scope",
+            f"{task.describe()} signals {semaphore.name} of device {semaphore.device} in scope"
+            f' "gpu" at {site}, which says nothing to another device. Use scope "sys".',
+            site,
+        )
+
+    def atomic_touch(self, semaphore: Semaphore, access: Access) -> None:
+        """A signal, a wait or a read of a semaphore."""
+        if not self._on:
+            return
+        if semaphore.store is not None and not semaphore.store.before(access):
+            self._store_race(semaphore, semaphore.store, access)
+        semaphore.touches[access.timeline] = access
+
+    def plain_store(self, semaphore: Semaphore, task: Any, site: Site) -> None:
+        """A plain store to a semaphore."""
+        if not self._on:
+            return
+        store = task.access("plain store", site)
+        for access in semaphore.touches.values():
+            if not access.before(store):
+                self._store_race(semaphore, access, store)
+        semaphore.store = store
+        self._machine.touch(semaphore.device, store)
+
+    def _store_race(self, semaphore: Semaphore, first: Access, second: Access) -> None:
+        self._find(
+            "race",
+            f"race on semaphore {semaphore.name} of device {semaphore.device}:\n"
+            f"  {first.describe()}\n  {second.describe()}\n"
+            "  A plain store can undo a signal that lands just before it. Take back what was"
+            " waited for with semaphore_wait(decrement=True) instead.",
+            first.site,
+            second.site,
+            name=semaphore.name,
+        )
+
+    def at_end(self) -> None:
+        """Checks made once everything has run."""
+        machine = self._machine
+        ends = [d.clock for d in machine.devices]
+        if self._on:
+            for device in machine.devices:
+                for access in device.remote_touches.values():
+                    self._after_end(device, access)
+            for copy in machine.pending_loads:
+                if not any(knows(end, *copy.writing) for end in ends):
+                    self._find(
+                        "unawaited copy",
+                        f"{copy.describe()} at {copy.site} is never waited for: nobody waits for"
+                        " its barrier.",
+                        copy.site,
+                    )
+        for device in machine.devices:
+            for array in device.semaphores.values():
+                for semaphore in array.items:
+                    if semaphore.value:
+                        self._left_over(semaphore)
+
+    def _after_end(self, device: Any, access: Access) -> None:
+        if knows(device.clock, access.timeline, access.value):
+            return
+        self._find(
+            "after end",
+            f"{access.describe()} touches memory of {device.describe()}, which may have ended"
+            " by then and given the memory away: nothing that it waits for comes after. Every"
+            " kernel needs a closing synchronisation.",
+            access.site,
+            name=access.what,
+        )
+
+    def _left_over(self, semaphore: Semaphore) -> None:
+        sites = tuple(sorted({s for _, s in semaphore.signalled_by}, key=str))
+        lines = "; ".join(map(str, sites))
+        self._report.add(
+            Finding(
+                kind="semaphore not zero",
+                key=("semaphore not zero", sites, semaphore.name.split("[")[0]),
+                message=(
+                    f"semaphore {semaphore.name} of device {semaphore.device} ends at"
+                    f" {semaphore.value}, raised at {lines}. XLA zeroes semaphores before each"
+                    " launch, so this is harmless as long as they do not outlive the kernel."
+                ),
+                sites=sites,
+                is_warning=True,
+            )
+        )

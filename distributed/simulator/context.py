@@ -1,0 +1,167 @@
+"""`simulate`: the context in which kernels run in the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Generator
+from typing import Any, Literal
+
+import jax
+
+from stretto.distributed import jax_compat
+from stretto.distributed.simulator.cost_model import CostModel
+from stretto.distributed.simulator.errors import SimulationError
+from stretto.distributed.simulator.launch import KernelCall
+from stretto.distributed.simulator.machine import Limits
+from stretto.distributed.simulator.mesh import DeviceMesh
+from stretto.distributed.simulator.rendezvous import Rendezvous
+from stretto.distributed.simulator.report import Report
+from stretto.distributed.simulator.settings import Settings
+
+# Part of the key of JAX's caches, so that nothing traced or lowered for the simulator is used
+# outside, nor the other way round. It does not hold the seed: a new seed needs no new compilation.
+_is_simulating = jax.make_user_context(default_value=None)
+
+
+class _Simulation:
+    """The state of one `simulate`."""
+
+    def __init__(self, settings: Settings, report: Report):
+        self.settings = settings
+        self.report = report
+        self.error: Exception | None = None
+        self.launches: Counter[int] = Counter()
+        self.lock = threading.Lock()
+
+
+# Callbacks run on XLA's threads, so what they use is global, not per thread. A program that was
+# still running when its `simulate` ended finishes under the settings it started with.
+_active: list[_Simulation] = []
+_last: list[_Simulation] = []
+
+
+class SimulatorParams:
+    """Given as `interpret=` to `plgpu.kernel`, makes that one kernel run in the simulator."""
+
+
+@contextlib.contextmanager
+def simulate(
+    *,
+    seed: int = 0,
+    schedule: Literal["random", "round_robin", "pct", "time"] = "random",
+    detect_races: bool = True,
+    resident_blocks: int = 132,
+    core_count: int = 4,
+    on_finding: Literal["raise", "record"] = "raise",
+    max_steps: int = 50_000_000,
+    cost_model: CostModel | None = None,
+    trace: bool = False,
+    rendezvous_timeout: float = 60.0,
+) -> Generator[Report]:
+    """Runs the Mosaic GPU kernels that are called inside it in the simulator, on CPU devices.
+
+    Works under `jit`, `shard_map` and transformations, on kernels that know nothing of it. An
+    error in a kernel leaves this context as a `SimulationError`, whatever JAX made of it on the
+    way; inside the context JAX raises its own error, which contains the text.
+
+    Args:
+      seed: of the order of steps. The same seed gives the same run, bit for bit.
+      schedule: "random", "round_robin", "pct" (favours orders that are rare) or "time" (the order
+        of the cost model's clock).
+      detect_races: look for data races, and for what may come after a peer's end.
+      resident_blocks: blocks that a device runs at once.
+      core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
+        their grids by it.
+      on_finding: "raise" fails a launch that did something wrong once it has ended, "record" only
+        adds it to the report.
+      max_steps: steps of one launch before it is given up.
+      cost_model: predicts times; sets the schedule to "time".
+      trace: keep what every task did, for `Report.save_trace`.
+      rendezvous_timeout: seconds that devices wait for a device that does not come to a kernel.
+
+    Yields:
+      The report, which grows while kernels run.
+
+    Raises:
+      SimulationError: a kernel deadlocked, raced, or did something else that it may not do.
+    """
+    report = Report(seed=seed)
+    settings = Settings(
+        seed=seed,
+        schedule="time" if cost_model is not None else schedule,
+        detect_races=detect_races,
+        on_finding=on_finding,
+        limits=Limits(resident_blocks=resident_blocks, max_steps=max_steps),
+        cost_model=cost_model,
+        trace=report.start_trace() if trace else None,
+        rendezvous_timeout=rendezvous_timeout,
+    )
+    simulation = _Simulation(settings, report)
+    jax_compat.install_kernel_interception(_intercept)
+    _active.append(simulation)
+    try:
+        with _is_simulating((core_count,)), jax_compat.cpu_core_count(core_count):
+            yield report
+            _finish_running_programs()
+    except Exception as error:
+        if simulation.error is not None and not isinstance(error, SimulationError):
+            raise simulation.error from error
+        raise
+    finally:
+        _active.remove(simulation)
+        _last[:] = [simulation]
+    if simulation.error is not None:
+        raise simulation.error
+
+
+def is_simulating() -> bool:
+    """Whether kernels called here run in the simulator."""
+    return _is_simulating.value is not None
+
+
+def _finish_running_programs() -> None:
+    """Waits for what has been dispatched, so that it runs under this context's settings."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # A failed program's error has been kept already.
+            array.block_until_ready()
+
+
+def _intercept(call: jax_compat.LoweredKernel) -> Any:
+    """The callback that stands for a kernel call, or None to leave the call alone."""
+    if not is_simulating() and not isinstance(call.interpret, SimulatorParams):
+        return None
+    mesh = DeviceMesh(call.axis_names, call.axis_sizes)
+    kernel = KernelCall(
+        call.name, call.jaxpr, call.pallas_mesh, mesh, list(call.out_avals), dict(call.aliases)
+    )
+    kernel.prepare()
+    rendezvous = Rendezvous(call.name, mesh.num_devices, mesh.describe)
+
+    def callback(device: Any, *operands: Any) -> list[Any]:
+        simulation = _current()
+
+        def run(all_operands: list[list[Any]]) -> list[list[Any]]:
+            with simulation.lock:
+                number = simulation.launches[id(kernel)]
+                simulation.launches[id(kernel)] += 1
+                settings = simulation.settings.for_launch(kernel.name, number)
+                try:
+                    return kernel.run(all_operands, settings, simulation.report)
+                except Exception as error:
+                    simulation.error = simulation.error or error
+                    raise
+
+        timeout = simulation.settings.rendezvous_timeout
+        return rendezvous.meet(int(device), list(operands), run, timeout)
+
+    return callback
+
+
+def _current() -> _Simulation:
+    if _active:
+        return _active[-1]
+    if _last:
+        return _last[-1]
+    return _Simulation(Settings(), Report())

@@ -1,0 +1,142 @@
+"""One launch of a kernel on all devices of a mesh: from operands to results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from stretto.distributed.simulator import (  # noqa: F401  (the rules register themselves)
+    rules_arrays,
+    rules_control,
+    rules_copy,
+    rules_memory,
+    rules_mma,
+    rules_scope,
+    rules_shapes,
+    rules_sync,
+)
+from stretto.distributed.simulator.deadlock import describe_deadlock
+from stretto.distributed.simulator.errors import DeadlockError, FindingError, SimulationError
+from stretto.distributed.simulator.machine import Device, Machine
+from stretto.distributed.simulator.memory import Buffer, poison
+from stretto.distributed.simulator.mesh import DeviceMesh
+from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
+from stretto.distributed.simulator.report import Report
+from stretto.distributed.simulator.scheduler import Scheduler
+from stretto.distributed.simulator.settings import Settings
+
+
+@dataclass
+class KernelCall:
+    """A kernel as JAX lowers it, one for each place in a program that calls it.
+
+    Attributes:
+      name: the kernel's name.
+      jaxpr: of its body; arguments are refs of operands, then of results.
+      pallas_mesh: grid, cluster and threads.
+      mesh: the devices.
+      out_avals: shapes and types of the results.
+      aliases: results that are the memory of an operand, as {result: operand}.
+    """
+
+    name: str
+    jaxpr: Any
+    pallas_mesh: Any
+    mesh: DeviceMesh
+    out_avals: list[Any]
+    aliases: dict[int, int]
+
+    @cached_property
+    def _prepared(self) -> tuple[KernelInfo, Program]:
+        sizes = dict(zip(self.mesh.names, self.mesh.sizes))
+        kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
+        return kernel, Compiler(kernel, self.jaxpr).program
+
+    def prepare(self) -> None:
+        """Prepares the body, so that what the simulator does not know is told at once."""
+        _ = self._prepared
+
+    def run(
+        self, operands: list[list[np.ndarray]], settings: Settings, report: Report
+    ) -> list[list[np.ndarray]]:
+        """Runs the kernel on all devices.
+
+        Args:
+          operands: for each device, its operands.
+          settings: how to run.
+          report: what is found is added to it.
+
+        Returns:
+          For each device, its results.
+
+        Raises:
+          DeadlockError: nothing can move any more.
+          FindingError: the kernel ended and did something wrong, unless `settings` say to go on.
+        """
+        kernel, program = self._prepared
+        scheduler = Scheduler(settings.schedule, settings.order_seed, settings.limits.max_steps)
+        machine = Machine(
+            kernel, program, self.mesh, scheduler=scheduler, report=report,
+            limits=settings.limits, detect_races=settings.detect_races,
+            cost=settings.cost_model, trace=settings.trace,
+        )  # fmt: skip
+        known = len(report.findings)
+        try:
+            with np.errstate(all="ignore"):
+                for device, values in zip(machine.devices, operands, strict=True):
+                    self._fill(device, values)
+                machine.add_blocks()
+                scheduler.run()
+        except SimulationError as error:
+            error.report = report
+            raise
+        finally:
+            report.launches += 1
+            report.statistics.steps += scheduler.steps
+        self._settle(machine, settings, known)
+        n_in = len(operands[0])
+        return [[np.array(b.data) for b in d.buffers[n_in:]] for d in machine.devices]
+
+    def _settle(self, machine: Machine, settings: Settings, known: int) -> None:
+        """What is to be said once nothing runs any more."""
+        report = machine.report
+        if (text := describe_deadlock(machine)) is not None:
+            report.deadlock = text
+            new = report.findings[known:]
+            if new:
+                text += "\nBefore it, this was found:\n" + "\n".join(map(str, new))
+            raise _with_report(DeadlockError(text), report)
+        machine.checks.at_end()
+        seconds, busy = machine.cost.finish()
+        report.statistics.predicted_seconds += seconds
+        report.statistics.matmul_busy_seconds += busy
+        new = report.findings[known:]
+        if new and settings.on_finding == "raise":
+            text = f"kernel {self.name}, seed {settings.seed}: " + "\n".join(map(str, new))
+            raise _with_report(FindingError(text), report)
+
+    def _fill(self, device: Device, operands: list[np.ndarray]) -> None:
+        """The global memory of one device: operands as given, results as fresh memory."""
+        for i, value in enumerate(operands):
+            device.buffers.append(_global(np.array(value), f"input {i}", device, i, True))
+        for i, aval in enumerate(self.out_avals):
+            if i in self.aliases:
+                device.buffers.append(device.buffers[self.aliases[i]])
+                continue
+            number = len(operands) + i
+            fresh = poison(tuple(aval.shape), aval.dtype)
+            device.buffers.append(_global(fresh, f"output {i}", device, number, False))
+
+
+def _global(data: np.ndarray, name: str, device: Device, key: int, written: bool) -> Buffer:
+    return Buffer(
+        data, name=name, space="gmem", device=device.index, block=None, key=key, written=written
+    )
+
+
+def _with_report(error: SimulationError, report: Report) -> SimulationError:
+    error.report = report
+    return error

@@ -1,0 +1,253 @@
+"""The machine that a launch runs on: devices with their blocks, memory and semaphores."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.distributed.simulator import clocks
+from stretto.distributed.simulator.barriers import BarrierArray
+from stretto.distributed.simulator.checks import Checks
+from stretto.distributed.simulator.cost_model import CostModel, NoCost
+from stretto.distributed.simulator.memory import Buffer
+from stretto.distributed.simulator.mesh import DeviceMesh
+from stretto.distributed.simulator.program import KernelInfo, Program
+from stretto.distributed.simulator.races import Access, RaceDetector
+from stretto.distributed.simulator.report import Report
+from stretto.distributed.simulator.scheduler import Scheduler
+from stretto.distributed.simulator.semaphores import SemaphoreArray
+from stretto.distributed.simulator.tasks import Block, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a device can hold, and what a run may take.
+
+    Attributes:
+      resident_blocks: blocks that run at once on one device; the others wait for one to end.
+      max_steps: steps of a launch before it is given up.
+    """
+
+    resident_blocks: int = 132
+    max_steps: int = 50_000_000
+
+
+class Device:
+    """One device: its memory, its blocks, and who else has touched it.
+
+    Attributes:
+      index: row-major in the mesh.
+      coords: index along each axis of the mesh.
+      buffers: global memory of the launch, by argument.
+      semaphores: by allocation key.
+      waiting_blocks: blocks that are not resident yet.
+      clock: what all its finished tasks knew.
+      remote_touches: the last access of each timeline of another device to this one's memory.
+    """
+
+    def __init__(self, index: int, mesh: DeviceMesh):
+        self.index = index
+        self.coords = mesh.coords(index)
+        self._name = mesh.describe(index)
+        self.buffers: list[Buffer] = []
+        self.semaphores: dict[Hashable, SemaphoreArray] = {}
+        self.blocks: list[Block] = []
+        self.waiting_blocks: deque[Block] = deque()
+        self.resident = 0
+        self.clock = clocks.empty()
+        self.remote_touches: dict[int, Access] = {}
+        self.time = 0.0
+
+    def describe(self) -> str:
+        """The device in words."""
+        return self._name
+
+
+class Machine:
+    """One launch of a kernel on all devices of a mesh.
+
+    Args:
+      kernel: the kernel.
+      program: its body.
+      mesh: the mesh.
+      scheduler, report, limits: how to run, where to tell, how far to go.
+      detect_races: whether accesses are checked.
+      cost: what things cost in time.
+    """
+
+    def __init__(
+        self,
+        kernel: KernelInfo,
+        program: Program,
+        mesh: DeviceMesh,
+        *,
+        scheduler: Scheduler,
+        report: Report,
+        limits: Limits,
+        detect_races: bool,
+        cost: CostModel | None,
+        trace: list | None = None,
+    ):
+        self.kernel = kernel
+        self.program = program
+        self.mesh = mesh
+        self.scheduler = scheduler
+        self.report = report
+        self.limits = limits
+        self.timelines = clocks.Timelines()
+        self.detector = RaceDetector(report, detect_races)
+        self.cost = (cost or NoCost()).start(self)
+        self.trace = trace
+        self.devices = [Device(i, mesh) for i in range(mesh.num_devices)]
+        self.checks = Checks(self)
+        self.tasks: list[Task] = []
+        self.pending_loads: list[Any] = []
+        self._shape = list(kernel.mesh.shape.items())
+        if kernel.mesh.num_threads:
+            self._shape = self._shape[:-1]
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups of a block."""
+        return self.kernel.mesh.num_threads or 1
+
+    def add_blocks(self) -> None:
+        """Makes the blocks of the grid on every device, and starts those that are resident."""
+        names = [name for name, _ in self._shape]
+        cluster = math.prod(self.kernel.mesh.cluster)
+        for device in self.devices:
+            grid = itertools.product(*(range(n) for _, n in self._shape))
+            for index, position in enumerate(grid):
+                block = Block(device, index, dict(zip(names, position)))
+                block.barrier = BarrierArray(
+                    "the entry of a shared scope", (), self.num_warpgroups, self.scheduler, None
+                ).items[0]
+                device.blocks.append(block)
+                device.waiting_blocks.append(block)
+            if device.blocks and self.limits.resident_blocks < cluster:
+                raise ValueError(
+                    f"resident_blocks={self.limits.resident_blocks} is less than a cluster of"
+                    f" {cluster} blocks; raise it."
+                )
+        for device in self.devices:
+            self._start_blocks(device, cluster)
+
+    def _start_blocks(self, device: Device, cluster: int) -> None:
+        while device.waiting_blocks and device.resident + cluster <= self.limits.resident_blocks:
+            for _ in range(cluster):
+                block = device.waiting_blocks.popleft()
+                device.resident += 1
+                block.running = self.num_warpgroups
+                for warpgroup in range(self.num_warpgroups):
+                    task = Task(self, block, warpgroup)
+                    task.time = device.time
+                    task.body = self.program.run(task, self._arguments(device))
+                    self.tasks.append(task)
+                    self.scheduler.push(task)
+
+    def _arguments(self, device: Device) -> list[Any]:
+        return list(device.buffers)
+
+    def task_finished(self, task: Task) -> None:
+        """A task's body has ended: settles what it leaves, and lets the next block in."""
+        if task.warp is not None:
+            return
+        block, device = task.block, task.device
+        for copy in itertools.chain(*task.groups[task.read_awaited :], task.uncommitted):
+            self.checks.unawaited_copy(copy)
+        block.clock = clocks.join(block.clock, task.clock)
+        block.time = max(block.time, task.time)
+        block.running -= 1
+        if block.running:
+            return
+        device.clock = clocks.join(device.clock, block.clock)
+        device.time = max(device.time, block.time) if not device.waiting_blocks else block.time
+        device.resident -= 1
+        self._start_blocks(device, math.prod(self.kernel.mesh.cluster))
+
+    # Where a ref points to on another device or block.
+
+    def on_device(self, ref: Any, device: int) -> Any:
+        """The allocation of `device` that is symmetric to `ref`."""
+        if not 0 <= device < len(self.devices):
+            raise ValueError(
+                f"device id {device} is not in the mesh of {len(self.devices)} devices."
+            )
+        target = self.devices[device]
+        if isinstance(ref, SemaphoreArray):
+            return self.semaphores(target, ref.key, ref.name, ref.ids.data.shape)
+        if isinstance(ref, Buffer) and ref.space == "gmem":
+            return target.buffers[ref.key]
+        raise ValueError("only operands, results and semaphores in global memory can be remote.")
+
+    def semaphores(
+        self, device: Device, key: Hashable, name: str, shape: tuple[int, ...]
+    ) -> SemaphoreArray:
+        """The semaphores of `device` called `key`; made, at zero, if nobody has asked before."""
+        found = device.semaphores.get(key)
+        if found is None:
+            found = SemaphoreArray(name, shape, device.index, self.scheduler, key)
+            device.semaphores[key] = found
+        return found
+
+    def in_cluster(self, task: Task, ref: Any, where: dict[Hashable, int]) -> Any:
+        """The allocation symmetric to `ref` in another block of the task's cluster."""
+        block = self.cluster_block(task.block, where)
+        return block.shared[ref.key] if ref.key in block.shared else self.allocate(block, ref)
+
+    def cluster_block(self, block: Block, where: dict[Hashable, int]) -> Block:
+        """The block of the same cluster whose index along some cluster axes is as given."""
+        coords = {**block.coords, **{k: int(v) for k, v in where.items()}}
+        index = 0
+        for name, size in self._shape:
+            index = index * size + coords[name]
+        return block.device.blocks[index]
+
+    def cluster_blocks(self, block: Block, axes: tuple) -> list[Block]:
+        """All blocks of the same cluster along `axes`, in order."""
+        names = [a for axis in axes for a in (axis if isinstance(axis, tuple) else (axis,))]
+        sizes = dict(self._shape)
+        ranges = [range(sizes[n]) for n in names]
+        return [
+            self.cluster_block(block, dict(zip(names, position)))
+            for position in itertools.product(*ranges)
+        ]
+
+    def allocate(self, block: Block, ref: Any) -> Any:
+        """What a block that has not entered the scope yet will find there."""
+        from stretto.distributed.simulator.rules_scope import like
+
+        block.shared[ref.key] = made = like(self, block, ref)
+        return made
+
+    # What is told.
+
+    def touch(self, device: int, access: Access) -> None:
+        """Remembers an access from another device, to compare with the end of `device`."""
+        if access.device != device:
+            self.devices[device].remote_touches[access.timeline] = access
+
+    def count_copy(self, source: int, destination: int, num_bytes: int) -> None:
+        """Counts a bulk copy of `num_bytes`."""
+        self.report.statistics.copy_bytes += num_bytes
+        self.count_link(source, destination, num_bytes)
+
+    def count_link(self, source: int, destination: int, num_bytes: int) -> None:
+        """Counts bytes that go from one device to another."""
+        if source != destination:
+            self.report.statistics.link_bytes[source, destination] += num_bytes
+
+    def note(self, who: Any, what: str, begin: float) -> None:
+        """Adds to the trace, if one is kept, what `who` did from `begin` to its time."""
+        if self.trace is not None:
+            self.trace.append((who, what, begin, who.time, self.scheduler.steps))
+
+    def print(self, task: Task, text: str) -> None:
+        """A line that the kernel prints."""
+        self.report.output.append(text)
+        print(f"{task.describe()}: {text}")
+

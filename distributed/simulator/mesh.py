@@ -1,0 +1,69 @@
+"""The mesh of devices that a kernel runs on, and how it names them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+
+
+class DeviceMesh:
+    """Axes of a `jax.sharding.Mesh`: a device is its row-major index.
+
+    Args:
+      names: axis names.
+      sizes: axis sizes.
+    """
+
+    def __init__(self, names: Sequence[Hashable], sizes: Sequence[int]):
+        self.names = tuple(names)
+        self.sizes = tuple(sizes)
+        self.num_devices = math.prod(self.sizes)
+
+    def coords(self, device: int) -> dict[Hashable, int]:
+        """Coordinates of `device`, by axis."""
+        out = {}
+        for name, size in reversed(list(zip(self.names, self.sizes))):
+            device, out[name] = divmod(device, size)
+        return out
+
+    def linear(self, coords: Sequence[int]) -> int:
+        """The device at `coords`, one for each axis in order."""
+        if len(coords) != len(self.sizes):
+            raise ValueError(f"device id {tuple(coords)} needs one index for each of {self.names}.")
+        device = 0
+        for index, size in zip(coords, self.sizes):
+            device = device * size + index
+        return device
+
+    def linear_from_axes(self, own: int, axes: dict[Hashable, int]) -> int:
+        """The device named by some axes; the others are those of device `own`.
+
+        A key may be a tuple of axes, whose index counts them row-major.
+        """
+        coords = self.coords(own)
+        for key, index in axes.items():
+            names = key if isinstance(key, tuple) and key not in coords else (key,)
+            for name in reversed(names):
+                if name not in coords:
+                    raise ValueError(f"device id names axis {name!r}; the mesh has {self.names}.")
+                size = self.sizes[self.names.index(name)]
+                index, coords[name] = divmod(index, size) if len(names) > 1 else (0, index)
+        return self.linear([coords[n] for n in self.names])
+
+    def along(self, own: int, axes: Sequence[Hashable]) -> list[int]:
+        """All devices that differ from `own` only along `axes`, `own` among them."""
+        flat = [a for axis in axes for a in (axis if isinstance(axis, tuple) else (axis,))]
+        coords = self.coords(own)
+        choices = [
+            range(size) if name in flat else (coords[name],)
+            for name, size in zip(self.names, self.sizes)
+        ]
+        return [self.linear(c) for c in itertools.product(*choices)]
+
+    def describe(self, device: int) -> str:
+        """Device in words."""
+        if len(self.names) < 2:
+            return f"device {device}"
+        where = ", ".join(f"{n}={i}" for n, i in self.coords(device).items())
+        return f"device {device} ({where})"

@@ -1,0 +1,96 @@
+"""What a simulation found out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from stretto.distributed.simulator.sites import Site
+from stretto.distributed.simulator.statistics import Statistics
+
+
+@dataclass
+class Finding:
+    """Something that the kernel does and may not do, or that looks like a mistake.
+
+    Attributes:
+      kind: "race", "uninitialised", "unawaited copy", "after end", "semaphore scope", or
+        "semaphore not zero".
+      key: what makes two findings the same.
+      message: the whole story, with source lines.
+      sites: the source lines, in the order they are told.
+      is_warning: legal on the device as it is today, so it fails no run.
+      count: how often it was seen.
+      launch: which launch of the simulation it is from, from 0.
+    """
+
+    kind: str
+    key: Hashable
+    message: str
+    sites: tuple[Site, ...] = ()
+    is_warning: bool = False
+    count: int = 1
+    launch: int = 0
+
+    def __str__(self) -> str:
+        times = f" (seen {self.count} times)" if self.count > 1 else ""
+        return f"[{self.kind}] {self.message}{times}"
+
+
+@dataclass
+class Report:
+    """Everything that the kernels run under one `simulate` did.
+
+    Attributes:
+      seed: the seed of the run.
+      findings: what would be wrong on a device: races, reads of uninitialised memory, and so on.
+      warnings: what is legal but worth a look, such as semaphores left above zero.
+      launches: number of kernel launches simulated, over all teams.
+      output: lines that kernels printed with `debug_print`.
+      statistics: bytes, copies, waits and steps, summed over the launches.
+      deadlock: the text of the deadlock, if there was one.
+    """
+
+    seed: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+    launches: int = 0
+    output: list[str] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+    deadlock: str | None = None
+    trace: list | None = None
+    _seen: dict[Hashable, Finding] = field(default_factory=dict, repr=False)
+
+    def start_trace(self) -> list:
+        """Begins to keep a trace; returns where events go."""
+        self.trace = []
+        return self.trace
+
+    def add(self, finding: Finding) -> None:
+        """Adds a finding, or counts it if it is known."""
+        known = self._seen.get(finding.key)
+        if known is not None:
+            known.count += 1
+            return
+        finding.launch = self.launches
+        self._seen[finding.key] = finding
+        (self.warnings if finding.is_warning else self.findings).append(finding)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong (warnings apart)."""
+        return not self.findings and self.deadlock is None
+
+    def kinds(self) -> set[str]:
+        """The kinds of the findings."""
+        return {f.kind for f in self.findings}
+
+    def __str__(self) -> str:
+        lines = [f"simulation, seed {self.seed}: {self.launches} kernel launches"]
+        if self.deadlock:
+            lines.append(self.deadlock)
+        lines += [str(f) for f in (*self.findings, *self.warnings)]
+        if self.ok:
+            lines.append("nothing wrong found")
+        lines.append(str(self.statistics))
+        return "\n".join(lines)

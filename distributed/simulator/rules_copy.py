@@ -1,0 +1,184 @@
+"""Bulk copies between global and shared memory, and the waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from stretto.distributed.simulator.barriers import pick
+from stretto.distributed.simulator.copies import Copy, load_body, store_body
+from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
+from stretto.distributed.simulator.memory import Region
+from stretto.distributed.simulator.program import Compiler, Step, rule
+from stretto.distributed.simulator.sites import Site
+from stretto.distributed.simulator.views import ViewPlan, plan_view
+from stretto.distributed.simulator.waiting import Wait
+
+
+def _split(compiler: Compiler, eqn: Any, first: int) -> tuple[Any, Any, list, Callable | None]:
+    """Source and destination transforms, what is left of the operands, and the predicate."""
+    p = eqn.params
+    rest = list(eqn.invars[first:])
+    predicate = None
+    if p["has_user_predicate"]:
+        predicate = compiler.reader(rest.pop())
+    n_src, n_dst = p["src_transforms_treedef"].num_leaves, p["dst_transforms_treedef"].num_leaves
+    src = p["src_transforms_treedef"].unflatten(rest[:n_src])
+    dst = p["dst_transforms_treedef"].unflatten(rest[n_src : n_src + n_dst])
+    return src, dst, rest[n_src + n_dst :], predicate
+
+
+@rule("copy_smem_to_gmem")
+def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
+    src, dst, _, predicate = _split(compiler, eqn, 2)
+    source, target = plan_view(compiler, eqn.invars[0], src), plan_view(compiler, eqn.invars[1], dst)
+    commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
+    site = compiler.site
+
+    def step(task: Any, env: list) -> Generator:
+        if predicate is not None and not predicate(env):
+            if commit:
+                _commit(task)
+            return
+        yield
+        targets = []
+        for buffer in target.owners(task, env):
+            region, overhang = target.clipped(buffer, env)
+            targets.append((region, None if overhang is None else overhang[1]))
+        copy = Copy(task, site, targets[0][0].describe())
+        task.machine.checks.committed(source.region(task, env), task, site, "a copy")
+        copy.start(store_body(copy, source.region(task, env), targets, reduction))
+        task.uncommitted.append(copy)
+        if commit:
+            _commit(task)
+
+    return True, step
+
+
+def _commit(task: Any) -> None:
+    task.groups.append(task.uncommitted)
+    task.uncommitted = []
+
+
+@rule("commit_group")
+def _commit_group(compiler: Compiler, eqn: Any) -> Step:
+    return False, lambda task, env: _commit(task)
+
+
+@rule("wait_smem_to_gmem")
+def _wait_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
+    allowed, read_only = eqn.params["n"], eqn.params["wait_read_only"]
+    site = compiler.site
+
+    def step(task: Any, env: list) -> Generator:
+        last = max(len(task.groups) - allowed, 0)
+        first = min(task.read_awaited, last) if read_only else 0
+        for copy in [c for group in task.groups[first:last] for c in group]:
+            yield from _wait_for_copy(task, copy, read_only, site)
+        if read_only:
+            task.read_awaited = max(task.read_awaited, last)
+        else:
+            del task.groups[:last]
+            task.read_awaited = max(task.read_awaited - last, 0)
+
+    return True, step
+
+
+def _wait_for_copy(task: Any, copy: Copy, read_only: bool, site: Site) -> Generator:
+    done = (lambda: copy.read_done) if read_only else (lambda: copy.write_done)
+    task.machine.report.statistics.waits += 1
+    if not done():
+        task.machine.report.statistics.blocked_waits += 1
+        yield Wait(copy, done, site, lambda: copy.describe())
+    task.time = max(task.time, copy.time)
+    task.acquire_one(*(copy.reading if read_only else copy.writing))
+
+
+@rule("copy_gmem_to_smem")
+def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
+    if not eqn.params["has_barrier"]:
+        raise UnsupportedKernelError("copies without a barrier (cp.async), which Hopper has not")
+    if eqn.params["leader_tracked"] is not None:
+        raise UnsupportedKernelError("leader-tracked copies, which are Blackwell's")
+    src, dst, rest, predicate = _split(compiler, eqn, 3)
+    source, target = plan_view(compiler, eqn.invars[0], src), plan_view(compiler, eqn.invars[1], dst)
+    tree = eqn.params["barrier_transforms_treedef"]
+    barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
+    axes = tuple(eqn.params["collective_axes"] or ())
+    site = compiler.site
+
+    def step(task: Any, env: list) -> Generator:
+        if predicate is not None and not predicate(env):
+            return
+        yield
+        copy = Copy(task, site, target.region(task, env).describe())
+        if axes:
+            _start_multicast(task, copy, (source, target, barrier), env, axes)
+        else:
+            _start_load(task, copy, (source, target, barrier), env)
+
+    return True, step
+
+
+def _start_load(
+    task: Any, copy: Copy, views: tuple[ViewPlan, ViewPlan, ViewPlan], env: list
+) -> None:
+    source, target, barrier = views
+    region, fill = source.clipped(source.owner(task, env), env)
+    destination = target.region(task, env)
+    array = barrier.owner(task, env)
+    item = array.items[pick(barrier, array, env)]
+    num_bytes = destination.get().nbytes
+    item.expect(num_bytes)
+    item.arrive(task.release(), copy.site, task.time)
+    copy.start(load_body(copy, region, fill, [(destination, item)], num_bytes))
+    task.machine.pending_loads.append(copy)
+
+
+def _start_multicast(
+    task: Any, copy: Copy, views: tuple[ViewPlan, ViewPlan, ViewPlan], env: list, axes: tuple
+) -> None:
+    """Each block of the cluster loads its part of the source and sends it to all of them."""
+    source, target, barrier = views
+    machine = task.machine
+    blocks = machine.cluster_blocks(task.block, axes)
+    part, count = blocks.index(task.block), len(blocks)
+    region, fill = source.clipped(source.owner(task, env), env)
+    if fill is not None:
+        raise KernelFaultError(f"a multicast copy reaches out of bounds, at {copy.site}")
+    own, array = target.owner(task, env), barrier.owner(task, env)
+    index = pick(barrier, array, env)
+    whole = target.within(own, env)
+    num_bytes = whole.get().nbytes
+    array.items[index].expect(num_bytes)
+    array.items[index].arrive(task.release(), copy.site, task.time)
+    targets = []
+    for block in blocks:
+        buffer = block.shared.get(own.key) or machine.allocate(block, own)
+        barriers = block.shared.get(array.key) or machine.allocate(block, array)
+        targets.append((_part(target.within(buffer, env), part, count), barriers.items[index]))
+    copy.start(load_body(copy, _part(region, part, count), None, targets, num_bytes // count))
+    machine.pending_loads.append(copy)
+
+
+def _part(region: Region, part: int, count: int) -> Region:
+    """One of `count` equal parts of a region, along its first dimension that divides."""
+    shape = region.get().shape
+    for axis, size in enumerate(shape):
+        if size % count == 0:
+            step = size // count
+            index = (slice(None),) * axis + (slice(part * step, (part + 1) * step),)
+            base = region.index
+            narrow = (*region.steps, lambda array, _: array[base])
+            return Region(region.buffer, narrow, index)
+    raise UnsupportedKernelError(f"a multicast copy of shape {shape} over {count} blocks")
+
+
+@rule("commit_smem")
+def _commit_smem(compiler: Compiler, eqn: Any) -> Step:
+    return False, lambda task, env: task.machine.checks.commit(task)
+
+
+@rule("async_store_smem", "wait_gmem_to_smem")
+def _unsupported(compiler: Compiler, eqn: Any) -> Step:
+    raise UnsupportedKernelError("not supported")

@@ -1,0 +1,175 @@
+"""Who runs next. The order depends on the seed alone, so a run can be had again."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from stretto.distributed.simulator.errors import StepLimitError
+
+
+class Order(Protocol):
+    """The tasks that can run, in some order."""
+
+    def push(self, task: Any) -> None:
+        """Adds a task."""
+
+    def pop(self) -> Any:
+        """Takes out the task that runs next."""
+
+    def __len__(self) -> int: ...
+
+
+class RandomOrder:
+    """Any task, with equal chance."""
+
+    def __init__(self, seed: int):
+        self._rng = random.Random(seed)
+        self._tasks: list[Any] = []
+
+    def push(self, task: Any) -> None:
+        """Adds a task."""
+        self._tasks.append(task)
+
+    def pop(self) -> Any:
+        """Takes out a random task."""
+        tasks = self._tasks
+        i = int(self._rng.random() * len(tasks))
+        tasks[i], tasks[-1] = tasks[-1], tasks[i]
+        return tasks.pop()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+
+class RoundRobinOrder:
+    """Each task in turn."""
+
+    def __init__(self, seed: int):
+        del seed
+        self._tasks: deque[Any] = deque()
+
+    def push(self, task: Any) -> None:
+        """Adds a task at the end."""
+        self._tasks.append(task)
+
+    def pop(self) -> Any:
+        """Takes out the task that has waited longest."""
+        return self._tasks.popleft()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+
+class PriorityOrder:
+    """The task of highest priority, which falls to the bottom now and then.
+
+    Priorities are random. Orders that need one task to be late at a few particular steps are rare
+    under a random choice and likely here (probabilistic concurrency testing: Burckhardt et al.,
+    ASPLOS 2010). The number of steps is not known beforehand, so the points of change come at
+    random distances instead of at random steps of a known total.
+    """
+
+    _MEAN_STEPS_BETWEEN_CHANGES = 100
+
+    def __init__(self, seed: int):
+        self._rng = random.Random(seed)
+        self._heap: list[tuple[float, int, Any]] = []
+        self._priority: dict[int, float] = {}
+        self._pushes = 0
+        self._lowest = 1.0
+
+    def push(self, task: Any) -> None:
+        """Adds a task at its priority."""
+        key = id(task)
+        if key not in self._priority:
+            self._priority[key] = self._rng.random()
+        polled = task.polled
+        if polled or self._rng.random() * self._MEAN_STEPS_BETWEEN_CHANGES < 1:
+            self._lowest += 1.0
+            self._priority[key] = self._lowest
+            task.polled = False
+        self._pushes += 1
+        heapq.heappush(self._heap, (self._priority[key], self._pushes, task))
+
+    def pop(self) -> Any:
+        """Takes out the task of highest priority."""
+        return heapq.heappop(self._heap)[2]
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+class TimeOrder:
+    """The task that is earliest by the cost model's clock: a discrete event simulation."""
+
+    def __init__(self, seed: int):
+        del seed
+        self._heap: list[tuple[float, int, Any]] = []
+        self._pushes = 0
+
+    def push(self, task: Any) -> None:
+        """Adds a task at its time."""
+        self._pushes += 1
+        heapq.heappush(self._heap, (task.time, self._pushes, task))
+
+    def pop(self) -> Any:
+        """Takes out the earliest task."""
+        return heapq.heappop(self._heap)[2]
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+ORDERS: dict[str, Callable[[int], Order]] = {
+    "random": RandomOrder,
+    "round_robin": RoundRobinOrder,
+    "pct": PriorityOrder,
+    "time": TimeOrder,
+}
+
+
+class Scheduler:
+    """Runs tasks, one step at a time, until none can run.
+
+    Args:
+      order: name of the order, a key of `ORDERS`.
+      seed: of the order.
+      max_steps: after so many steps a run is given up.
+    """
+
+    def __init__(self, order: str, seed: int, max_steps: int):
+        self._order = ORDERS[order](seed)
+        self.push = self._order.push
+        self.max_steps = max_steps
+        self.steps = 0
+
+    def run(self) -> None:
+        """Runs until every task is done or waits.
+
+        Raises:
+          StepLimitError: after `max_steps` steps.
+        """
+        order = self._order
+        while len(order):
+            task = order.pop()
+            self.steps += 1
+            if self.steps > self.max_steps:
+                raise StepLimitError(
+                    f"the simulation has taken max_steps={self.max_steps} steps and is not done;"
+                    f" last to run: {task.describe()}. Raise max_steps, or look for a loop that"
+                    " polls a value that never changes."
+                )
+            try:
+                wait = next(task.body)
+            except StopIteration:
+                task.finish()
+                continue
+            if wait is None or wait.ready():
+                order.push(task)
+            else:
+                task.waiting = wait
+                wait.on.waiters.append(task)

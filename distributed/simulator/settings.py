@@ -1,0 +1,42 @@
+"""How simulations run."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stretto.distributed.simulator.cost_model import CostModel
+from stretto.distributed.simulator.machine import Limits
+from stretto.distributed.simulator.scheduler import ORDERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the kernels under one `simulate` run. See `simulate` for what each means."""
+
+    seed: int = 0
+    schedule: str = "random"
+    detect_races: bool = True
+    on_finding: Literal["raise", "record"] = "raise"
+    limits: Limits = field(default_factory=Limits)
+    cost_model: CostModel | None = None
+    trace: list | None = None
+    rendezvous_timeout: float = 60.0
+    order_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ORDERS:
+            raise ValueError(f"schedule={self.schedule!r} is not one of {sorted(ORDERS)}.")
+        if self.on_finding not in ("raise", "record"):
+            raise ValueError(f'on_finding={self.on_finding!r} is neither "raise" nor "record".')
+        if self.limits.resident_blocks < 1:
+            raise ValueError(
+                f"resident_blocks={self.limits.resident_blocks} must be at least 1."
+            )
+
+    def for_launch(self, kernel: str, number: int) -> Settings:
+        """The settings of the `number`-th launch of a kernel: each has an order of its own."""
+        mixed = zlib.crc32(f"{self.seed}/{kernel}/{number}".encode())
+        return dataclasses.replace(self, order_seed=mixed)

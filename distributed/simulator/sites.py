@@ -1,0 +1,70 @@
+"""Places in kernel source: where an operation of a jaxpr was written."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+# A frame in one of these is plumbing, not kernel code: JAX's own files, Python's, and the wrappers
+# of our distributed layer (but not the kernels that JAX ships, nor ours).
+_PLUMBING = re.compile(
+    r"(/jax/(_src|core|interpreters|extend)/"
+    r"|/jax/experimental/(mosaic/|pallas/[^/]*\.py$|shard_map)"
+    r"|/contextlib\.py$|/functools\.py$"
+    r"|/distributed/(?!.*test_)[^/]*\.py$"
+    r"|/distributed/simulator/(?!.*test_))"
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line of kernel source.
+
+    Attributes:
+      file: path as Python knows it.
+      line: line number, from 1; 0 if unknown.
+      function: name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The source line itself, stripped; empty if the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        if not self.line:
+            return "an unknown line"
+        where = f"{_short(self.file)}:{self.line} ({self.function})"
+        return f"{where}: {self.text}" if self.text else where
+
+
+UNKNOWN_SITE = Site("?", 0, "?")
+
+
+def site_of(eqn: Any) -> Site:
+    """The innermost line of kernel source that made `eqn`, an equation of a jaxpr."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    if traceback is None:
+        return UNKNOWN_SITE
+    for frame in traceback.frames:
+        if not _PLUMBING.search(frame.file_name):
+            return Site(frame.file_name, frame.line_num, frame.function_name)
+    return UNKNOWN_SITE
+
+
+def assigned_name(site: Site) -> str | None:
+    """The variable that the source line at `site` assigns to, if it is a plain assignment."""
+    match = re.match(r"([A-Za-z_]\w*)\s*=[^=]", site.text)
+    return match.group(1) if match else None
+
+
+def _short(path: str) -> str:
+    """The last two parts of a path: enough to find the file, short enough to read."""
+    return os.sep.join(path.split(os.sep)[-2:])

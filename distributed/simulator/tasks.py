@@ -1,0 +1,150 @@
+"""Tasks: a warpgroup (or a warp) of a block of a device, running the kernel's jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+from typing import Any
+
+from stretto.distributed.simulator import clocks
+from stretto.distributed.simulator.races import Access
+from stretto.distributed.simulator.sites import Site
+
+
+class Task:
+    """One thread in Pallas' sense: a warpgroup, or a warp of one under `core_map`.
+
+    Attributes:
+      machine, device, block: where it runs.
+      warpgroup, warp: which of its block; `warp` is None for a whole warpgroup.
+      body: the generator that runs it.
+      timeline: its own; `clock` is what it knows.
+      phases: for each barrier, how often the task has waited on it.
+      groups: committed groups of copies out of shared memory, oldest first.
+      read_awaited: how many of these, from the oldest, are known to have read their source.
+      uncommitted: such copies that no group holds yet.
+      matmuls: (timeline, value) of each tensor core operation that may still run.
+      scopes: how many shared allocations it has entered.
+      semaphore_top: semaphores that its open scopes hold, by collective axes.
+      time: by the cost model.
+      polled: it has just looked at a value without waiting, so others should run.
+    """
+
+    __slots__ = (
+        "asyncs", "block", "body", "clock", "device", "groups", "machine", "matmuls", "phases",
+        "polled", "read_awaited", "scopes", "semaphore_top", "time", "timeline", "uncommitted",
+        "waiting", "warp", "warpgroup",
+    )  # fmt: skip
+
+    def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
+        self.machine = machine
+        self.block = block
+        self.device = block.device
+        self.warpgroup = warpgroup
+        self.warp = warp
+        self.timeline = machine.timelines.new()
+        self.asyncs = clocks.AsyncTimelines(machine.timelines)
+        self.clock = clocks.advance(clocks.empty(), self.timeline, 1)
+        self.phases: dict[Any, int] = {}
+        self.groups: list[list[Any]] = []
+        self.read_awaited = 0
+        self.uncommitted: list[Any] = []
+        self.matmuls: list[tuple[int, int]] = []
+        self.scopes = 0
+        self.semaphore_top: dict[Any, int] = {}
+        self.waiting: Any = None
+        self.time = 0.0
+        self.polled = False
+        self.body: Generator
+
+    def axis_index(self, name: Hashable) -> int:
+        """The task's index along an axis of the kernel's mesh or of the device mesh."""
+        index = self.block.axis_index(name)
+        if index is not None:
+            return index
+        mesh = self.machine.kernel.mesh
+        if name == mesh.thread_name:
+            return self.warpgroup
+        if name in self.device.coords:
+            return self.device.coords[name]
+        if self.warp is not None:
+            return self.warp
+        raise KeyError(f"axis_index of {name!r}, which is no axis here")
+
+    def release(self) -> clocks.Clock:
+        """What the task knows, to be given away; what it does from now on is not part of it."""
+        clock = self.clock.copy()
+        self.clock[self.timeline] += 1
+        return clock
+
+    def acquire(self, clock: clocks.Clock) -> None:
+        """Takes over what another knew."""
+        self.clock = clocks.join(self.clock, clock)
+
+    def acquire_one(self, timeline: int, value: int) -> None:
+        """Takes over that one operation is done."""
+        self.clock = clocks.advance(self.clock, timeline, value)
+
+    def access(self, what: str, site: Site, atomic: str | None = None) -> Access:
+        """An access to memory that the task does now."""
+        return Access(
+            what,
+            self,
+            site,
+            self.device.index,
+            self.clock,
+            self.timeline,
+            int(self.clock[self.timeline]),
+            atomic,
+        )
+
+    def finish(self) -> None:
+        """Called once, when the body has ended."""
+        self.machine.task_finished(self)
+
+    def describe(self) -> str:
+        """The task in words."""
+        text = self.block.describe()
+        if self.machine.kernel.mesh.num_threads:
+            text += f" warpgroup {self.warpgroup}"
+        return text if self.warp is None else f"{text} warp {self.warp}"
+
+
+class Block:
+    """One block of the grid on one device.
+
+    Attributes:
+      device: where it runs.
+      index: linear, row-major over the grid and then the cluster.
+      coords: index along each axis of the grid and of the cluster.
+      shared: shared allocations, by the number of the scope and the position in it.
+      barrier: what its warpgroups meet at when they enter a shared scope.
+      shared_bytes: shared memory that it holds now.
+      running: tasks not done.
+      clock: what all its finished tasks knew.
+    """
+
+    __slots__ = (
+        "barrier", "clock", "coords", "device", "index", "running", "scope_bytes", "scope_exits",
+        "shared", "shared_bytes", "time",
+    )  # fmt: skip
+
+    def __init__(self, device: Any, index: int, coords: dict[Hashable, int]):
+        self.device = device
+        self.index = index
+        self.coords = coords
+        self.shared: dict[Any, Any] = {}
+        self.barrier: Any = None
+        self.shared_bytes = 0
+        self.scope_bytes: dict[int, int] = {}
+        self.scope_exits: dict[int, int] = {}
+        self.running = 0
+        self.clock = clocks.empty()
+        self.time = 0.0
+
+    def axis_index(self, name: Hashable) -> int | None:
+        """The block's index along an axis of the kernel's mesh; None if it is not one of its."""
+        return self.coords.get(name)
+
+    def describe(self) -> str:
+        """The block in words."""
+        return f"{self.device.describe()} block {self.index}"
