@@ -1,0 +1,431 @@
+"""Everything of JAX that is private: the only file of the project that imports `jax._src`.
+
+Each section says what it needs that has no public name, and the JAX versions it was checked on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import config
+from jax._src import callback as jax_callback
+from jax._src import core as jax_core
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.lib.mlir.dialects import hlo
+from jax._src.pallas import mpmd
+from jax._src.pallas import primitives as pallas_primitives
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, scf
+
+# --- A wait with a time limit ---------------------------------------------------------------------
+# Pallas' `semaphore_wait` spins for ever. This primitive takes its operands (a semaphore ref with
+# its transforms, and a value) and lowers to a spin that watches the clock. It needs the registry of
+# Mosaic GPU's lowering rules. Checked on 0.11.2 and 0.12.0.1.
+
+type MemoryScope = Literal["sys", "gpu"]
+
+bounded_wait_p = jax_core.Primitive("stretto_wait")
+bounded_wait_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WaitReport:
+    """What a wait that passed its limit prints, as far as it is known when it is traced.
+
+    `devices_per_process` is 0 for a kernel on one device, which has no device id to print.
+    """
+
+    kernel: str
+    semaphore: str
+    limit_s: float
+    devices_per_process: int
+
+
+def bounded_wait(
+    semaphore: Any,
+    value: int | jax.Array,
+    *,
+    indices: Sequence[int | jax.Array],
+    decrement: bool,
+    scope: MemoryScope,
+    report: WaitReport,
+) -> None:
+    """Waits until `semaphore` is at least `value`; past the limit prints a report and traps.
+
+    Args:
+      semaphore: ref (or view) of one regular semaphore.
+      value: int32, what to wait for.
+      indices: position of the semaphore in its array, for the report only.
+      decrement: subtract `value` once the wait is over.
+      scope: "sys" where the signals can come from another device, "gpu" where they cannot.
+      report: the static part of the report.
+    """
+    ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
+    operands = (ref, transforms, _int32(value))
+    flat, args_tree = jax.tree.flatten(operands)
+    bounded_wait_p.bind(
+        *flat,
+        *map(_int32, indices),
+        args_tree=args_tree,
+        decrement=decrement,
+        scope=scope,
+        sem_name=report.semaphore,
+        report=report,
+    )
+
+
+def _int32(x: int | jax.Array) -> jax.Array:
+    return jnp.asarray(x, dtype=jnp.int32)
+
+
+@bounded_wait_p.def_effectful_abstract_eval
+def _bounded_wait_abstract_eval(*avals, args_tree, **_):
+    num_operands = args_tree.num_leaves
+    sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, avals[:num_operands])
+    pallas_primitives.check_sem_avals(sem_aval, transform_avals, "wait")
+    return [], {pallas_primitives.sem_effect}
+
+
+def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, report):
+    del sem_name  # Stands in the report too; of its own for the simulator.
+    num_operands = args_tree.num_leaves
+    sem, transforms, value = jax.tree.unflatten(args_tree, args[:num_operands])
+    sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, ctx.avals_in[:num_operands])
+    sem, _, transforms = gpu_lowering._handle_transforms(
+        ctx, sem_aval, sem, transform_avals, transforms
+    )
+    if transforms:
+        raise NotImplementedError(f"cannot wait on a semaphore seen through {transforms}")
+    as_i32 = lambda x: gpu_lowering._ensure_ir_value(x, jnp.int32)
+    operands = [sem, as_i32(value), *map(as_i32, args[num_operands:])]
+    if report.devices_per_process:
+        operands.append(ctx.launch_ctx.device_id())
+    is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
+    threads = mgpu.ThreadSubset.WARP if is_warp else mgpu.ThreadSubset.WARPGROUP
+    with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, operands) as inner:
+        sem, value, *reported = inner
+        with mgpu_utils.single_thread(scope=threads):
+            _emit_bounded_spin(
+                mgpu_utils.memref_ptr(sem), value, reported, decrement, scope, report
+            )
+        if is_warp:
+            mgpu_utils.warp_barrier()
+        else:
+            mgpu_utils.warpgroup_barrier()
+    return ()
+
+
+for _semantics in (
+    gpu_core.LANExWG_SEMANTICS,
+    gpu_core.LANExWARP_SEMANTICS,
+    gpu_core.WGxWG_SEMANTICS,
+    gpu_core.WGxWARP_SEMANTICS,
+):
+    gpu_lowering.register_lowering_rule(bounded_wait_p, *_semantics)(_bounded_wait_lowering)
+
+
+def _emit_bounded_spin(ptr, wanted, reported, decrement, scope, report: WaitReport) -> None:
+    """One thread's spin on `ptr`, its fences, and the report and trap past the limit."""
+    i32 = ir.IntegerType.get_signless(32)
+    seen, timed_out = mgpu_utils.inline_ptx(
+        _spin_ptx(scope, decrement, round(report.limit_s * 1e9)),
+        ptr,
+        wanted,
+        result_types=(i32, i32),
+        has_side_effects=True,
+    )
+    late = arith.cmpi(arith.CmpIPredicate.ne, timed_out, mgpu_utils.c(0, i32))
+    if_late = scf.IfOp(late)
+    with ir.InsertionPoint(if_late.then_block):
+        gpu.printf(*_report_printf(wanted, seen, reported, report))
+        mgpu_utils.inline_ptx("trap;", has_side_effects=True)
+        scf.YieldOp([])
+
+
+def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
+    """PTX of the spin: $0 value seen, $1 whether it timed out, $2 address, $3 value wanted.
+
+    The clock is read only once the first look has failed, so a wait that need not wait costs one
+    load and its fences. The fences order what follows, by either proxy, after the signal: a bulk
+    copy issued next may read what the signaller wrote.
+    """
+    take = f"atom.relaxed.{scope}.global.cas.b32 w, [$2], $0, n; setp.eq.u32 p, w, $0;"
+    step = f"""
+        ld.relaxed.{scope}.global.u32 $0, [$2];
+        setp.ge.u32 p, $0, $3;
+        {f"@!p bra LATER; sub.u32 n, $0, $3; {take}" if decrement else ""}
+    """
+    return f"""{{
+        .reg .pred p;
+        .reg .u32 w, n;
+        .reg .u64 begin, now;
+        mov.u32 $1, 0;
+        mov.u64 begin, 0;
+        AGAIN: {step}
+        @p bra DONE;
+        LATER: mov.u64 now, %globaltimer;
+        setp.eq.u64 p, begin, 0;
+        @p mov.u64 begin, now;
+        sub.u64 now, now, begin;
+        setp.lt.u64 p, now, {limit_ns};
+        @p bra AGAIN;
+        mov.u32 $1, 1;
+        DONE: fence.acq_rel.{scope};
+        fence.proxy.async;
+    }}"""
+
+
+def _report_printf(wanted, seen, reported, report: WaitReport) -> tuple:
+    """The format and operands of the report."""
+    i32 = ir.IntegerType.get_signless(32)
+    block = [arith.index_cast(i32, gpu.block_id(d)) for d in gpu.Dimension]
+    where, operands = "", []
+    if report.devices_per_process:
+        *reported, device = reported
+        per_process = mgpu_utils.c(report.devices_per_process, i32)
+        where = "process %d, device %d, "
+        operands += [arith.divui(device, per_process), device]
+    position = "".join("[%d]" for _ in reported)
+    text = (
+        f"stretto: kernel {report.kernel} gave up after {report.limit_s:g} s: {where}block"
+        f" (%d, %d, %d) waits for semaphore {report.semaphore}{position} >= %d, which is %d\n"
+    )
+    return text, *operands, *block, *reported, wanted, seen
+
+
+# --- A kernel as one operation of the program -----------------------------------------------------
+# `plgpu.kernel` binds a primitive that knows how to be lowered but neither how to be mapped (its
+# vmap adds a grid axis, which breaks protocols that count signals) nor what team it serves. This
+# primitive holds the traced call and adds both. Checked on 0.11.2 and 0.12.0.1.
+
+team_kernel_p = jax_core.Primitive("stretto_kernel")
+team_kernel_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeamKernelInfo:
+    """What the lowering needs to know of a kernel: its name, and the axes it communicates over."""
+
+    name: str
+    axes: tuple[Hashable, ...]
+
+
+def bind_team_kernel(
+    fun: Callable, operands: Sequence[jax.Array], info: TeamKernelInfo
+) -> list[jax.Array]:
+    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with config._check_vma(False):
+        jaxpr = jax.make_jaxpr(fun)(*structs)
+    return team_kernel_p.bind(*operands, jaxpr=jaxpr, info=info)
+
+
+@team_kernel_p.def_impl
+def _team_kernel_impl(*operands, **params):
+    return jax.jit(lambda *xs: team_kernel_p.bind(*xs, **params))(*operands)
+
+
+@team_kernel_p.def_effectful_abstract_eval
+def _team_kernel_abstract_eval(*_, jaxpr, info):
+    del info
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _team_kernel_batching(args, dims, *, jaxpr, info):
+    """One launch per batch entry, in order: the same on every device of the team."""
+    mapped = [d is not batching.not_mapped for d in dims]
+    moved = [
+        batching.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)
+    ]
+
+    def launch(slices):
+        rest = iter(slices)
+        xs = [next(rest) if m else x for x, m in zip(moved, mapped, strict=True)]
+        return team_kernel_p.bind(*xs, jaxpr=jaxpr, info=info)
+
+    outs = jax.lax.map(launch, [x for x, m in zip(moved, mapped, strict=True) if m])
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[team_kernel_p] = _team_kernel_batching
+
+
+def _team_kernel_jvp(primals, tangents, *, jaxpr, info):
+    raise NotImplementedError(
+        f"kernel {info.name} cannot be differentiated by itself; wrap its call in jax.custom_vjp,"
+        " as Stretto's public operations do (reverse mode only)."
+    )
+
+
+ad.primitive_jvps[team_kernel_p] = _team_kernel_jvp
+
+
+def _team_kernel_lowering(ctx, *args, jaxpr, info):
+    _check_device_order(ctx.module_context.axis_context, info)
+    outs, tokens = mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
+        ctx.name_stack.extend(info.name),
+        ctx.tokens_in,
+        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return outs
+
+
+mlir.register_lowering(team_kernel_p, _team_kernel_lowering)
+
+
+def _check_device_order(axis_context: Any, info: TeamKernelInfo) -> None:
+    """Raises NotImplementedError for a mesh whose order is not the devices' own.
+
+    A kernel names its peers by their place in the mesh and XLA by their ids; JAX translates
+    nothing between the two, so a permuted mesh would read the wrong peer's rows.
+    """
+    mesh = getattr(axis_context, "mesh", None)
+    if not isinstance(mesh, mesh_lib.Mesh):
+        return
+    ids = mesh.device_ids.ravel()
+    if not np.array_equal(ids, np.arange(mesh.size)):
+        raise NotImplementedError(
+            f"kernel {info.name}: the mesh holds its devices in the order {ids.tolist()}; it must"
+            f" be {list(range(mesh.size))}. Make the mesh with jax.make_mesh, or pass"
+            " backend='xla'."
+        )
+
+
+# --- Types of values inside shard_map -------------------------------------------------------------
+# The mesh axes that a value varies over are public only as text. Checked on 0.11.2 and 0.12.0.1.
+
+
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+    """The manual mesh axes that `x` is typed as varying over."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+# --- Kernels on a CPU -----------------------------------------------------------------------------
+# Mosaic GPU kernels arrive as `mpmd_map`, which JAX can lower for CPU only in its own interpreter.
+# The simulator needs to lower it to a callback that brings the device's position and its operands.
+# Checked on 0.11.2.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoweredKernel:
+    """A kernel call that is being lowered for CPU.
+
+    Attributes:
+      name: the kernel's name.
+      jaxpr: its body, a function of refs of the operands and then of the results.
+      pallas_mesh: grid, cluster and threads.
+      interpret: what `plgpu.kernel` was given as `interpret`.
+      axis_names, axis_sizes: axes of the device mesh; none outside of `shard_map`.
+      out_avals: shapes and types of the results.
+      aliases: results that are an operand's memory, as {result: operand}.
+    """
+
+    name: str
+    jaxpr: Any
+    pallas_mesh: Any
+    interpret: Any
+    axis_names: tuple[Hashable, ...]
+    axis_sizes: tuple[int, ...]
+    out_avals: Sequence[Any]
+    aliases: dict[int, int]
+
+
+type KernelIntercept = Callable[[LoweredKernel], Callable[..., Any] | None]
+
+_kernel_intercept: list[KernelIntercept] = []
+
+
+def install_kernel_interception(intercept: KernelIntercept) -> None:
+    """Has `intercept` see every Mosaic GPU kernel that is lowered for CPU from now on.
+
+    Args:
+      intercept: from a kernel to the host function that runs it, which is called on each device
+        with the device's position in the mesh (row-major) and its operands, and returns its
+        results; or to None, to lower the kernel as JAX does.
+    """
+    if not _kernel_intercept:
+        mlir.register_lowering(mpmd.mpmd_map_p, _mpmd_map_cpu_lowering, platform="cpu")
+    _kernel_intercept[:] = [intercept]
+
+
+def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
+    meshes, jaxprs = params["meshes"], params["jaxprs"]
+    callback = None
+    axis_context = ctx.module_context.axis_context
+    if len(meshes) == 1 and isinstance(meshes[0], gpu_core.Mesh):
+        device_mesh = getattr(axis_context, "mesh", None)
+        shape = dict(device_mesh.shape) if device_mesh is not None else {}
+        kernel = LoweredKernel(
+            name=params["name"] or "kernel",
+            jaxpr=jaxprs[0],
+            pallas_mesh=meshes[0],
+            interpret=params["interpret"],
+            axis_names=tuple(shape),
+            axis_sizes=tuple(shape.values()),
+            out_avals=ctx.avals_out,
+            aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
+        )
+        callback = _kernel_intercept[0](kernel)
+    if callback is None:
+        return mpmd._mpmd_map_lowering(ctx, *operands, **params)
+    position = hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(
+        np.uint32(0)
+    )
+    position_aval = jax_core.ShapedArray((), np.dtype(np.uint32))
+    avals_in = [position_aval, *ctx.avals_in]
+    results, _, _ = jax_callback.emit_python_callback(
+        ctx.replace(avals_in=avals_in),
+        callback,
+        None,
+        [position, *operands],
+        avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+        returns_token=False,
+    )
+    return results
+
+
+def axis_context_is_spmd(axis_context: Any) -> bool:
+    """Whether a program is lowered as one of many that run together on a mesh."""
+    return getattr(axis_context, "mesh", None) is not None
+
+
+@contextlib.contextmanager
+def cpu_core_count(count: int) -> Generator[None]:
+    """Gives CPU devices a `core_count`, which GPU kernels size their grids by."""
+    device_type = type(jax.local_devices(backend="cpu")[0])
+    before = device_type.__dict__.get("core_count")
+    fallback = getattr(device_type, "__getattr__", None)
+
+    def core_count(device: Any) -> int:
+        if device.platform == "cpu" or fallback is None:
+            return count
+        return fallback(device, "core_count")
+
+    device_type.core_count = property(core_count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del device_type.core_count
+        else:
+            device_type.core_count = before
