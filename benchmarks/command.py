@@ -19,6 +19,7 @@ from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.measure import Settings
 from stretto.benchmarks.options import Sweep, read_sweeps
 from stretto.benchmarks.sweep import Run, Work, expand
+from stretto.benchmarks.torch_peers import TorchHelper
 
 CPU_DEVICES = 4
 WIDTH = 100
@@ -66,6 +67,8 @@ class BenchOptions:
     """Bandwidth of a device's links that the floor assumes, in GB/s."""
     torch: bool = True
     """Time PyTorch's peers as well, in a helper process, where it is installed."""
+    torch_python: pathlib.Path | None = None
+    """The interpreter that has PyTorch, if it is not this one."""
     check: bool = True
     """Compare our kernels' results with XLA's before timing them."""
     seed: int = 0
@@ -73,7 +76,10 @@ class BenchOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `stretto bench ARGV`; returns the exit status: 0, 1 on a regression or loss, 2 on misuse."""
+    """Runs `stretto bench ARGV` and returns the exit status.
+
+    0 if all went well, 1 on a regression or lost devices, 2 on misuse, 130 if interrupted.
+    """
     try:
         if argv[:1] == ["compare"]:
             from stretto.benchmarks import compare
@@ -182,7 +188,8 @@ def _introduce(console: Console, run: Run) -> None:
 
 
 def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console) -> int:
-    with _helper(options) as helper, _progress() as say:
+    helper = _helper(options)
+    with contextlib.closing(helper) if helper else contextlib.nullcontext(), _progress() as say:
         try:
             finished = run.execute(work, helper, console, options.budget, say)
         except DeviceLostError as error:
@@ -197,9 +204,12 @@ def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console
     return 0
 
 
-@contextlib.contextmanager
-def _helper(options: BenchOptions) -> Iterator[None]:
-    yield None
+def _helper(options: BenchOptions) -> TorchHelper | None:
+    """PyTorch's helper, where all devices belong to this process and it is wanted."""
+    if not options.torch or jax.process_count() > 1:
+        return None
+    python = None if options.torch_python is None else str(options.torch_python)
+    return TorchHelper(python, is_gpu(jax.devices()[0].platform))
 
 
 @contextlib.contextmanager

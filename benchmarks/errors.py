@@ -8,7 +8,7 @@ class BenchmarkError(Exception):
 
 
 class UnavailableError(Exception):
-    """A peer or a shape cannot be timed here; it is recorded with this reason, the sweep goes on."""
+    """A peer or a shape cannot be timed here; the reason is recorded and the sweep goes on."""
 
 
 class DeviceLostError(Exception):

@@ -40,19 +40,23 @@ class Operation:
     keywords: dict[str, Any]
     needs: Callable[[Shape, int], tuple[tuple[str, int, int], ...]]
 
-    def call(self, *operands: jax.Array, backend: str, config: Any = None) -> jax.Array:
-        """The public operation on one device's blocks, inside `shard_map` over `AXIS`.
+    def public(self, backend: str, config: Any = None) -> Callable[..., jax.Array]:
+        """The public operation, a function of one device's blocks inside `shard_map` over `AXIS`.
 
         Raises:
           UnavailableError: the package does not have the operation.
         """
-        public = getattr(stretto, self.name, None)
-        if public is None:
+        function: Callable[..., jax.Array] | None = getattr(stretto, self.name, None)
+        if function is None:
             raise UnavailableError(f"stretto.{self.name} is not built")
         keywords = dict(self.keywords, backend=backend)
         if config is not None:
             keywords["config"] = config
-        return public(*operands, AXIS, **keywords)
+
+        def call(*operands: jax.Array) -> jax.Array:
+            return function(*operands, AXIS, **keywords)
+
+        return call
 
     def unfused(self, *operands: jax.Array) -> jax.Array:
         """The same through XLA's matmul and collectives: the result that others are held to."""

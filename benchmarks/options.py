@@ -19,7 +19,7 @@ class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     """One list of cases to time: every kernel at every shape, type and device count.
 
     Empty tuples stand for the defaults: all kernels, the set "goals" (on a CPU "tiny"), all device
-    counts that are powers of two up to those present, all peers. `scaling` "weak" multiplies the
+    counts that are powers of two up to those present (on a CPU all devices), all peers. `scaling` "weak" multiplies the
     rows of every shape by the device count; "strong" (and "") leaves shapes as they are.
     """
 
@@ -68,7 +68,7 @@ class SweepFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 def read_sweeps(path: pathlib.Path) -> tuple[Sweep, ...]:
-    """The sweeps of a TOML file; BenchmarkError if it is missing, damaged or names unknown things."""
+    """The sweeps of a TOML file; BenchmarkError if it is missing, damaged or names the unknown."""
     try:
         sweeps = msgspec.toml.decode(path.read_bytes(), type=SweepFile).sweep
     except OSError as error:

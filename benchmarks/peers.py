@@ -45,10 +45,7 @@ class Peer:
 
 def _public(backend: str) -> Callable[[Case, Mesh], list[Candidate]]:
     def candidates(case: Case, mesh: Mesh) -> list[Candidate]:
-        def body(*operands: jax.Array) -> jax.Array:
-            return case.operation.call(*operands, backend=backend)
-
-        return [Candidate(body=body, blocks=case.blocks)]
+        return [Candidate(body=case.operation.public(backend), blocks=case.blocks)]
 
     return candidates
 

@@ -49,7 +49,7 @@ class Candidate:
 
 
 def number_of_sets(footprint: int) -> int:
-    """Sets of operands, each with results `footprint` bytes, that together overflow the L2 twice."""
+    """Sets of operands, each of `footprint` bytes with its results, to overflow the L2 twice."""
     return min(MAX_SETS, max(1, math.ceil(2 * L2_BYTES / footprint)))
 
 

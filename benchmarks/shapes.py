@@ -69,7 +69,7 @@ def shapes_of(name: str, kernel: str, devices: int) -> tuple[Shape, ...]:
 
 
 def _flipped(kernel: str, m: int, k: int, n: int) -> Shape:
-    """The layer's second matmul where `kernel` reduces: its contraction is the sharded dimension."""
+    """The layer's second matmul where `kernel` reduces: the long dimension is contracted."""
     return Shape(m, k, n) if kernel == "all_gather_matmul" else Shape(m, n, k)
 
 

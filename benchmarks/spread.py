@@ -30,7 +30,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over pairs of `ours[i] / theirs[i]`: samples of one visit are pairs, so drift cancels."""
+    """Median of `ours[i] / theirs[i]`: samples of one round are pairs, so that drift cancels."""
     pairs = min(len(ours), len(theirs))
     if not pairs:
         raise ValueError("no samples; at least one pair is needed.")

@@ -49,7 +49,7 @@ def expand(sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool) -> list[Work
 
 
 def _cases(sweep: Sweep, num_devices: int, on_gpu: bool) -> Iterable[Case]:
-    counts = sweep.devices or _powers_of_two(num_devices)
+    counts = sweep.devices or (_powers_of_two(num_devices) if on_gpu else (num_devices,))
     if max(counts) > num_devices:
         raise BenchmarkError(f"devices={max(counts)} and {num_devices} are present; ask for fewer.")
     for kernel in sweep.kernels or KERNELS:

@@ -1,0 +1,180 @@
+"""PyTorch's peers, timed by a helper process that takes its turn with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import pathlib
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, Any
+
+from stretto.benchmarks import floors
+from stretto.benchmarks.errors import UnavailableError
+from stretto.benchmarks.operations import Case
+from stretto.benchmarks.timing import calls_per_run
+from stretto.launch import environment
+
+ANSWER_TIMEOUT_S = 240.0
+_WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
+
+
+class TorchHelper:
+    """The helper process, started when first needed, for one number of devices at a time.
+
+    It runs with multicast of symmetric memory off, as all of this package does by default.
+
+    Args:
+      python: the interpreter that has PyTorch; by default this one.
+      on_gpu: whether to time on GPUs. On a CPU, PyTorch runs over gloo, to try the path out.
+    """
+
+    def __init__(self, python: str | None, on_gpu: bool):
+        self._python = python or sys.executable
+        self._is_other = python is not None
+        self._on_gpu = on_gpu
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._log: IO[bytes] | None = None
+        self._devices = 0
+        self._case: Case | None = None
+        self._broken: dict[int, str] = {}
+
+    def timer(self, peer: str, case: Case, sets: int) -> TorchTimer:
+        """A timer of `peer`, "torch" or "torch-symm"; UnavailableError says why there is none."""
+        if self._process is None or self._devices != case.devices:
+            self._start(case.devices)
+        if self._case is not case:
+            self.ask({"do": "release"})
+            self._case = case
+        calls = calls_per_run(floors.expected_us(case), sets, self._on_gpu)
+        request = {
+            "do": "prepare",
+            "peer": peer,
+            "kernel": case.operation.name,
+            "blocks": case.blocks,
+            "dtype": case.dtype,
+            "sets": sets,
+            "calls": calls,
+        }
+        return TorchTimer(self, self.ask(request)["id"], calls)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The helper's answer; UnavailableError if it is an error, or does not come."""
+        process = self._process
+        if process is None or process.stdin is None:
+            raise UnavailableError("PyTorch's helper process has ended")
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except OSError:
+            raise UnavailableError(self._ended("PyTorch's helper process ended")) from None
+        return self._next_answer()
+
+    def close(self) -> None:
+        """Ends the helper and its children."""
+        process, self._process, self._case = self._process, None, None
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _start(self, devices: int) -> None:
+        self.close()
+        if devices in self._broken:
+            raise UnavailableError(self._broken[devices])
+        if not self._is_other and importlib.util.find_spec("torch") is None:
+            raise UnavailableError("PyTorch is not installed (--torch-python names another Python)")
+        if shutil.which(self._python) is None:
+            raise UnavailableError(f"{self._python} is not an interpreter")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
+        self._answers = queue.Queue()
+        self._process = subprocess.Popen(
+            [self._python, "-P", str(_WORKER), str(devices), f"127.0.0.1:{_free_port()}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**environment.current(), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
+        )
+        self._devices = devices
+        threading.Thread(
+            target=self._read, args=(self._process, self._answers), daemon=True
+        ).start()
+        try:
+            self._next_answer()
+        except UnavailableError as error:
+            self._broken[devices] = f"PyTorch's helper did not start: {error}"
+            self.close()
+            raise UnavailableError(self._broken[devices]) from None
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
+        """Passes lines on from a thread of its own, so that waiting for one can have a limit."""
+        if process.stdout is not None:
+            for line in process.stdout:
+                answers.put(line)
+        answers.put("")
+
+    def _next_answer(self) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=ANSWER_TIMEOUT_S)
+        except queue.Empty:
+            self.close()
+            raise UnavailableError(f"no answer in {ANSWER_TIMEOUT_S:.0f} s") from None
+        if not line:
+            raise UnavailableError(self._ended("PyTorch's helper process ended"))
+        answer = json.loads(line)
+        if "error" in answer:
+            raise UnavailableError(answer["error"].strip().splitlines()[0])
+        return answer
+
+    def _ended(self, what: str) -> str:
+        """`what` with the last line that the helper wrote to its standard error."""
+        last = ""
+        if self._log is not None:
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            last = f": {lines[-1]}" if lines else ""
+        self.close()
+        return what + last
+
+
+class TorchTimer:
+    """Times one prepared peer in the helper process."""
+
+    def __init__(self, helper: TorchHelper, identity: int, calls: int):
+        self._helper = helper
+        self._identity = identity
+        self._calls = calls
+
+    @property
+    def calls(self) -> int:
+        """Calls that one sample is the mean of."""
+        return self._calls
+
+    def visit(self, samples: int) -> list[float]:
+        """`samples` times of one call, in microseconds, the maximum over processes."""
+        request = {"do": "visit", "id": self._identity, "samples": samples}
+        return self._helper.ask(request)["samples"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,268 @@
+"""The helper process that times PyTorch's peers: one process a device, told what to do over a pipe.
+
+Run as a file by an interpreter that has PyTorch, which need not have Stretto: this imports the
+standard library and torch only. `torch_peers.py` starts it. Requests come as lines of JSON on
+standard input and each is answered by one line on standard output:
+
+    {"do": "prepare", "peer": "torch", "kernel": "all_gather_matmul", "blocks": [[64, 32], [32, 16]],
+     "dtype": "bfloat16", "sets": 2, "calls": 20}
+    {"do": "visit", "id": ..., "samples": ...}
+    {"do": "release"}
+
+Answers are {"id": ...}, {"samples": [...]} (microseconds a call, the maximum over processes) or
+{"error": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+REPLY_TIMEOUT_S = 180.0
+
+
+class Unsupported(Exception):
+    """The peer has no such operation."""
+
+
+class Rank:
+    """One device's process.
+
+    Args:
+      rank: this process.
+      world: number of processes.
+      address: "host:port" at which they meet.
+    """
+
+    def __init__(self, rank: int, world: int, address: str):
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist, self.world = torch, dist, world
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl" if self.on_gpu else "gloo",
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=world,
+            **({"device_id": self.device} if self.on_gpu else {}),
+        )
+        self.group = dist.group.WORLD.group_name
+        torch.manual_seed(rank)
+        self.prepared: list[tuple[Callable[[int], None], int, int]] = []
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what `request` says."""
+        if request["do"] == "prepare":
+            return self._prepare(request)
+        if request["do"] == "visit":
+            return {"samples": self._visit(*self.prepared[request["id"]], request["samples"])}
+        self.prepared.clear()
+        if self.on_gpu:
+            self.torch.cuda.empty_cache()
+        return {}
+
+    def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
+        dtype = getattr(self.torch, request["dtype"])
+        sets = [
+            [self._operand(block, dtype, request) for block in request["blocks"]]
+            for _ in range(request["sets"])
+        ]
+        build = self._symmetric if request["peer"] == "torch-symm" else self._unfused
+        call = build(request["kernel"], sets)
+        call(0)
+        self._synchronize()
+        self.prepared.append((call, len(sets), request["calls"]))
+        return {"id": len(self.prepared) - 1}
+
+    def _operand(self, block: list[int], dtype: Any, request: dict[str, Any]) -> Any:
+        """Random, in symmetric memory where the peer reduces straight from its operand."""
+        values = self.torch.randn(*block, device=self.device, dtype=self.torch.float32).to(dtype)
+        if request["peer"] != "torch-symm" or request["kernel"] != "all_reduce":
+            return values
+        symmetric = self._symmetric_memory()
+        operand = symmetric.empty(*block, dtype=dtype, device=self.device)
+        symmetric.rendezvous(operand, self.group)
+        return operand.copy_(values)
+
+    def _symmetric_memory(self) -> Any:
+        if not self.on_gpu:
+            raise Unsupported("symmetric memory needs GPUs")
+        import torch.distributed._symmetric_memory as symmetric
+
+        with contextlib.suppress(Exception):
+            symmetric.enable_symm_mem_for_group(self.group)
+        return symmetric
+
+    def _unfused(self, kernel: str, sets: list) -> Callable[[int], None]:
+        """NCCL's collective and cuBLAS' matmul, one after the other."""
+        torch, dist, world = self.torch, self.dist, self.world
+        first = sets[0]
+
+        def empty(rows: int, columns: int) -> Any:
+            return torch.empty(rows, columns, device=self.device, dtype=first[0].dtype)
+
+        if kernel == "all_gather_matmul":
+            gathered = empty(first[0].shape[0] * world, first[0].shape[1])
+            out = empty(gathered.shape[0], first[1].shape[1])
+
+            def call(i: int) -> None:
+                dist.all_gather_into_tensor(gathered, sets[i][0])
+                torch.mm(gathered, sets[i][1], out=out)
+
+        elif kernel in ("matmul_reduce_scatter", "matmul_all_reduce"):
+            partial = empty(first[0].shape[0], first[1].shape[1])
+            scatter = kernel == "matmul_reduce_scatter"
+            out = empty(partial.shape[0] // world, partial.shape[1]) if scatter else None
+
+            def call(i: int) -> None:
+                torch.mm(sets[i][0], sets[i][1], out=partial)
+                if scatter:
+                    dist.reduce_scatter_tensor(out, partial)
+                else:
+                    dist.all_reduce(partial)
+
+        else:
+            call = self._collective(kernel, sets, empty)
+        return call
+
+    def _collective(
+        self, kernel: str, sets: list, empty: Callable[[int, int], Any]
+    ) -> Callable[[int], None]:
+        dist, world = self.dist, self.world
+        rows, columns = sets[0][0].shape
+        if kernel == "all_gather":
+            out = empty(rows * world, columns)
+            return lambda i: dist.all_gather_into_tensor(out, sets[i][0])
+        if kernel == "reduce_scatter":
+            out = empty(rows // world, columns)
+            return lambda i: dist.reduce_scatter_tensor(out, sets[i][0])
+        if kernel == "all_to_all":
+            out = empty(rows, columns)
+            return lambda i: dist.all_to_all_single(out, sets[i][0])
+        # In place, as PyTorch has it; the sums overflow in time, which changes no time.
+        return lambda i: dist.all_reduce(sets[i][0])
+
+    def _symmetric(self, kernel: str, sets: list) -> Callable[[int], None]:
+        """PyTorch's kernels over symmetric memory, none of which needs multicast."""
+        self._symmetric_memory()
+        ops, group = self.torch.ops.symm_mem, self.group
+        if kernel == "all_gather_matmul":
+            return lambda i: ops.fused_all_gather_matmul(sets[i][0], [sets[i][1]], 0, group)
+        if kernel == "matmul_reduce_scatter":
+            return lambda i: ops.fused_matmul_reduce_scatter(*sets[i], "sum", 0, group)
+        if kernel == "all_gather":
+            return lambda i: ops._low_contention_all_gather(sets[i][0], group)
+        if kernel == "reduce_scatter":
+            return lambda i: ops._low_contention_reduce_scatter(sets[i][0], "sum", group)
+        if kernel == "all_reduce":
+            small = sets[0][0].numel() * sets[0][0].element_size() <= 256 * 1024
+            if small:
+                return lambda i: ops.one_shot_all_reduce(sets[i][0], "sum", group)
+            return lambda i: ops.two_shot_all_reduce_(sets[i][0], "sum", group)
+        raise Unsupported("PyTorch has no such operation over symmetric memory")
+
+    def _visit(
+        self, call: Callable[[int], None], sets: int, calls: int, samples: int
+    ) -> list[float]:
+        """`samples` times of a call in microseconds, from device events; a first one is dropped."""
+        marks = [self._mark()]
+        for _ in range(samples + 1):
+            for index in range(calls):
+                call(index % sets)
+            marks.append(self._mark())
+        self._synchronize()
+        pairs = itertools.pairwise(marks[1:])
+        return [self._between(start, end) / calls for start, end in pairs]
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) * 1e3 if self.on_gpu else (end - start) * 1e6
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+
+def rank_main(
+    rank: int, world: int, address: str, pipe: multiprocessing.connection.Connection
+) -> None:
+    """A process's loop: requests in, answers out, errors as answers."""
+    try:
+        this = Rank(rank, world, address)
+        pipe.send({"ready": True})
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}"})
+        return
+    while (request := pipe.recv()) is not None:
+        try:
+            answer = this.answer(request)
+        except Unsupported as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        pipe.send(answer)
+
+
+def gather(pipes: list[multiprocessing.connection.Connection]) -> dict[str, Any]:
+    """One answer out of all processes': the first error, or the largest time of each sample."""
+    answers = []
+    deadline = time.monotonic() + REPLY_TIMEOUT_S
+    for rank, pipe in enumerate(pipes):
+        try:
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                return {"error": f"process {rank} gave no answer in {REPLY_TIMEOUT_S:.0f} s"}
+            answers.append(pipe.recv())
+        except EOFError:
+            return {"error": f"process {rank} died"}
+    for answer in answers:
+        if "error" in answer:
+            return answer
+    if "samples" in answers[0]:
+        columns = zip(*(answer["samples"] for answer in answers), strict=True)
+        return {"samples": [max(times) for times in columns]}
+    return answers[0]
+
+
+def main(world: int, address: str) -> None:
+    """Starts the processes and passes requests on until standard input ends."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=rank_main, args=(rank, world, address, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    print(json.dumps(gather(pipes)), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(request)
+        print(json.dumps(gather(pipes)), flush=True)
+    for process in processes:
+        process.kill()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
