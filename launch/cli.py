@@ -1,6 +1,8 @@
 """The ``stretto`` command: finds the subcommand and turns its errors into one line and a status."""
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stretto {command}: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # as in `stretto run ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _unknown(command: str) -> str:

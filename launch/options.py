@@ -1,12 +1,16 @@
 """The options of ``stretto run``, as tyro shows and reads them."""
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+from stretto.launch.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,18 @@ class RunOptions:
 _FLAGS = ("--dry-run", "--help", "-h")
 
 
+def _known_options() -> list[str]:
+    names = [field.name for field in fields(RunOptions) if field.name not in ("script", "args")]
+    return [*_FLAGS, "-n", *(f"--{name.replace('_', '-')}" for name in names)]
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``(options and SCRIPT, ARGS)``: everything after the script belongs to it, dashes and all."""
+    """``(options and SCRIPT, ARGS)``: everything after the script is its own, dashes and all.
+
+    Raises:
+      LaunchError: an option is unknown, or there is no script.
+    """
+    known = _known_options()
     index = 0
     while index < len(argv):
         token = argv[index]
@@ -78,18 +92,28 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             return [*argv[:index], *argv[index + 1 : index + 2]], list(argv[index + 2 :])
         if not token.startswith("-"):
             return list(argv[: index + 1]), list(argv[index + 1 :])
-        takes_value = token not in _FLAGS and "=" not in token
-        if token.startswith("-n") and not token.startswith("--") and token != "-n":
-            takes_value = False  # -n4
-        index += 2 if takes_value else 1
-    return list(argv), []
+        name = token.partition("=")[0]
+        if name in ("-h", "--help"):
+            return ["--help"], []
+        if name not in known and not _is_joined_n(token):
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see stretto run --help"
+            raise LaunchError(f"there is no option {name}; {hint}")
+        alone = token in _FLAGS or "=" in token or _is_joined_n(token)
+        index += 1 if alone else 2
+    raise LaunchError("no SCRIPT was given; write stretto run [OPTIONS] SCRIPT [ARGS]")
 
 
 def parse(argv: Sequence[str]) -> RunOptions:
-    """The options of a ``stretto run`` command line; exits with help or an error as tyro does."""
+    """The options of a ``stretto run`` command line; tyro shows help and wrong values, and exits.
+
+    Raises:
+      LaunchError: an option is unknown, or there is no script.
+    """
     own, script_arguments = split_arguments(argv)
     own = [f"-n={token[2:]}" if _is_joined_n(token) else token for token in own]
-    options = tyro.cli(RunOptions, args=own, prog="stretto run", description=RunOptions.__doc__)
+    description = inspect.getdoc(RunOptions)
+    options = tyro.cli(RunOptions, args=own, prog="stretto run", description=description)
     return replace(options, args=tuple(script_arguments))
 
 

@@ -1,0 +1,91 @@
+"""The cause that a failed job shows: which failure it is, and where processes hang."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from stretto.launch import worker
+from stretto.launch.layout import ProcessPlan
+from stretto.launch.report import (
+    exited,
+    failure_text,
+    first_cause,
+    killed,
+    place_in_script,
+    places_text,
+    signal_name,
+)
+
+
+def test_earliest_failure_is_the_cause():
+    assert first_cause([exited(0, 1, 2.0), exited(3, 5, 1.0)]).process_id == 3
+
+
+def test_crash_comes_before_the_exceptions_it_caused():
+    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS):
+        assert first_cause([exited(0, 1, 1.0), killed(2, number, 1.2)]).process_id == 2
+
+
+def test_abort_is_a_consequence():
+    """JAX aborts a process that hears of another's end."""
+    assert first_cause([exited(0, 1, 1.0), killed(2, signal.SIGABRT, 1.2)]).process_id == 0
+
+
+def test_statuses_and_words():
+    assert exited(1, 3, 0.0).status == 3
+    failure = killed(1, signal.SIGKILL, 0.0)
+    assert (failure.status, failure.how.split(" (")[0]) == (137, "killed by SIGKILL")
+    assert signal_name(64) == "SIGRTMAX"
+    assert signal_name(50) == "signal 50"
+
+
+def test_headline_names_process_host_gpu_time_and_log():
+    text = failure_text(
+        killed(3, signal.SIGSEGV, 0.0),
+        ProcessPlan(3, "b", 1, 2, (1,)),
+        "node-b",
+        platform="gpu",
+        num_processes=4,
+        elapsed_s=12.34,
+        log_note="; log: x.log",
+        stderr_tail=["first", "second"],
+    )
+    headline, *words = text.splitlines()
+    assert headline == (
+        "stretto: process 3 of 4 on node-b (GPU 1) failed after 12.3 s: killed by SIGSEGV; "
+        "log: x.log"
+    )
+    assert words == ["Its last lines on stderr:", "  first", "  second"]
+
+
+STACKS = f"""Thread 0x1 (most recent call first):
+  File "/lib/threading.py", line 9 in wait
+  File "s.py", line 99 in helper
+
+Current thread 0x2 (most recent call first):
+  File "/lib/jax/array.py", line 5 in block
+  File "s.py", line 2 in step
+  File "s.py", line 7 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+  File "{Path(str(worker.__file__))}", line 40 in main
+""".splitlines()
+
+
+def test_place_is_the_main_threads_innermost_line_in_the_script():
+    place = place_in_script(STACKS, "s.py")
+    assert place is not None
+    assert (place.line, place.function) == (2, "step")
+    assert place_in_script(STACKS, "other.py") is None
+    assert place_in_script([], "s.py") is None
+
+
+def test_rarest_place_comes_first(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("a = 1\nb = wait()\n")
+    here = place_in_script([s.replace("s.py", str(script)) for s in STACKS], str(script))
+    text = places_text({0: here, 1: None, 2: here, 3: here}, {1: "stopped by SIGSTOP"})
+    assert text.splitlines() == [
+        "  process 1: stopped by SIGSTOP",
+        f"  processes 0, 2, 3: at {script}:2: b = wait()",
+    ]

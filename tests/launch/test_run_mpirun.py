@@ -1,0 +1,111 @@
+"""Jobs through a real mpirun, and JAX in them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from stretto.launch.launchers import find_mpirun
+
+MPIRUN = find_mpirun()
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun that works")
+BARE = (
+    *(() if MPIRUN is None else (MPIRUN.path,)),
+    *(("--bind-to", "none") if MPIRUN and MPIRUN.flavour == "openmpi" else ()),
+)
+ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+OVERSUBSCRIBE = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+SUM = """
+import sys
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
+import stretto.launch
+
+process = stretto.launch.initialize()
+assert stretto.launch.initialize() is process
+n = len(jax.devices())
+mesh = jax.make_mesh((n,), ("x",))
+one_each = jax.NamedSharding(mesh, P("x"))
+data = np.arange(1.0, n + 1)
+x = jax.make_array_from_callback((n,), one_each, lambda index: data[index])
+add = jax.jit(jax.shard_map(lambda a: jax.lax.psum(a, "x"), mesh=mesh, in_specs=P("x"),
+                            out_specs=P()))
+total = float(add(x).addressable_data(0)[0])
+sys.stdout.write(f"{process.process_id} {process.num_processes} {n} {total}\\n")
+"""
+
+
+def words_of(result) -> list[str]:
+    """What the script wrote; gloo greets on stdout, too."""
+    return sorted(line for line in result.stdout.splitlines() if "[Gloo]" not in line)
+
+
+def test_sum_over_processes(run_job):
+    result = run_job(SUM, "-n", "2")
+    assert result.status == 0, result.stderr
+    assert words_of(result) == ["[0] 0 2 2 3.0", "[1] 1 2 2 3.0"]
+
+
+def test_one_process_with_several_devices(run_job):
+    result = run_job(SUM, "-n", "3", "--processes-per", "node")
+    assert result.status == 0, result.stderr
+    assert result.stdout == "[0] 0 1 3 6.0\n"
+
+
+def test_exception_under_jax_ends_the_job(run_job):
+    """Process 1 fails while 0 waits for it in a collective."""
+    fail = SUM.replace("total =", "if process.process_id == 1: raise KeyError('gone')\ntotal =")
+    result = run_job(fail, "-n", "2")
+    assert result.status == 1
+    assert result.last_line() == "KeyError: 'gone'"
+    assert "process 1 of 2" in result.stderr
+
+
+def test_exit_status_and_killed_process(start_job, tmp_path):
+    script = "import os, time\nme = os.environ['STRETTO_PROCESS_ID']\n"
+    script += "open(f'pid{me}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    job = start_job(script, "-n", "3")
+    job.wait_for(lambda: all((tmp_path / f"pid{i}").exists() for i in range(3)))
+    time.sleep(0.1)
+    os.kill(int((tmp_path / "pid2").read_text()), signal.SIGKILL)
+    result = job.result()
+    assert result.status == 137
+    assert "process 2 of 3" in result.last_line()
+    assert result.left == []
+
+
+def test_mpi4py_sees_the_same_processes(run_job):
+    pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    script = "from mpi4py import MPI\nimport stretto.launch, os\nw = MPI.COMM_WORLD\n"
+    script += "print(w.Get_rank() == int(os.environ['STRETTO_PROCESS_ID']), w.allreduce(1))"
+    result = run_job(script, "-n", "2")
+    assert result.status == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[0] True 2", "[1] True 2"]
+
+
+def bare(start_job, script: str, n: int):
+    command = (*BARE, "-n", str(n), sys.executable)
+    return start_job(script, command=command, env={**ROOT_MAY, **OVERSUBSCRIBE}).result(60)
+
+
+def test_bare_mpirun(start_job):
+    result = bare(start_job, SUM, 2)
+    assert result.status == 0, result.stderr
+    assert words_of(result) == ["0 2 2 3.0", "1 2 2 3.0"]
+
+
+def test_exception_under_bare_mpirun(start_job):
+    fail = SUM.replace("total =", "if process.process_id == 1: raise KeyError('gone')\ntotal =")
+    result = bare(start_job, fail, 2)
+    assert result.status != 0
+    assert "KeyError: 'gone'" in result.stderr
+    assert result.seconds < 40
+    assert result.left == []
