@@ -19,8 +19,9 @@ class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     """One list of cases to time: every kernel at every shape, type and device count.
 
     Empty tuples stand for the defaults: all kernels, the set "goals" (on a CPU "tiny"), all device
-    counts that are powers of two up to those present (on a CPU all devices), all peers. `scaling` "weak" multiplies the
-    rows of every shape by the device count; "strong" (and "") leaves shapes as they are.
+    counts that are powers of two up to those present (on a CPU all devices), all peers. `scaling`
+    "weak" multiplies the rows of every shape by the device count; "strong" (and "") leaves shapes
+    as they are.
     """
 
     kernels: tuple[str, ...] = ()

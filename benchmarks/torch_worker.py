@@ -4,8 +4,8 @@ Run as a file by an interpreter that has PyTorch, which need not have Stretto: t
 standard library and torch only. `torch_peers.py` starts it. Requests come as lines of JSON on
 standard input and each is answered by one line on standard output:
 
-    {"do": "prepare", "peer": "torch", "kernel": "all_gather_matmul", "blocks": [[64, 32], [32, 16]],
-     "dtype": "bfloat16", "sets": 2, "calls": 20}
+    {"do": "prepare", "peer": "torch", "kernel": "all_gather_matmul",
+     "blocks": [[64, 32], [32, 16]], "dtype": "bfloat16", "sets": 2, "calls": 20}
     {"do": "visit", "id": ..., "samples": ...}
     {"do": "release"}
 

@@ -1,0 +1,201 @@
+"""Tuned tables: reading, damage, the nearest shape, and what is chosen from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from stretto.kernels import tables
+from stretto.kernels.dispatch import Problem
+from stretto.kernels.tables import Entry, Table, TableError
+
+KIND = "NVIDIA H100 80GB HBM3"
+
+TABLE = """
+schema = 1
+device_kind = "NVIDIA H100 80GB HBM3"
+
+[[entry]]
+op = "all_gather_matmul"
+m = 8192
+k = 8192
+n = 8192
+dtype = "bfloat16"
+devices = 4
+fused_us = 420.0
+xla_us = 716.0
+config = { pull_slots = 3, tiles = { tile_n = 128 } }
+
+[[entry]]
+op = "all_gather_matmul"
+m = 512
+k = 8192
+n = 8192
+dtype = "bfloat16"
+devices = 4
+fused_us = 80.0
+xla_us = 60.0
+config = {}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    tile_n: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tiles: Tiles = Tiles()
+    pull_slots: int = 2
+
+    def check(self, itemsize):
+        if self.pull_slots * itemsize > 6:
+            raise ValueError("too many slots")
+
+
+def problem(m=8192, k=8192, n=8192, **changes):
+    base = Problem(
+        op="all_gather_matmul",
+        m=m,
+        k=k,
+        n=n,
+        dtype="bfloat16",
+        out_dtype="bfloat16",
+        devices=4,
+        platform="gpu",
+        device_kind=KIND,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """The folder of tables, holding `TABLE`; nothing is remembered between tests."""
+    (tmp_path / tables.file_name(KIND)).write_text(TABLE)
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
+    tables.table_for.cache_clear()
+    yield tmp_path
+    tables.table_for.cache_clear()
+
+
+def test_the_file_of_a_gpu():
+    assert tables.file_name(KIND) == "nvidia-h100-80gb-hbm3.toml"
+
+
+def test_an_exact_entry_gives_its_times_and_config(tuned):
+    choice = tables.tuned_choice(problem(), Config, 2)
+    assert choice is not None
+    assert choice.backend == "pallas"
+    assert choice.config == Config(Tiles(tile_n=128), pull_slots=3)
+    assert (choice.fused_us, choice.xla_us) == (420.0, 716.0)
+
+
+def test_xla_where_it_was_faster(tuned):
+    choice = tables.tuned_choice(problem(m=512), Config, 2)
+    assert choice is not None
+    assert choice.backend == "xla"
+
+
+def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
+    choice = tables.tuned_choice(problem(n=12288), Config, 2)
+    assert choice is not None
+    assert choice.backend == "pallas"
+    assert choice.config.pull_slots == 3
+    assert choice.fused_us is None
+    assert "8192x8192x8192" in choice.reason
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(m=2048),
+        dict(k=2048),
+        dict(m=4096, n=4096),
+        dict(dtype="float16"),
+        dict(devices=2),
+        dict(op="matmul_reduce_scatter"),
+    ],
+)
+def test_a_far_shape_or_another_problem_is_not_decided(tuned, other):
+    assert tables.tuned_choice(problem(**other), Config, 2) is None
+
+
+def test_an_entry_whose_config_does_not_fit_the_problem_is_not_used(tuned):
+    assert tables.tuned_choice(problem(), Config, 4) is None
+
+
+def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
+    @dataclasses.dataclass(frozen=True)
+    class Without:
+        tiles: Tiles = Tiles()
+
+    assert tables.tuned_choice(problem(), Without, 2) is None
+
+
+def test_a_tie_at_another_shape_is_not_trusted(monkeypatch):
+    entry = Entry(
+        op="all_gather_matmul",
+        m=8192,
+        k=8192,
+        n=8192,
+        dtype="bfloat16",
+        devices=4,
+        fused_us=99.0,
+        xla_us=100.0,
+        config={},
+    )
+    monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (entry,)))
+    assert tables.tuned_choice(problem(), Config, 2) is not None
+    assert tables.tuned_choice(problem(n=8200), Config, 2) is None
+
+
+def test_distance_counts_doublings():
+    entry = tables.Entry(
+        op="all_gather_matmul",
+        m=8192,
+        k=8192,
+        n=8192,
+        dtype="bfloat16",
+        devices=4,
+        fused_us=1.0,
+        xla_us=1.0,
+        config={},
+    )
+    assert entry.distance(problem(m=4096, n=16384)) == 2
+    assert entry.distance(problem(devices=2)) == math.inf
+
+
+def test_a_missing_table_warns_once_and_decides_nothing(tuned):
+    other = problem(device_kind="NVIDIA H200")
+    with pytest.warns(UserWarning, match=r"no tuned table for NVIDIA H200.*stretto tune"):
+        assert tables.tuned_choice(other, Config, 2) is None
+    assert tables.tuned_choice(other, Config, 2) is None  # no second warning: those are errors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("schema = ", "damaged, not TOML"),
+        ("schema = 2", "schema 2, this version reads 1"),
+        ("schema = 1", "KeyError: 'device_kind'"),
+        (TABLE.replace("m = 512", 'm = "512"'), "m='512' is not an integer"),
+        (TABLE.replace("xla_us = 60.0", "xla_us = 0.0"), "must be positive"),
+        (TABLE.replace("xla_us = 60.0", "unknown = 1"), "unknown"),
+        (TABLE.replace("config = {}", "config = 1"), "config=1 is not a table"),
+    ],
+)
+def test_a_damaged_table_says_what_is_wrong(tuned, text, message):
+    path = tuned / tables.file_name(KIND)
+    path.write_text(text)
+    with pytest.raises(TableError, match=message):
+        tables.read(path)
+    with pytest.warns(UserWarning, match="choosing by analysis"):
+        assert tables.tuned_choice(problem(), Config, 2) is None
+
+
+def test_a_config_survives_the_table():
+    config = Config(Tiles(tile_n=64), pull_slots=1)
+    assert tables.config_from_data(Config, tables.config_to_data(config)) == config
