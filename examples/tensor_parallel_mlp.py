@@ -31,7 +31,6 @@ from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 import stretto as st
-import stretto.launch
 
 PIXELS, HIDDEN, CLASSES = 64, 512, 16  # ten digits, padded to a multiple of 8
 BATCH = 128
@@ -189,7 +188,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Trains on all devices and prints, beside each epoch, how far one device's training is off."""
     args = parse_arguments(argv)
-    process = stretto.launch.initialize()  # joins the other processes, if there are any
+    process = st.initialize()  # joins the other processes, if there are any
 
     devices = jax.devices()
     if BATCH % len(devices):
@@ -209,8 +208,8 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     print(
-        f"{len(devices)} {devices[0].device_kind} devices, {process.num_processes} processes,"
-        f" {dtype}, backend {args.backend}"
+        f"devices: {len(devices)} x {devices[0].device_kind}, processes: {process.num_processes},"
+        f" type: {dtype}, backend: {args.backend}"
     )
     print("epoch    loss  test accuracy  loss minus one device's", flush=True)
     on_one = train(partial(plain_logits, dtype=dtype), weights, data, args.epochs)

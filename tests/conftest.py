@@ -5,20 +5,24 @@ JAX chooses its platform once a process, so GPU tests and CPU tests do not share
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 CPU_DEVICES = 8
 
-# The same examples on every run; how long one takes depends on the machine.
-hypothesis.settings.register_profile("stretto", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("stretto")
+with contextlib.suppress(ImportError):  # tests/gpu does without it
+    import hypothesis
+
+    # The same examples on every run; how long one takes depends on the machine.
+    hypothesis.settings.register_profile("stretto", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("stretto")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,12 +63,17 @@ def _only_gpu_tests(config: pytest.Config) -> bool:
 
 def _why_no_gpus(config: pytest.Config, needed: int) -> str | None:
     """Why a test that needs `needed` GPUs cannot run here, or None if it can."""
-    if not shutil.which("nvidia-smi"):
-        return f"needs {needed} GPU(s), and this machine has none"
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    found = listing.stdout.count("UUID: GPU-")
-    if found < needed:
-        return f"needs {needed} GPU(s), and this machine has {found}"
+    if (found := _number_of_gpus()) < needed:
+        return f"needs {needed} GPU(s), and this machine has {found or 'none'}"
     if not _only_gpu_tests(config):
         return "runs apart from the CPU tests: `pytest tests/gpu`"
     return None
+
+
+@functools.cache
+def _number_of_gpus() -> int:
+    """NVIDIA GPUs of this machine, found without JAX, whose platform may not be chosen yet."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return listing.stdout.count("UUID: GPU-")

@@ -47,7 +47,7 @@ def test_first_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert code is not None
     exec(compile(code[1], "README.md", "exec"), {"__name__": "readme"})
     spec, shape = capsys.readouterr().out.splitlines()
-    assert spec == "PartitionSpec('tp', None)" and shape == "(512, 2048)"
+    assert "'tp'" in spec and shape == "(512, 2048)"
     assert len(jax.devices()) > 1
 
 

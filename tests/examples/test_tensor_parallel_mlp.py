@@ -76,7 +76,7 @@ def run(processes: int, *options: str) -> list[tuple[float, float, float]]:
         [*command, str(SCRIPT), *options], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{processes} processes" in done.stdout
+    assert f"processes: {processes}," in done.stdout
     rows = re.findall(r"(\d+)  ([\d.]+)  +([\d.]+)%  +(-?[\d.e+-]+)$", done.stdout, re.MULTILINE)
     assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
     return [(float(loss), float(accuracy), float(off)) for _, loss, accuracy, off in rows]
