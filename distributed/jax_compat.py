@@ -16,6 +16,7 @@ import numpy as np
 from jax._src import config
 from jax._src import callback as jax_callback
 from jax._src import core as jax_core
+from jax._src import dispatch
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lib.mlir.dialects import hlo
@@ -402,6 +403,17 @@ def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
         returns_token=False,
     )
     return results
+
+
+def finish_programs() -> None:
+    """Waits for the effects of programs that have been dispatched, and forgets those that failed.
+
+    JAX would raise the error of a failed program again when the interpreter exits.
+    """
+    try:
+        dispatch.runtime_tokens.block_until_ready()
+    except Exception:  # Told already, where the program's results were asked for.
+        dispatch.runtime_tokens.clear()
 
 
 def axis_context_is_spmd(axis_context: Any) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 
 type Clock = np.ndarray
 
+_GROWTH = 64  # Lengths are multiples of this, so that clocks seldom grow.
+
 
 def join(into: Clock, other: Clock) -> Clock:
     """Adds what `other` knows to `into`; returns `into`, or a longer copy of it."""
@@ -24,7 +26,7 @@ def join(into: Clock, other: Clock) -> Clock:
 def advance(clock: Clock, timeline: int, value: int) -> Clock:
     """Adds to `clock` that `timeline` has reached `value`."""
     if len(clock) <= timeline:
-        clock = _grown(clock, timeline + 1)
+        clock = _grown(clock, (timeline // _GROWTH + 1) * _GROWTH)
     if clock[timeline] < value:
         clock[timeline] = value
     return clock
@@ -41,7 +43,7 @@ def empty() -> Clock:
 
 
 def _grown(clock: Clock, size: int) -> Clock:
-    out = np.zeros(size + size // 4 + 16, np.int32)
+    out = np.zeros(size, np.int32)
     out[: len(clock)] = clock
     return out
 

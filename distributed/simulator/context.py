@@ -103,8 +103,10 @@ def simulate(
     _active.append(simulation)
     try:
         with _is_simulating((core_count,)), jax_compat.cpu_core_count(core_count):
-            yield report
-            _finish_running_programs()
+            try:
+                yield report
+            finally:
+                _finish_running_programs()
     except Exception as error:
         if simulation.error is not None and not isinstance(error, SimulationError):
             raise simulation.error from error
@@ -126,6 +128,7 @@ def _finish_running_programs() -> None:
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # A failed program's error has been kept already.
             array.block_until_ready()
+    jax_compat.finish_programs()
 
 
 def _intercept(call: jax_compat.LoweredKernel) -> Any:

@@ -18,6 +18,8 @@ _PLUMBING = re.compile(
     r"|/distributed/simulator/(?!.*test_))"
 )
 
+_PIPELINES = re.compile(r"/_src/pallas/(mosaic_gpu/(pipeline|helpers)|helpers)\.py$")
+
 
 @dataclass(frozen=True)
 class Site:
@@ -53,8 +55,12 @@ def site_of(eqn: Any) -> Site:
     traceback = getattr(eqn.source_info, "traceback", None)
     if traceback is None:
         return UNKNOWN_SITE
-    for frame in traceback.frames:
+    frames = traceback.frames
+    for frame in frames:
         if not _PLUMBING.search(frame.file_name):
+            return Site(frame.file_name, frame.line_num, frame.function_name)
+    for frame in frames:  # JAX keeps few frames, and its pipelines use them all.
+        if _PIPELINES.search(frame.file_name):
             return Site(frame.file_name, frame.line_num, frame.function_name)
     return UNKNOWN_SITE
 

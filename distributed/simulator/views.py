@@ -192,14 +192,12 @@ def _other_step(kind: str, arg: Any, shape: tuple) -> tuple[Callable, tuple]:
         old_rank, new_shape = len(shape), tuple(arg)
 
         def reshape(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
-            out = array.view()
             try:
-                out.shape = (*new_shape, *array.shape[old_rank:])
-            except AttributeError as error:
+                return np.reshape(array, (*new_shape, *array.shape[old_rank:]), copy=False)
+            except ValueError as error:
                 raise UnsupportedKernelError(
                     f"reshape of a strided ref from {array.shape} to {new_shape}"
                 ) from error
-            return out
 
         return reshape, new_shape
     if kind == "transpose":
