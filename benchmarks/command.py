@@ -189,7 +189,7 @@ def _introduce(console: Console, run: Run) -> None:
 
 def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console) -> int:
     helper = _helper(options)
-    with contextlib.closing(helper) if helper else contextlib.nullcontext(), _progress() as say:
+    with contextlib.closing(helper) if helper else contextlib.nullcontext(), progress() as say:
         try:
             finished = run.execute(work, helper, console, options.budget, say)
         except DeviceLostError as error:
@@ -213,7 +213,7 @@ def _helper(options: BenchOptions) -> TorchHelper | None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Callable[[str], None]]:
     """A line on the terminal that says what is being done, nothing where there is no terminal."""
     console = Console(stderr=True)
     if jax.process_index() != 0 or not console.is_terminal:

@@ -43,7 +43,7 @@ def describe() -> Machine:
         layout=layout(jax.process_count(), jax.device_count()),
         num_hosts=_num_hosts(),
         driver=_driver() if on_gpu else "",
-        versions=_versions(),
+        versions=versions(),
         commit=_commit(),
     )
 
@@ -70,7 +70,8 @@ def _num_hosts() -> int:
     return len({bytes(row) for row in np.asarray(rows).reshape(-1, 8)})
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a time depends on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

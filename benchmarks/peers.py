@@ -34,13 +34,15 @@ class Peer:
 
     `role` says what its time means: `FUSED` ours, `XLA` the one to beat, `MATMUL` and
     `COMMUNICATION` the parts that make the floor, `OTHER` another library's. `candidates` raises
-    `UnavailableError`; None where the times come from the PyTorch helper.
+    `UnavailableError`; None where the times come from the PyTorch helper. `by_xla` says that XLA
+    generates the code, and may time variants on the device as it compiles.
     """
 
     name: str
     label: str
     role: str
     candidates: Callable[[Case, Mesh], list[Candidate]] | None
+    by_xla: bool = True
 
 
 def _public(backend: str) -> Callable[[Case, Mesh], list[Candidate]]:
@@ -153,19 +155,27 @@ def _jax_pallas(case: Case, mesh: Mesh) -> list[Candidate]:
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(name="fused", label="Stretto", role=FUSED, candidates=_public("pallas")),
+        Peer(name="fused", label="Stretto", role=FUSED, candidates=_public("pallas"), by_xla=False),
         Peer(name="auto", label="Stretto auto", role=FUSED, candidates=_public("auto")),
         Peer(name="xla", label="XLA", role=XLA, candidates=_unfused),
         Peer(name="xla-windowed", label="XLA windowed", role=OTHER, candidates=_windowed),
         Peer(name="matmul", label="matmul alone", role=MATMUL, candidates=_matmul_alone),
-        Peer(name="own-matmul", label="own matmul", role=MATMUL, candidates=_own_matmul_alone),
+        Peer(
+            name="own-matmul",
+            label="own matmul",
+            role=MATMUL,
+            candidates=_own_matmul_alone,
+            by_xla=False,
+        ),
         Peer(
             name="communication",
             label="NCCL alone",
             role=COMMUNICATION,
             candidates=_communication_alone,
         ),
-        Peer(name="jax-pallas", label="JAX Pallas", role=OTHER, candidates=_jax_pallas),
+        Peer(
+            name="jax-pallas", label="JAX Pallas", role=OTHER, candidates=_jax_pallas, by_xla=False
+        ),
         Peer(name="torch", label="torch", role=OTHER, candidates=None),
         Peer(name="torch-symm", label="torch symm. memory", role=OTHER, candidates=None),
     )

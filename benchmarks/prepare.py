@@ -14,7 +14,7 @@ from stretto.benchmarks import floors, programs
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.operations import Case
-from stretto.benchmarks.peers import FUSED, OTHER, Peer
+from stretto.benchmarks.peers import Peer
 from stretto.benchmarks.programs import Candidate, Operands
 from stretto.benchmarks.timing import LoopTimer, agreed, calls_per_run
 
@@ -41,14 +41,19 @@ class Bench:
         self.sets = programs.number_of_sets(case.footprint) if self.on_gpu else 2
         self._reference: jax.Array | None = None
 
-    def ready(self, candidate: Candidate) -> Ready:
-        """Compiles `candidate`'s loop."""
+    def lower(self, candidate: Candidate) -> Callable[[], Ready]:
+        """Traces `candidate`'s loop; what it returns compiles it, on any thread."""
         calls = calls_per_run(floors.expected_us(self.case), self.sets, self.on_gpu)
         sets = self.operands.sets(candidate, self.sets)
-        program = programs.compiled(candidate, self.mesh, sets, calls // self.sets)
+        program = programs.lowered(candidate, self.mesh, sets, calls // self.sets)
         flat = [operand for operands in sets for operand in operands]
         token = programs.first_token(self.mesh)
-        return Ready(candidate, LoopTimer(program, token, flat, calls, queued=self.on_gpu))
+
+        def compile_it() -> Ready:
+            run = programs.compiled(candidate, program)
+            return Ready(candidate, LoopTimer(run, token, flat, calls, queued=self.on_gpu))
+
+        return compile_it
 
     def error_of(self, candidate: Candidate) -> float:
         """Relative difference of the candidate's result from that of XLA's unfused operation."""
@@ -76,38 +81,43 @@ def compile_all(
 ) -> dict[str, list[Ready] | Exception]:
     """By peer, its compiled candidates, or the exception that says why there are none.
 
-    Pallas kernels compile on threads beside each other; XLA's programs in one thread, one after
-    another, because XLA times matmuls on the device to choose an algorithm, and would choose badly
-    if two did so at once. With several processes all compile in the same order, in one thread.
+    Tracing is done here. Pallas kernels then compile on threads beside each other; XLA's programs
+    in one thread, one after another, because XLA times matmuls on the device to choose an
+    algorithm, and would choose badly if two did so at once. With several processes all compile in
+    the same order, in one thread.
     """
     if jax.process_count() > 1:
         return {peer.name: _all_agree(bench, peer, out_of_time) for peer in peers}
     with ThreadPoolExecutor(8) as pallas, ThreadPoolExecutor(1) as xla:
-
-        def submit(peer: Peer) -> list[Future[Ready]] | Exception:
+        pending: dict[str, list[Future[Ready]] | Exception] = {}
+        for peer in peers:
+            pool = xla if peer.by_xla else pallas
             try:
-                if out_of_time():
-                    raise UnavailableError("the time limit had passed")
-                candidates = _candidates(bench, peer)
+                pending[peer.name] = [pool.submit(job) for job in _jobs(bench, peer, out_of_time)]
             except Exception as error:
-                return error
-            pool = pallas if peer.role in (FUSED, OTHER) and peer.name != "xla-windowed" else xla
-            return [pool.submit(bench.ready, candidate) for candidate in candidates]
-
-        pending = {peer.name: submit(peer) for peer in peers}
+                pending[peer.name] = error
         return {
             name: futures if isinstance(futures, Exception) else _gather(futures)
             for name, futures in pending.items()
         }
 
 
-def _candidates(bench: Bench, peer: Peer) -> list[Candidate]:
+def _jobs(bench: Bench, peer: Peer, out_of_time: Callable[[], bool]) -> list[Callable[[], Ready]]:
+    """The peer's candidates that can be traced; the first error if none can."""
+    if out_of_time():
+        raise UnavailableError("the time limit had passed")
     if peer.candidates is None:
         raise UnavailableError("it runs in a helper process")
-    candidates = peer.candidates(bench.case, bench.mesh)
-    for candidate in candidates:
-        bench.operands.sets(candidate, bench.sets)
-    return candidates
+    jobs: list[Callable[[], Ready]] = []
+    failed: list[Exception] = []
+    for candidate in peer.candidates(bench.case, bench.mesh):
+        try:
+            jobs.append(bench.lower(candidate))
+        except Exception as error:
+            failed.append(error)
+    if not jobs:
+        raise failed[0] if failed else UnavailableError("it offers no configuration")
+    return jobs
 
 
 def _gather(futures: list[Future[Ready]]) -> list[Ready] | Exception:
@@ -124,23 +134,22 @@ def _gather(futures: list[Future[Ready]]) -> list[Ready] | Exception:
 def _all_agree(
     bench: Bench, peer: Peer, out_of_time: Callable[[], bool]
 ) -> list[Ready] | Exception:
+    """One process's part of compiling `peer` where every process must end with the same."""
+    jobs: list[Callable[[], Ready]] = []
+    failure: Exception = UnavailableError("it failed on another process")
     try:
-        if out_of_time():
-            raise UnavailableError("the time limit had passed")
-        candidates = _candidates(bench, peer)
+        jobs = _jobs(bench, peer, out_of_time)
     except Exception as error:
-        candidates, failure = [], error
-    else:
-        failure = None
-    if agreed(failure is not None):
-        return failure or UnavailableError("it failed on another process")
+        failure = error
+    if agreed(not jobs):
+        return failure
     done: list[Ready] = []
-    for candidate in candidates:
+    for job in jobs:
         ready = None
         try:
-            ready = bench.ready(candidate)
+            ready = job()
         except Exception as error:
             failure = error
         if not agreed(ready is None) and ready is not None:
             done.append(ready)
-    return done or failure or UnavailableError("it failed on another process")
+    return done or failure

@@ -151,14 +151,17 @@ def _corner(out: jax.Array) -> jax.Array:
     return lax.slice(out, (0, 0), (1, 1)).astype(jnp.float32)
 
 
-def compiled(
+def lowered(
     candidate: Candidate, mesh: Mesh, sets: Sequence[tuple[jax.Array, ...]], rounds: int
-) -> Callable[..., jax.Array]:
-    """`looped`, compiled ahead for these operands, with the candidate's compiler options."""
+) -> Any:
+    """`looped`, traced and lowered for these operands; `compiled` does the rest."""
     flat = [operand for operands in sets for operand in operands]
-    function = jax.jit(looped(candidate, mesh, len(sets), rounds))
-    lowered = function.lower(first_token(mesh), *flat)
-    return lowered.compile(compiler_options=dict(candidate.compiler_options) or None)
+    return jax.jit(looped(candidate, mesh, len(sets), rounds)).lower(first_token(mesh), *flat)
+
+
+def compiled(candidate: Candidate, program: Any) -> Callable[..., jax.Array]:
+    """A lowered program, compiled with the candidate's compiler options."""
+    return program.compile(compiler_options=dict(candidate.compiler_options) or None)
 
 
 def run_once(candidate: Candidate, mesh: Mesh, operands: tuple[jax.Array, ...]) -> jax.Array:
@@ -169,8 +172,7 @@ def run_once(candidate: Candidate, mesh: Mesh, operands: tuple[jax.Array, ...]) 
         )
     else:
         body = candidate.body
-    options = dict(candidate.compiler_options) or None
-    return jax.jit(body).lower(*operands).compile(compiler_options=options)(*operands)
+    return compiled(candidate, jax.jit(body).lower(*operands))(*operands)
 
 
 def relative_error(ours: jax.Array, theirs: jax.Array, mesh: Mesh) -> float:

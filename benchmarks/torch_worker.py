@@ -16,6 +16,7 @@ Answers are {"id": ...}, {"samples": [...]} (microseconds a call, the maximum ov
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -42,10 +43,9 @@ class Rank:
     """
 
     def __init__(self, rank: int, world: int, address: str):
-        import torch
-        import torch.distributed as dist
-
-        self.torch, self.dist, self.world = torch, dist, world
+        torch = self.torch = importlib.import_module("torch")
+        dist = self.dist = importlib.import_module("torch.distributed")
+        self.world = world
         self.on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
@@ -98,8 +98,7 @@ class Rank:
     def _symmetric_memory(self) -> Any:
         if not self.on_gpu:
             raise Unsupported("symmetric memory needs GPUs")
-        import torch.distributed._symmetric_memory as symmetric
-
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
         with contextlib.suppress(Exception):
             symmetric.enable_symm_mem_for_group(self.group)
         return symmetric
@@ -133,7 +132,7 @@ class Rank:
                     dist.all_reduce(partial)
 
         else:
-            call = self._collective(kernel, sets, empty)
+            return self._collective(kernel, sets, empty)
         return call
 
     def _collective(

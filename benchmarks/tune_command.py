@@ -1,0 +1,189 @@
+"""`stretto tune`: fills the table from which `backend="auto"` chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+import time
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+
+from stretto.benchmarks import machine, table, tuned_file
+from stretto.benchmarks.command import progress, split, start_devices
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.measure import Settings, first_line
+from stretto.benchmarks.operations import Case
+from stretto.benchmarks.options import Sweep
+from stretto.benchmarks.sweep import expand
+from stretto.benchmarks.timing import agreed
+from stretto.benchmarks.tune import candidates_of, config_type_of, tune
+from stretto.kernels import tables
+from stretto.kernels.dispatch import Problem
+from stretto.kernels.tables import Entry, Table, TableError
+
+_RECORDED = ("stretto", "jax", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """Measure a kernel's configurations on the present GPUs and keep the fastest per shape.
+
+    Shapes that the table holds already are not measured again, so a run that was interrupted goes
+    on where it was.
+    """
+
+    kernel: Annotated[str, tyro.conf.Positional]
+    """The kernel to tune."""
+    shapes: str = "goals,llama-70b,square"
+    """Shape sets or sizes, comma separated."""
+    devices: str = ""
+    """Device counts, comma separated; default: the powers of two from 2 up to all devices."""
+    dtypes: str = "bfloat16"
+    """Element types, comma separated."""
+    output: pathlib.Path | None = None
+    """The table; default: the package's own, for this type of GPU."""
+    retune: bool = False
+    """Measure shapes that the table holds already."""
+    repeats: int = 10
+    """Samples per finalist."""
+    budget: float | None = None
+    """Stop after this many seconds."""
+    seed: int = 0
+    """Of the operands' values."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto tune ARGV` and returns the exit status: 0, or 2 on misuse."""
+    try:
+        return _tune(tyro.cli(TuneOptions, prog="stretto tune", args=argv))
+    except BenchmarkError as error:
+        print(f"stretto tune: {error}", file=sys.stderr)
+        return 2
+
+
+def _tune(options: TuneOptions) -> int:
+    sweep = sweep_of(options)
+    config_type = config_type_of(options.kernel)
+    start_devices()
+    on_gpu = machine.is_gpu(jax.devices()[0].platform)
+    path = options.output or _own_table(on_gpu)
+    found = _existing(path)
+    console = Console()
+    if not on_gpu:
+        console.print(table.NOT_A_MEASUREMENT, style="bold", highlight=False)
+    work = [item.case for item in expand([sweep], jax.device_count(), on_gpu)]
+    todo = [
+        case for case in work if case.devices > 1 and (options.retune or not _held(found, case))
+    ]
+    _say(console, f"{len(todo)} of {len(work)} cases to tune, into {path}")
+    began = time.monotonic()
+    with progress() as say:
+        for position, case in enumerate(todo):
+            passed = options.budget is not None and time.monotonic() - began > options.budget
+            if agreed(passed):
+                _say(console, "The time limit has passed; the same command goes on from here.")
+                break
+
+            def tell(text: str, prefix: str = f"{position + 1} of {len(todo)}: {case}") -> None:
+                say(f"{prefix}: {text}")
+
+            entry = _one(case, config_type, options, on_gpu, tell, console)
+            if entry is not None:
+                found = tuned_file.merged(found, entry)
+                if jax.process_index() == 0:
+                    tuned_file.write(found, path)
+    return 0
+
+
+def _one(case, config_type, options, on_gpu, tell, console) -> Entry | None:
+    """Tunes one case and says how it came out."""
+    settings = Settings(repeats=options.repeats, seed=options.seed)
+    versions = {name: v for name, v in machine.versions().items() if name in _RECORDED}
+    try:
+        configs = candidates_of(config_type, problem_of(case))
+        backend = "pallas" if on_gpu else "auto"
+        entry = tune(case, configs, settings, versions, backend=backend, say=tell)
+    except UnavailableError as error:
+        _say(console, f"{case}: skipped, {first_line(error)}")
+        return None
+    _say(
+        console,
+        f"{case}: {table.number(entry.fused_us)} us, XLA {table.number(entry.xla_us)} us"
+        f" ({entry.ratio:.2f}), {dict(entry.config)}",
+    )
+    return entry
+
+
+def sweep_of(options: TuneOptions) -> Sweep:
+    """The cases that the options ask for, checked; BenchmarkError says what is wrong."""
+    try:
+        devices = tuple(int(count) for count in split(options.devices))
+    except ValueError:
+        raise BenchmarkError(f"--devices {options.devices!r} is not like 2,4.") from None
+    sweep = Sweep(
+        kernels=(options.kernel,),
+        shapes=split(options.shapes),
+        devices=devices,
+        dtypes=split(options.dtypes),
+    )
+    sweep.check()
+    return sweep
+
+
+def problem_of(case: Case) -> Problem:
+    """`case` as the choice of an implementation sees it."""
+    device = jax.devices()[0]
+    return Problem(
+        op=case.operation.name,
+        m=case.shape.m,
+        k=case.shape.k,
+        n=case.shape.n,
+        dtype=case.dtype,
+        out_dtype=case.dtype,
+        devices=case.devices,
+        platform="gpu" if machine.is_gpu(device.platform) else device.platform,
+        device_kind=device.device_kind,
+    )
+
+
+def _own_table(on_gpu: bool) -> pathlib.Path:
+    if not on_gpu:
+        raise BenchmarkError("there are no GPUs to tune for; to try it out, give --output FILE.")
+    return tables.folder() / tables.file_name(jax.devices()[0].device_kind)
+
+
+def _existing(path: pathlib.Path) -> Table:
+    """The table in `path`, an empty one if there is none."""
+    kind = jax.devices()[0].device_kind
+    if not path.exists():
+        return Table(kind)
+    try:
+        found = tables.read(path)
+    except TableError as error:
+        raise BenchmarkError(f"{error}; remove it, or give another --output.") from None
+    if found.device_kind != kind:
+        raise BenchmarkError(
+            f"{path} is for {found.device_kind!r}, the devices are {kind!r}; give another --output."
+        )
+    return found
+
+
+def _held(found: Table, case: Case) -> bool:
+    key = (
+        case.operation.name,
+        case.dtype,
+        case.devices,
+        case.shape.m,
+        case.shape.k,
+        case.shape.n,
+    )
+    return any(entry.key == key for entry in found.entries)
+
+
+def _say(console: Console, text: str) -> None:
+    if jax.process_index() == 0:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,61 @@
+"""Writing tuned tables, so that `stretto.kernels.tables` reads back what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.kernels.tables import SCHEMA, Entry, Table
+
+_HEAD = """\
+# Written by `stretto tune`; do not edit. Times in microseconds, one call, the slowest device.
+"""
+_FIELDS = ("op", "m", "k", "n", "dtype", "devices", "fused_us", "xla_us")
+
+
+def merged(table: Table, entry: Entry) -> Table:
+    """`table` with `entry` in place of the one with the same key, in the order of keys."""
+    entries = {old.key: old for old in table.entries}
+    entries[entry.key] = entry
+    return Table(table.device_kind, tuple(entries[key] for key in sorted(entries)))
+
+
+def write(table: Table, path: pathlib.Path) -> None:
+    """Writes `table` to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(to_toml(table))
+    os.replace(partial, path)
+
+
+def to_toml(table: Table) -> str:
+    """`table` as TOML text."""
+    parts = [_HEAD + f"schema = {SCHEMA}\ndevice_kind = {_value(table.device_kind)}\n"]
+    for entry in table.entries:
+        lines = ["[[entry]]"]
+        lines += [f"{name} = {_value(getattr(entry, name))}" for name in _FIELDS]
+        lines.append(f"config = {_value(entry.config)}")
+        lines.append(f"versions = {_value(entry.versions)}")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _value(value: Any) -> str:
+    """A TOML value: JSON's notation, but for tables and for numbers that it would not take."""
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, bool | int | str):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    raise TypeError(f"{value!r} of type {type(value).__name__} has no place in a table.")
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "_").isidentifier() else json.dumps(name)
