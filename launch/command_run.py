@@ -10,6 +10,7 @@ from pathlib import Path
 from stretto.launch import environment, gpus, launchers, layout, supervisor
 from stretto.launch.console import Console
 from stretto.launch.detection import inside_launcher
+from stretto.launch.doctor.nccl import why_no_process_per_gpu
 from stretto.launch.dry_run import describe
 from stretto.launch.errors import LaunchError
 from stretto.launch.hosts import chosen_hosts
@@ -64,6 +65,7 @@ def make_job(options: RunOptions, environ: Mapping[str, str], folder: Path) -> J
     visible = gpus.usable_gpus({**environ, **explicit})
     hosts, platform = chosen_hosts(options, environ, visible)
     plan = layout.plan(hosts, platform, options.processes_per)
+    _check_nccl(plan, environ)
     one_machine = set(plan.hosts) == {"localhost"}
     starter = launchers.choose(options.launcher, environ, one_machine=one_machine)
     if starter == "local":
@@ -95,6 +97,13 @@ def make_job(options: RunOptions, environ: Mapping[str, str], folder: Path) -> J
         port=options.port,
         interface=options.interface,
     )
+
+
+def _check_nccl(plan: layout.Layout, environ: Mapping[str, str]) -> None:
+    """Several processes with GPUs on a host reach each other through NCCL, if it is new enough."""
+    shared = any(process.num_local_processes > 1 for process in plan.processes)
+    if plan.platform == "gpu" and shared and (problem := why_no_process_per_gpu(environ)):
+        raise LaunchError(f"--processes-per gpu cannot work here: {problem}")
 
 
 def _run(job: Job, restarts: int) -> int:
