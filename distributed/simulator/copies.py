@@ -135,6 +135,7 @@ def load_body(
     fill: tuple | None,
     targets: list[tuple[Region, Barrier]],
     num_bytes: int,
+    select: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Generator:
     """Runs a copy from global to shared memory.
 
@@ -144,6 +145,7 @@ def load_body(
       fill: None, or (shape of the whole, index of the source in it): the rest is filled with zeros.
       targets: regions of shared memory, each with the barrier that learns of the arrival.
       num_bytes: what the barriers are told has landed.
+      select: takes the part that the targets get out of the whole, zeros included.
     """
     machine = copy.issuer.machine
     yield
@@ -154,6 +156,8 @@ def load_body(
         whole = np.zeros(fill[0], data.dtype)
         whole[fill[1]] = data.reshape(whole[fill[1]].shape)
         data = whole
+    if select is not None:
+        data = select(data)
     begin = copy.time
     copy.mark_read()
     yield

@@ -192,6 +192,8 @@ def _clz(compiler: Compiler, eqn: Any) -> Step:
 def _convert(compiler: Compiler, eqn: Any) -> Step:
     if (step := scalar_step(compiler, eqn)) is not None:
         return step
+    if "emaphore" in type(eqn.params["new_dtype"]).__name__:
+        return _identity(compiler, eqn)  # A count on its way into a semaphore.
     target = np.dtype(eqn.params["new_dtype"])
 
     def compute(x: np.ndarray) -> np.ndarray:

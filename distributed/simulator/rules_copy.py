@@ -144,8 +144,6 @@ def _start_multicast(
     blocks = machine.cluster_blocks(task.block, axes)
     part, count = blocks.index(task.block), len(blocks)
     region, fill = source.clipped(source.owner(task, env), env)
-    if fill is not None:
-        raise KernelFaultError(f"a multicast copy reaches out of bounds, at {copy.site}")
     own, array = target.owner(task, env), barrier.owner(task, env)
     index = pick(barrier, array, env)
     whole = target.within(own, env)
@@ -157,20 +155,28 @@ def _start_multicast(
         buffer = block.shared.get(own.key) or machine.allocate(block, own)
         barriers = block.shared.get(array.key) or machine.allocate(block, array)
         targets.append((_part(target.within(buffer, env), part, count), barriers.items[index]))
-    copy.start(load_body(copy, _part(region, part, count), None, targets, num_bytes // count))
+    if fill is None:
+        body = load_body(copy, _part(region, part, count), None, targets, num_bytes // count)
+    else:  # The parts are of the window, of which only some lies inside the array.
+        index = _part_index(whole.get().shape, part, count)
+        body = load_body(copy, region, fill, targets, num_bytes // count, lambda x: x[index])
+    copy.start(body)
     machine.pending_loads.append(copy)
 
 
 def _part(region: Region, part: int, count: int) -> Region:
     """One of `count` equal parts of a region, along its first dimension that divides."""
-    shape = region.get().shape
+    index = _part_index(region.get().shape, part, count)
+    base = region.index
+    narrow = (*region.steps, lambda array, _: array[base])
+    return Region(region.buffer, narrow, index)
+
+
+def _part_index(shape: tuple, part: int, count: int) -> tuple:
     for axis, size in enumerate(shape):
         if size % count == 0:
             step = size // count
-            index = (slice(None),) * axis + (slice(part * step, (part + 1) * step),)
-            base = region.index
-            narrow = (*region.steps, lambda array, _: array[base])
-            return Region(region.buffer, narrow, index)
+            return (slice(None),) * axis + (slice(part * step, (part + 1) * step),)
     raise UnsupportedKernelError(f"a multicast copy of shape {shape} over {count} blocks")
 
 

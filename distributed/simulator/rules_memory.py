@@ -58,10 +58,10 @@ def _as_value(array: np.ndarray) -> Any:
 
 @rule("get", "load")
 def _get(compiler: Compiler, eqn: Any) -> Step:
-    if is_semaphore(eqn.invars[0].aval):
-        raise UnsupportedKernelError("a plain read of a semaphore; use semaphore_read")
     view = plan_view(compiler, eqn.invars[0], _transforms(eqn, 1, eqn.params["tree"]))
     (out,), site = compiler.outs(eqn), compiler.site
+    if is_semaphore(eqn.invars[0].aval):
+        return _load_semaphore(view, out)
 
     def step(task: Any, env: list) -> Generator:
         region = view.region(task, env)
@@ -94,6 +94,19 @@ def _swap(compiler: Compiler, eqn: Any) -> Step:
     return True, step
 
 
+def _load_semaphore(view: Any, out: int) -> Step:
+    """A plain read of semaphores: their counts."""
+
+    def step(task: Any, env: list) -> Generator:
+        yield
+        array: SemaphoreArray = view.owner(task, env)
+        indices = np.asarray(view.within(array.ids, env).get())
+        counts = np.array([array.items[int(i)].value for i in indices.reshape(-1)])
+        env[out] = _as_value(counts.reshape(indices.shape))
+
+    return True, step
+
+
 def _store_semaphore(view: Any, value: int, site: Site) -> Step:
     """A plain store to semaphores, which signals and waits may not meet."""
 
@@ -103,7 +116,7 @@ def _store_semaphore(view: Any, value: int, site: Site) -> Step:
         indices = np.asarray(view.within(array.ids, env).get()).reshape(-1)
         for i in indices:
             task.machine.checks.plain_store(array.items[int(i)], task, site)
-            array.items[int(i)].value = int(np.asarray(env[value]).reshape(-1)[0])
+            array.items[int(i)].set(int(np.asarray(env[value]).reshape(-1)[0]))
 
     return True, step
 

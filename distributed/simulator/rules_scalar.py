@@ -54,7 +54,8 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 
 
 def _is_whole(aval: Any) -> bool:
-    return getattr(aval, "shape", None) == () and np.dtype(aval.dtype).kind in "iub"
+    dtype = getattr(aval, "dtype", None)
+    return isinstance(dtype, np.dtype) and aval.shape == () and dtype.kind in "iub"
 
 
 def wrapper(dtype: np.dtype) -> Callable[[int], int]:

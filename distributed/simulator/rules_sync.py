@@ -292,13 +292,11 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
                 lambda: f"semaphore {semaphore.name} >= {wanted}, which is {semaphore.value}",
                 lambda: helpers(semaphore),
             )
+        clock, time = semaphore.take(wanted, task.device.index, scope, bool(decrement(env)))
+        task.acquire(clock)
+        task.time = max(task.time, time)
         if blocked:
-            task.time = max(task.time, semaphore.time)
             task.machine.note(task, f"wait {semaphore.name}", begin)
-        for clock in semaphore.carried(task.device.index, scope):
-            task.acquire(clock)
         task.machine.checks.atomic_touch(semaphore, task.access("wait", site, "sys"))
-        if decrement(env):
-            semaphore.value -= wanted
 
     return True, step

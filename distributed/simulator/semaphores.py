@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,57 +16,97 @@ from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.waiting import wake
 
 
+@dataclass(slots=True)
+class _Signal:
+    """One signal: the sum of all up to it, and what it releases (None: nothing)."""
+
+    total: int
+    clock: Clock | None
+    device: int
+    scope: str
+    time: float
+
+
 class Semaphore:
     """One counter, and what its signals carry.
 
     A signal releases what its task knows, and a wait takes it over, if each is in a scope that the
-    other is in too: both "sys", or both on one device. Signals add to what a wait finds, because an
-    atomic update of a counter continues the release of those before it.
+    other is in too: both "sys", or both on one device. A wait takes over only the signals that it
+    needs, the first ones, though the counter may have gone on since: the wait might as well have
+    looked before that, and then it would know no more. So what a run proves does not depend on
+    how late a wait happens to look.
 
     Attributes:
       name: what reports call it.
       device: linear index of the device that owns it.
-      value: the count.
       signalled_by: how often each (who, site) has raised it.
       touches: the last atomic access of each timeline, for the check of plain stores.
       store: the last plain store.
     """
 
     __slots__ = (
-        "_by_device", "_sys", "device", "name", "scheduler", "signalled_by", "store", "time",
-        "touches", "value", "waiters",
+        "_joined", "_signals", "_taken", "device", "name", "scheduler", "signalled_by", "store",
+        "total", "touches", "waiters",
     )  # fmt: skip
 
     def __init__(self, name: str, device: int, scheduler: Any):
         self.name = name
         self.device = device
-        self.value = 0
-        self._sys: Clock = empty()
-        self._by_device: dict[int, Clock] = {}
+        self.total = 0
+        self._taken = 0
+        self._signals: list[_Signal] = []
+        self._joined: dict[tuple[int, str], list[tuple[int, Clock]]] = {}
         self.waiters: list = []
         self.scheduler = scheduler
         self.signalled_by: Counter[tuple[str, Site]] = Counter()
         self.touches: dict[int, Access] = {}
         self.store: Access | None = None
-        self.time = 0.0
+
+    @property
+    def value(self) -> int:
+        """The count."""
+        return self.total - self._taken
+
+    def set(self, value: int) -> None:
+        """A plain store of `value`."""
+        self._taken = self.total - value
+        wake(self, self.scheduler)
 
     def signal(self, amount: int, clock: Clock | None, device: int, scope: str, time: float) -> None:
         """Adds `amount`, by a task on `device` that knows `clock` (None: a relaxed signal)."""
-        self.value += amount
-        if clock is not None:
-            if scope == "sys":
-                self._sys = join(self._sys, clock)
-            mine = self._by_device.get(device)
-            self._by_device[device] = clock.copy() if mine is None else join(mine, clock)
-        self.time = max(self.time, time)
+        self.total += amount
+        self._signals.append(_Signal(self.total, clock, device, scope, time))
         wake(self, self.scheduler)
 
-    def carried(self, device: int, scope: str) -> list[Clock]:
-        """The clocks that a wait by a task on `device` takes over."""
-        out = [self._sys] if scope == "sys" else []
-        if device in self._by_device:
-            out.append(self._by_device[device])
-        return out
+    def take(self, wanted: int, device: int, scope: str, decrement: bool) -> tuple[Clock, float]:
+        """A wait for `wanted` by a task on `device` is over.
+
+        Returns:
+          What it takes over, and when the last signal that it needed arrived.
+        """
+        needed = self._taken + wanted
+        count = bisect.bisect_left(self._signals, needed, key=lambda s: s.total) + 1
+        count = 0 if needed <= 0 else min(count, len(self._signals))
+        if decrement:
+            self._taken += wanted
+        time = max((s.time for s in self._signals[max(count - 1, 0) : count]), default=0.0)
+        return self._carried(count, device, scope), time
+
+    def _carried(self, count: int, device: int, scope: str) -> Clock:
+        """What the first `count` signals carry to a task on `device` that waits in `scope`."""
+        known = self._joined.setdefault((device, scope), [(0, empty())])
+        at = bisect.bisect_right(known, count, key=lambda entry: entry[0]) - 1
+        done, clock = known[at]
+        if done == count:
+            return clock
+        clock = clock.copy()
+        for signal in self._signals[done:count]:
+            if signal.clock is not None and (
+                signal.device == device or (signal.scope == scope == "sys")
+            ):
+                clock = join(clock, signal.clock)
+        known.insert(at + 1, (count, clock))
+        return clock
 
 
 class SemaphoreArray:
