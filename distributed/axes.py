@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax
 from jax import lax
+
+from stretto.distributed import jax_compat
 
 type AxisNames = Hashable | Sequence[Hashable]
 
@@ -32,6 +34,18 @@ def canonical_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
 def axis_size(axis_name: AxisNames) -> int:
     """Number of devices along `axis_name`: the product over the axes of a tuple."""
     return lax.axis_size(canonical_axes(axis_name))
+
+
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+    """The axes of the enclosing `shard_map` that `x` is typed as varying over (`check_vma=True`)."""
+    return jax_compat.varying_axes(x)
+
+
+def make_varying(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
+    """`x`, typed as varying over `axes` too. Its values are untouched."""
+    known = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(a for a in known if a in set(axes) - varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _unknown_axis_message(name: Hashable) -> str:

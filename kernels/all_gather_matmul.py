@@ -1,48 +1,238 @@
-"""All-gather matmul."""
+"""`out = epilogue(all_gather(lhs) @ rhs)`, the gather under the matmul.
+
+Each device multiplies its own shard of lhs first, then those of its successors on the ring. One
+spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
+into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
+of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
+at the end, that a peer's operand is no longer needed.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `gathered[i]` | the pulling warps | | | shard of the `i + 1`-th successor |
+| `received[i, c]` | each pulling warp, per piece | the loading warps, step `i + 1` | pieces in chunk `c` | columns `c` of `gathered[i]` are in place |
+| `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
+
+Peers' operands are ready when a kernel starts, by XLA's barrier before every collective kernel.
+"""  # noqa: E501
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels import checks, reference
-from stretto.kernels.dispatch import Choice, Problem, choose, platform_of_mesh
+from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels import costs, matmul, tiles
+from stretto.kernels.dispatch import Problem
+from stretto.kernels.matmul import TileConfig
 from stretto.kernels.reference import Epilogue
 
 
-def all_gather_matmul(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the fused kernel is cut up.
+
+    Attributes:
+      tiles: of the matmul.
+      pull_rows, pull_columns: a piece that the pulling warp fetches at once, in elements.
+      pull_slots: pieces on their way at once, per block.
+      chunk_columns: columns of a shard that the matmul waits for at once.
+    """
+
+    tiles: TileConfig = TileConfig()
+    pull_rows: int = 16
+    pull_columns: int = 256
+    pull_slots: int = 2
+    chunk_columns: int = 1024
+
+    def check(self, itemsize: int) -> None:
+        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
+        self.tiles.check()
+        if self.pull_rows > 256 or self.pull_columns > 256:
+            raise ValueError(
+                f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"
+                " takes at most 256 elements a side."
+            )
+        if self.chunk_columns % self.pull_columns or self.chunk_columns % self.tiles.tile_k:
+            raise ValueError(
+                f"chunk_columns={self.chunk_columns} must be a multiple of"
+                f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
+            )
+        needed = self.smem_bytes(itemsize)
+        if needed > matmul.SMEM_BYTES:
+            raise ValueError(
+                f"the kernel needs {needed} bytes of shared memory and a block has"
+                f" {matmul.SMEM_BYTES}; take fewer stages or smaller pieces."
+            )
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, in bytes."""
+        pieces = self.pull_slots * self.pull_rows * self.pull_columns * itemsize
+        return self.tiles.smem_bytes(itemsize) + pieces
+
+    @staticmethod
+    def candidates() -> Iterator[Config]:
+        """What the tuner tries."""
+        for tile_n in (128, 256):
+            for raster_width in (8, 16):
+                stages = 4 if tile_n == 256 else 6
+                yield Config(
+                    tiles=TileConfig(tile_n=tile_n, num_stages=stages, raster_width=raster_width)
+                )
+
+
+def unsupported(problem: Problem, config: Config | None) -> str | None:
+    """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
+    obstacle = matmul.unsupported(problem)
+    if obstacle is None and config is not None:
+        config.check(2)
+    return obstacle
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    del problem
+    return Config()
+
+
+def estimate(problem: Problem) -> tuple[float, float]:
+    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
+    return costs.all_gather_matmul(problem)
+
+
+def launch(
     lhs: jax.Array,
     rhs: jax.Array,
-    axis_name: AxisNames,
+    team: Team,
     *,
-    epilogue: Epilogue | None = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    config: Any = None,
-    backend: str = "auto",
+    epilogue: Epilogue | None,
+    out_dtype: jnp.dtype,
+    config: Config,
+    interpret: Any = None,
 ) -> jax.Array:
-    """`epilogue(all_gather(lhs) @ rhs)`, the gather under the matmul."""
-    del config
-    axes = canonical_axes(axis_name)
-    checks.check_matmul_operands("all_gather_matmul", lhs, rhs)
-    dtype = checks.check_out_dtype("all_gather_matmul", out_dtype, lhs.dtype)
-    _choose(lhs, rhs, axes, dtype, backend)
-    return reference.all_gather_matmul(lhs, rhs, axes, epilogue=epilogue, out_dtype=dtype)
+    """Runs the kernel on lhs `[m_shard, k]` and rhs `[k, n_shard]` -> `[size, m_shard, n_shard]`.
 
-
-def _choose(lhs: Any, rhs: Any, axes: tuple, out_dtype: Any, backend: str) -> Choice:
-    platform, device_kind = platform_of_mesh()
-    devices = axis_size(axes)
-    problem = Problem(
-        op="all_gather_matmul",
-        m=lhs.shape[0] * devices,
-        k=lhs.shape[1],
-        n=rhs.shape[1] * devices,
-        dtype=str(lhs.dtype),
-        out_dtype=str(out_dtype),
-        devices=devices,
-        platform=platform,
-        device_kind=device_kind,
+    m_shard must be a multiple of 8, k and n_shard of 64 (`padding`).
+    """
+    m_shard, k = lhs.shape
+    n_shard = rhs.shape[1]
+    num_blocks = kernel.num_multiprocessors()
+    plan = schedule.PullPlan(
+        rows=m_shard,
+        columns=k,
+        piece_rows=config.pull_rows,
+        piece_columns=config.pull_columns,
+        chunk_columns=config.chunk_columns,
     )
-    return choose(problem, backend, unsupported="not built", simulating=False)
+    order = tiles.ShardOrder(m_shard, n_shard, config.tiles)
+    peers = team.size - 1
+
+    def body(lhs_ref, rhs_ref, out_ref, gathered_ref, *, received, released, pulled, arrived, **own):
+        def communicate():
+            block = kernel.block_id(config.tiles.cluster_size)
+            copies.Pull(
+                plan=plan,
+                sources=[
+                    copies.remote(lhs_ref, team, team.neighbour(i)) for i in team.peer_offsets
+                ],
+                destination=lambda i: gathered_ref.at[i],
+                received=received,
+                buffers=pulled,
+                barriers=arrived,
+                num_blocks=num_blocks,
+            ).run(block)
+            for offset in team.peer_offsets:
+                released.signal(peer_id=team.neighbour(offset))
+
+            @pl.when(block == 0)
+            def _():
+                released.wait(num_blocks * peers)
+
+        hooks = _hooks(
+            team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received, epilogue
+        )
+        matmul.run(
+            dataclasses.replace(hooks, communicate=communicate),
+            config.tiles,
+            num_groups=team.size * order.m_groups * order.n_tiles,
+            k=k,
+            num_blocks=num_blocks,
+            **own,
+        )
+
+    pieces = (config.pull_slots, config.pull_rows, config.pull_columns)
+    (out,) = kernel.launch(
+        body,
+        lhs,
+        rhs,
+        name="all_gather_matmul",
+        team=team,
+        out_type=[jax.ShapeDtypeStruct((team.size, m_shard, n_shard), out_dtype)],
+        symmetric=[jax.ShapeDtypeStruct((peers, m_shard, k), lhs.dtype)],
+        num_blocks=num_blocks,
+        num_threads=matmul.NUM_WARPGROUPS,
+        cluster_size=config.tiles.cluster_size,
+        semaphore_arrays=dict(
+            received=SemaphoreArray((peers, plan.chunks), local=True), released=SemaphoreArray()
+        ),
+        scratch=dict(
+            pulled=plgpu.SMEM(pieces, lhs.dtype),
+            arrived=plgpu.Barrier(num_barriers=config.pull_slots),
+            **matmul.scratch(config.tiles, lhs.dtype, out_dtype),
+        ),
+        closing_barrier=False,  # `released` does it, long before the matmul is over.
+        interpret=interpret,
+    )
+    return out
+
+
+def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received, epilogue):
+    """Where the matmul's tiles come from and go to."""
+    config = order.config
+
+    def load_lhs(tile, k_index, slot, barrier):
+        step, m, _ = tile
+        column = k_index * config.tile_k
+        window = pl.ds(m * config.tile_m, config.tile_m), pl.ds(column, config.tile_k)
+
+        @pl.when(step == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(lhs_ref.at[window], slot, barrier)
+
+        @pl.when(step > 0)
+        def _():
+            @pl.when(schedule.rem(column, plan.chunk_columns) == 0)
+            def _():
+                chunk = schedule.div(column, plan.chunk_columns)
+                received.at[step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
+
+            plgpu.copy_gmem_to_smem(gathered_ref.at[step - 1, *window], slot, barrier)
+
+    def load_rhs(tile, k_index, slot, barrier):
+        _, _, n = tile
+        rows = pl.ds(k_index * config.tile_k, config.tile_k)
+        window = rows, pl.ds(n * config.tile_n, config.tile_n)
+        matmul.copy_rhs(rhs_ref.at[window], slot, barrier, config)
+
+    def finish(tile, product, buffer, part_row):
+        step, m, n = tile
+        first_row, first_column = m * config.tile_m + part_row, n * config.tile_n
+        shard = schedule.shard_of_step(team.device_id(), step, team.size)
+
+        def windows(row, rows, column, columns):
+            row_slice = pl.ds(first_row + row, rows)
+            return [out_ref.at[shard, row_slice, pl.ds(first_column + column, columns)]]
+
+        matmul.store(product, buffer, windows, epilogue and (lambda piece, *_: epilogue(piece)))
+
+    return matmul.Hooks(
+        locate=matmul.locate_in(order), load_lhs=load_lhs, load_rhs=load_rhs, finish=finish
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
+from stretto.distributed import simulator
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels.checks import check_backend
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,11 @@ class Choice:
     fused_us: float | None = None
     xla_us: float | None = None
 
+    @property
+    def interpret(self) -> Any:
+        """What the kernel's launch takes as `interpret`."""
+        return simulator.SimulatorParams() if self.backend == "simulator" else None
+
     def __str__(self) -> str:
         times = [
             f"{name} {us:.0f} us"
@@ -58,6 +66,22 @@ class Choice:
         return f"{self.problem}: {self.backend}, because {self.reason}" + (
             f" ({', '.join(times)})" if times else ""
         )
+
+
+class Kernel(Protocol):
+    """What a kernel's module offers to the choice."""
+
+    def unsupported(self, problem: Problem, config: Any) -> str | None:
+        """Why the kernel cannot serve `problem`, or None if it can."""
+        ...
+
+    def default_config(self, problem: Problem) -> Any:
+        """The configuration for a problem that no table has."""
+        ...
+
+    def estimate(self, problem: Problem) -> tuple[float, float]:
+        """Times in microseconds, (fused, XLA), from sizes and rates alone."""
+        ...
 
 
 def platform_of_mesh() -> tuple[str, str]:
@@ -73,47 +97,63 @@ def _canonical(platform: str) -> str:
     return "gpu" if platform in ("cuda", "gpu") else platform
 
 
-def choose(
-    problem: Problem, backend: str, *, unsupported: str | None, simulating: bool, tuned: Any = None
-) -> Choice:
+def choose(problem: Problem, backend: str, kernel: Kernel, config: Any = None) -> Choice:
     """Decides the implementation of `problem`.
 
     Args:
       problem: the call.
       backend: what the caller asked for.
-      unsupported: why the fused kernel cannot serve the problem, or None if it can.
-      simulating: whether a `stretto.simulate` context encloses the call.
-      tuned: called with `problem`, returns a `Choice` from tables or from analysis.
+      kernel: the module of the fused kernel.
+      config: the caller's configuration of it, or None.
 
     Raises:
-      ValueError: `backend` is unknown.
+      ValueError: `backend` is unknown, or `config` does not fit the problem.
       BackendUnavailableError: `backend` names an implementation that cannot serve the problem.
     """
     check_backend(backend)
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
-    on_gpu = problem.platform == "gpu"
-    if backend in ("pallas", "simulator"):
-        if unsupported is not None:
+    if problem.devices == 1:
+        return Choice(problem=problem, backend="xla", reason="a team of one has nobody to talk to")
+    simulated = backend == "simulator" or simulator.is_simulating()
+    obstacle = kernel.unsupported(problem, config)
+    if obstacle is None and not simulated:
+        obstacle = _unsuitable_devices(problem)
+    if obstacle is not None:
+        if backend != "auto":
             raise BackendUnavailableError(
-                f"{problem.op}: backend={backend!r} cannot serve this call: {unsupported}"
+                f"{problem.op}: backend={backend!r} cannot serve this call: {obstacle}"
+                " Pass backend='auto' to fall back on XLA."
             )
-        if backend == "simulator" or simulating:
-            return Choice(problem=problem, backend="simulator", reason="it was asked for")
-        if not on_gpu:
-            raise BackendUnavailableError(
-                f"{problem.op}: backend='pallas' needs GPUs of compute capability 9.0 and the mesh"
-                f" is made of {problem.platform} devices; use backend='simulator' or 'auto'."
-            )
-        return Choice(problem=problem, backend="pallas", reason="it was asked for")
-    if unsupported is not None:
-        return Choice(problem=problem, backend="xla", reason=unsupported)
-    if simulating:
-        return Choice(problem=problem, backend="simulator", reason="a simulation encloses the call")
-    if not on_gpu:
-        return Choice(
-            problem=problem, backend="xla", reason=f"the devices are {problem.platform}, not GPUs"
-        )
-    if tuned is None:
-        return Choice(problem=problem, backend="pallas", reason="the fused kernel serves the call")
-    return tuned(problem)
+        return Choice(problem=problem, backend="xla", reason=obstacle)
+    if simulated:
+        reason = "it was asked for" if backend != "auto" else "a simulation encloses the call"
+        config = config or kernel.default_config(problem)
+        return Choice(problem=problem, backend="simulator", reason=reason, config=config)
+    if backend == "pallas" or config is not None:
+        reason = "it was asked for" if backend == "pallas" else "a config was given"
+        config = config or kernel.default_config(problem)
+        return Choice(problem=problem, backend="pallas", reason=reason, config=config)
+    return _faster(problem, kernel)
+
+
+def _faster(problem: Problem, kernel: Kernel) -> Choice:
+    """The implementation that should be faster, by the estimate of sizes and rates."""
+    fused_us, xla_us = kernel.estimate(problem)
+    backend = "pallas" if fused_us < xla_us else "xla"
+    return Choice(
+        problem=problem,
+        backend=backend,
+        reason="it is estimated to be faster",
+        config=kernel.default_config(problem),
+        fused_us=fused_us,
+        xla_us=xla_us,
+    )
+
+
+def _unsuitable_devices(problem: Problem) -> str | None:
+    if problem.platform != "gpu":
+        return f"the devices are {problem.platform}, not GPUs."
+    if not any(name in problem.device_kind for name in HOPPER):
+        return f"the kernels are written for Hopper GPUs and these are {problem.device_kind}."
+    return None

@@ -1,29 +1,237 @@
-"""Matmul reduce-scatter."""
+"""`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
+
+Each device multiplies the rows that its peers own first, its own last. A tile of somebody else's
+rows is stored straight into a slot of its owner's memory, over NVLink, by the same bulk copy that
+would store it at home. When the owner comes to the tile itself, it adds what the peers have sent to
+its own product in float32 and stores the sum: at home, or for an all-reduce on every device.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `partial[s]` | device `owner - 1 - s` | | | its product for the owner's rows |
+| `received[tile, w]` | warpgroup `w` of each peer, once | the owner's warpgroup `w` | peers | its rows of the tile are in all slots |
+| `finished` | the owner's warpgroups, once a tile | block 0 of every peer | see `launch` | all of `out` is in place (all-reduce) |
+
+A store is complete, not only read, before its signal: it is waited for while the next tile is
+multiplied. Every signal is waited for, so nobody ends while a peer still writes to it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels import checks, reference
+from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels import costs, matmul, tiles
+from stretto.kernels.dispatch import Problem
+from stretto.kernels.matmul import MULTIPLYING_WARPGROUPS, TileConfig
 
 
-def matmul_reduce_scatter(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the fused kernel is cut up: the matmul's tiles."""
+
+    tiles: TileConfig = TileConfig()
+
+    def check(self, itemsize: int) -> None:
+        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
+        self.tiles.check()
+        needed = self.tiles.smem_bytes(itemsize)
+        if needed > matmul.SMEM_BYTES:
+            raise ValueError(
+                f"the kernel needs {needed} bytes of shared memory and a block has"
+                f" {matmul.SMEM_BYTES}; take fewer stages."
+            )
+
+    @staticmethod
+    def candidates() -> Iterator[Config]:
+        """What the tuner tries."""
+        for tile_n, stages in ((128, 6), (256, 4)):
+            for raster_width in (8, 16):
+                tile = TileConfig(tile_n=tile_n, num_stages=stages, raster_width=raster_width)
+                yield Config(tiles=tile)
+
+
+def unsupported(problem: Problem, config: Config | None) -> str | None:
+    """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
+    obstacle = matmul.unsupported(problem)
+    if obstacle is None and config is not None:
+        config.check(2)
+    return obstacle
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    del problem
+    return Config()
+
+
+def estimate(problem: Problem) -> tuple[float, float]:
+    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
+    return costs.matmul_reduce_scatter(problem)
+
+
+def launch(
     lhs: jax.Array,
     rhs: jax.Array,
-    axis_name: AxisNames,
+    team: Team,
     *,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    config: Any = None,
-    backend: str = "auto",
+    out_dtype: jnp.dtype,
+    config: Config,
+    everywhere: bool = False,
+    interpret: Any = None,
 ) -> jax.Array:
-    """`reduce_scatter(lhs @ rhs)` along the rows."""
-    del config
-    axes = canonical_axes(axis_name)
-    checks.check_backend(backend)
-    checks.check_matmul_operands("matmul_reduce_scatter", lhs, rhs)
-    checks.check_divisible("matmul_reduce_scatter", "m", lhs.shape[0], axis_size(axes))
-    dtype = checks.check_out_dtype("matmul_reduce_scatter", out_dtype, lhs.dtype)
-    return reference.matmul_reduce_scatter(lhs, rhs, axes, out_dtype=dtype)
+    """Runs the kernel on lhs `[size * m_shard, k_shard]` and rhs `[k_shard, n]`.
+
+    m_shard must be a multiple of 8, k_shard and n of 64 (`padding`). Returns `[1, m_shard, n]`, or
+    with `everywhere` (all-reduce) `[size, m_shard, n]`.
+    """
+    m_shard, n = lhs.shape[0] // team.size, rhs.shape[1]
+    order = tiles.ShardOrder(m_shard, n, config.tiles)
+    num_blocks = kernel.num_multiprocessors()
+    peers = team.size - 1
+    shards = lhs.reshape(team.size, m_shard, lhs.shape[1])
+    slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
+
+    def body(lhs_ref, rhs_ref, out_ref, partial_ref, *, received, finished=None, **own):
+        refs = _Refs(lhs_ref, rhs_ref, out_ref, partial_ref, received, finished)
+
+        def communicate():
+            @pl.when(kernel.block_id(config.tiles.cluster_size) == 0)
+            def _():
+                finished.wait(peers * order.tiles_per_shard * MULTIPLYING_WARPGROUPS)
+
+        hooks = matmul.Hooks(
+            locate=matmul.locate_in(order),
+            load_lhs=lambda *args: _load_lhs(team, config.tiles, refs, *args),
+            load_rhs=lambda *args: _load_rhs(config.tiles, refs, *args),
+            finish=lambda *args: _finish(team, order, refs, *args),
+            settle=lambda *args: _settle(team, order, refs, *args),
+            communicate=communicate if everywhere else None,
+        )
+        matmul.run(
+            hooks,
+            config.tiles,
+            num_groups=team.size * order.m_groups * order.n_tiles,
+            k=rhs.shape[0],
+            num_blocks=num_blocks,
+            **own,
+        )
+
+    arrays = dict(received=SemaphoreArray((order.tiles_per_shard, MULTIPLYING_WARPGROUPS)))
+    if everywhere:
+        arrays["finished"] = SemaphoreArray()
+    (out,) = kernel.launch(
+        body,
+        shards,
+        rhs,
+        name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
+        team=team,
+        out_type=[jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)],
+        symmetric=[jax.ShapeDtypeStruct(slots, out_dtype)],
+        num_blocks=num_blocks,
+        num_threads=matmul.NUM_WARPGROUPS,
+        cluster_size=config.tiles.cluster_size,
+        semaphore_arrays=arrays,
+        scratch=matmul.scratch(config.tiles, lhs.dtype, out_dtype),
+        closing_barrier=False,  # Every signal is waited for.
+        interpret=interpret,
+    )
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """What the device functions share; `finished` is None unless the result goes everywhere."""
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    partial: Any
+    received: Any
+    finished: Any
+
+
+def _owner(team: Team, step: schedule.Int) -> jax.Array:
+    """Whose rows are multiplied at `step`: the successors' in turn, one's own last."""
+    return schedule.shard_of_step(team.device_id(), step + 1, team.size)
+
+
+def _load_lhs(team, config, refs, tile, k_index, slot, barrier):
+    step, m, _ = tile
+    rows = pl.ds(m * config.tile_m, config.tile_m)
+    columns = pl.ds(k_index * config.tile_k, config.tile_k)
+    plgpu.copy_gmem_to_smem(refs.lhs.at[_owner(team, step), rows, columns], slot, barrier)
+
+
+def _load_rhs(config, refs, tile, k_index, slot, barrier):
+    _, _, n = tile
+    rows = pl.ds(k_index * config.tile_k, config.tile_k)
+    columns = pl.ds(n * config.tile_n, config.tile_n)
+    matmul.copy_rhs(refs.rhs.at[rows, columns], slot, barrier, config)
+
+
+def _finish(team, order, refs, tile, product, buffer, part_row):
+    """Stores a part of a tile: in a slot of its owner, or with the peers' parts added, as result."""
+    step, m, n = tile
+    first_row = m * order.config.tile_m + part_row
+    first_column = n * order.config.tile_n
+
+    def window(ref, index, row, rows, column, columns):
+        return ref.at[
+            index, pl.ds(first_row + row, rows), pl.ds(first_column + column, columns)
+        ]
+
+    for offset in team.peer_offsets:
+
+        @pl.when(step == offset - 1)
+        def _(offset=offset):
+            slots = copies.remote(refs.partial, team, team.neighbour(offset))
+            matmul.store(product, buffer, lambda *where: [window(slots, offset - 1, *where)])
+
+    @pl.when(step == team.size - 1)
+    def _():
+        warpgroup = lax.axis_index(kernel.THREAD_AXIS)
+        refs.received.at[order.index(m, n), warpgroup].wait(team.size - 1)
+
+        def add_partials(piece, row, column):
+            for slot in range(team.size - 1):
+                source = window(refs.partial, slot, row, piece.shape[0], column, piece.shape[1])
+                piece += plgpu.load(source, (), layout=plgpu.Layout.WGMMA, optimized=False).astype(
+                    jnp.float32
+                )
+            return piece
+
+        index = team.device_id() if refs.finished is not None else 0
+        outs = [refs.out]
+        if refs.finished is not None:
+            outs += [copies.remote(refs.out, team, team.neighbour(i)) for i in team.peer_offsets]
+        matmul.store(
+            product, buffer, lambda *where: [window(o, index, *where) for o in outs], add_partials
+        )
+
+
+def _settle(team, order, refs, tile, warpgroup):
+    """Tells of a tile that is in place: its owner, or every peer of a finished one."""
+    step, m, n = tile
+    for offset in team.peer_offsets:
+
+        @pl.when(step == offset - 1)
+        def _(offset=offset):
+            refs.received.at[order.index(m, n), warpgroup].signal(peer_id=team.neighbour(offset))
+
+    if refs.finished is not None:
+
+        @pl.when(step == team.size - 1)
+        def _():
+            for offset in team.peer_offsets:
+                refs.finished.signal(peer_id=team.neighbour(offset))
+

@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.distributed.simulator.barriers import pick
 from stretto.distributed.simulator.copies import Copy, load_body, store_body
-from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
+from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.sites import Site

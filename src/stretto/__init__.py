@@ -8,19 +8,43 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.kernels.all_gather_matmul import all_gather_matmul
-    from stretto.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+    from stretto.distributed.simulator import simulate
+    from stretto.kernels.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+    from stretto.kernels.explain import explain
+    from stretto.kernels.operations import (
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+    )
     from stretto.launch.startup import initialize
 
 __version__ = "0.1.0"
 
-__all__ = ["all_gather_matmul", "initialize", "matmul_reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_to_all",
+    "explain",
+    "initialize",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+    "simulate",
+]
 
 # Public name: the module it lives in.
 _MODULES = {
-    "all_gather_matmul": "stretto.kernels.all_gather_matmul",
+    "all_gather": "stretto.kernels.collectives",
+    "all_gather_matmul": "stretto.kernels.operations",
+    "all_reduce": "stretto.kernels.collectives",
+    "all_to_all": "stretto.kernels.collectives",
+    "explain": "stretto.kernels.explain",
     "initialize": "stretto.launch.startup",
-    "matmul_reduce_scatter": "stretto.kernels.matmul_reduce_scatter",
+    "matmul_all_reduce": "stretto.kernels.operations",
+    "matmul_reduce_scatter": "stretto.kernels.operations",
+    "reduce_scatter": "stretto.kernels.collectives",
+    "simulate": "stretto.distributed.simulator",
 }
 
 

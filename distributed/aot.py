@@ -1,0 +1,117 @@
+"""Compiling kernels for GPUs on a machine that has none, and reading what the compiler made.
+
+Needs the packages of the `aot` dependency group and `JAX_PLATFORMS=cpu` (see CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+TARGETS = pathlib.Path(__file__).parent.parent / "configs" / "targets"
+_DUMP_VARIABLES = ("MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS")
+_LIMITS = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+    r"Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """What the compiler made of one kernel.
+
+    `spill_bytes` counts stores and loads of registers that did not fit; `warnings` are the
+    assembler's own.
+    """
+
+    name: str
+    ptx: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A program compiled ahead of time: its optimised HLO, and its Mosaic GPU kernels."""
+
+    hlo: str
+    kernels: tuple[CompiledKernel, ...]
+
+
+def is_available() -> bool:
+    """Whether the packages that compile for a GPU are installed."""
+    return all(
+        importlib.util.find_spec(name) is not None for name in ("jax_plugins", "jax_cuda13_plugin")
+    )
+
+
+def mesh_of_gpus(
+    shape: Sequence[int], axis_names: Sequence[str], *, target: str = "h100", processes: int = 1
+) -> jax.sharding.Mesh:
+    """A mesh of GPUs that are not there, of one host.
+
+    Args:
+      shape: the mesh's shape.
+      axis_names: one for each dimension.
+      target: a file of `configs/targets/`, without its ending.
+      processes: how many processes the GPUs are divided among.
+    """
+    size = int(np.prod(shape))
+    description = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=(TARGETS / f"{target}.txtpb").read_text(),
+        topology=f"1x{processes}x{size // processes}",
+    )
+    return jax.sharding.Mesh(np.array(description.devices).reshape(shape), tuple(axis_names))
+
+
+def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledProgram:
+    """Compiles `jax.jit(fun)` for the devices that the operands' shardings name.
+
+    Not to be called from two threads at once: the compiler's dumps are asked for through the
+    environment of the process.
+    """
+    with tempfile.TemporaryDirectory() as folder, _dump_to(folder):
+        hlo = jax.jit(fun).lower(*operands).compile().as_text()
+        return CompiledProgram(hlo=hlo, kernels=tuple(_read_kernels(pathlib.Path(folder))))
+
+
+@contextlib.contextmanager
+def _dump_to(folder: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _DUMP_VARIABLES}
+    os.environ.update(dict(zip(_DUMP_VARIABLES, (folder, "1", "1"), strict=True)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _read_kernels(folder: pathlib.Path) -> Iterator[CompiledKernel]:
+    for ptx in sorted(folder.glob("*.ptx")):
+        report = ptx.with_suffix(".ptxas").read_text()
+        stack, stores, loads, registers = map(int, _LIMITS.findall(report)[0])
+        yield CompiledKernel(
+            name=ptx.stem,
+            ptx=ptx.read_text(),
+            registers=registers,
+            stack_bytes=stack,
+            spill_bytes=stores + loads,
+            warnings=tuple(line for line in report.splitlines() if "warning" in line),
+        )

@@ -1,0 +1,178 @@
+"""The entry point of a kernel that a team of devices runs together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import jax_compat, semaphores, settings, simulator
+from stretto.distributed.axes import make_varying, varying_axes
+from stretto.distributed.jax_compat import TeamKernelInfo, WaitReport
+from stretto.distributed.semaphores import Semaphore, SemaphoreArray
+from stretto.distributed.team import Team
+
+GRID_AXIS = "grid"
+CLUSTER_AXIS = "cluster"
+THREAD_AXIS = "warpgroup"
+# Of a CPU device that simulates one kernel outside `simulate`, which has a setting for it.
+SIMULATED_MULTIPROCESSORS = 4
+
+
+def launch(
+    body: Callable[..., None],
+    *operands: jax.Array,
+    name: str,
+    team: Team | None,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    num_blocks: int,
+    num_threads: int = 1,
+    cluster_size: int = 1,
+    symmetric: Sequence[jax.ShapeDtypeStruct] = (),
+    semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
+    scratch: Mapping[str, Any] | None = None,
+    closing_barrier: bool = True,
+    compiler_params: plgpu.CompilerParams | None = None,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Runs `body` in `num_blocks` blocks of `num_threads` warpgroups on every device of `team`.
+
+    `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
+    inside it `block_id(cluster_size)` is the block and `lax.axis_index(THREAD_AXIS)` the
+    warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
+    by peers through `copies.remote`. When `body` starts, every peer has started too: their
+    operands are ready to be read. When it ends, and before anybody's buffers are used again, a
+    closing barrier waits for all peers.
+
+    Args:
+      body: the kernel.
+      *operands: arrays, this device's shards.
+      name: of the kernel, in reports and profiles.
+      team: whom it talks to; None for a kernel on one device.
+      out_type: shape and type of each result, per device.
+      num_blocks: at most the number of multiprocessors, so that all blocks are resident: blocks
+        wait for each other.
+      num_threads: warpgroups in a block.
+      cluster_size: neighbouring blocks that share a cluster, and copies; divides `num_blocks`.
+      symmetric: buffers that peers may write, uninitialised; not returned.
+      semaphore_arrays: by name; all zero at the start.
+      scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
+      closing_barrier: False only for a body that itself makes sure, before it ends, that no peer
+        still uses this device's buffers.
+      compiler_params: passed on to Pallas.
+      interpret: `simulator.SimulatorParams()` to run this one kernel in the simulator.
+
+    Returns:
+      The results, in the order of `out_type`; varying over the team's axes.
+
+    Raises:
+      ValueError: a number of blocks that cannot be resident together.
+    """
+    _check_resident(name, num_blocks, cluster_size)
+    is_collective = team is not None and not team.is_alone
+    arrays = dict(semaphore_arrays or {})
+    scratch = dict(scratch or {})
+    closes = is_collective and closing_barrier
+    if closes:
+        arrays["closing_sem"] = SemaphoreArray()
+        scratch["closing_barrier"] = plgpu.Barrier(num_arrivals=num_threads)
+    report = WaitReport(
+        kernel=name,
+        semaphore="",
+        limit_s=settings.wait_limit_s(),
+        devices_per_process=jax.local_device_count() if is_collective else 0,
+    )
+
+    def whole_body(*refs: Any, **scratch_refs: Any) -> None:
+        sems = {key: semaphores.allocate(key, a, report, team) for key, a in arrays.items()}
+        if not closes:
+            body(*refs, **sems, **scratch_refs)
+            return
+        closing_sem = sems.pop("closing_sem")
+        block_done = scratch_refs.pop("closing_barrier")
+        body(*refs, **sems, **scratch_refs)
+        _close(team, closing_sem, block_done, num_blocks, cluster_size)
+
+    whole_body.__name__ = name
+    call = plgpu.kernel(
+        whole_body,
+        out_type=[*out_type, *symmetric],
+        scratch_types=scratch,
+        grid=(num_blocks // cluster_size,),
+        grid_names=(GRID_AXIS,),
+        cluster=(cluster_size,),
+        cluster_names=(CLUSTER_AXIS,),
+        num_threads=num_threads,
+        thread_name=THREAD_AXIS,
+        kernel_name=name,
+        compiler_params=compiler_params or plgpu.CompilerParams(),
+        interpret=interpret,
+    )
+    axes = team.axes if team is not None else ()
+    info = TeamKernelInfo(name=name, axes=axes)
+    outs = jax_compat.bind_team_kernel(call, operands, info)[: len(out_type)]
+    varying = frozenset(axes).union(*map(varying_axes, operands))
+    return [make_varying(out, varying) for out in outs]
+
+
+def block_id(cluster_size: int = 1) -> jax.Array:
+    """The block that runs this code, from 0; neighbours of a cluster follow one another."""
+    if cluster_size == 1:
+        return lax.axis_index(GRID_AXIS)
+    return lax.axis_index(GRID_AXIS) * cluster_size + lax.axis_index(CLUSTER_AXIS)
+
+
+def _close(
+    team: Team, closing_sem: Semaphore, block_done: Any, num_blocks: int, cluster_size: int
+) -> None:
+    """Tells every peer that this block is done, and waits in block 0 until all theirs are.
+
+    A kernel ends when its last block does, so one waiting block holds the whole kernel.
+    """
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    plgpu.barrier_arrive(block_done)
+    is_first_thread = lax.axis_index(THREAD_AXIS) == 0
+
+    @functools.partial(_when, is_first_thread)
+    def _():
+        plgpu.barrier_wait(block_done)
+        for offset in team.peer_offsets:
+            closing_sem.signal(peer_id=team.neighbour(offset))
+
+    @functools.partial(_when, is_first_thread & (block_id(cluster_size) == 0))
+    def _():
+        closing_sem.wait(num_blocks * (team.size - 1))
+
+
+def _when(condition: jax.Array, fun: Callable[[], None]) -> None:
+    lax.cond(condition, lambda: fun(), lambda: None)
+
+
+def num_multiprocessors() -> int:
+    """Multiprocessors of a device of the enclosing mesh, or of the default one (132 on H100).
+
+    CPU devices have none; the simulator says how many blocks its devices run.
+    """
+    if simulator.is_simulating():
+        return jax.devices()[0].core_count
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)
+    return count or SIMULATED_MULTIPROCESSORS
+
+
+def _check_resident(name: str, num_blocks: int, cluster_size: int) -> None:
+    limit = num_multiprocessors()
+    if not 1 <= num_blocks <= limit:
+        raise ValueError(
+            f"kernel {name}: num_blocks={num_blocks} must be between 1 and {limit}, the number of"
+            " multiprocessors: its blocks wait for each other and must all be resident."
+        )
+    if num_blocks % cluster_size:
+        raise ValueError(
+            f"kernel {name}: num_blocks={num_blocks} must be a multiple of"
+            f" cluster_size={cluster_size}."
+        )

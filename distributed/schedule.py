@@ -1,0 +1,108 @@
+"""Who handles which shard when, as plain integers: the protocols' arithmetic, tested without a GPU.
+
+Every function takes Python ints, or int32 values inside a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+
+type Int = int | jax.Array
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up, for `a >= 0` and `b > 0`."""
+    return -(-a // b)
+
+
+def div(a: Int, b: int) -> Int:
+    """`a // b` for `a >= 0`: inside a kernel without the sign correction that `//` would add."""
+    return a // b if isinstance(a, int) else lax.div(a, a.dtype.type(b))
+
+
+def rem(a: Int, b: int) -> Int:
+    """`a % b` for `a >= 0`."""
+    return a % b if isinstance(a, int) else lax.rem(a, a.dtype.type(b))
+
+
+def share(total: int, part: Int, parts: int) -> Int:
+    """How many of `total` items worker `part` of `parts` gets when item `i` goes to `i % parts`."""
+    return div(total + parts - 1 - part, parts)
+
+
+def shard_of_step(device_id: Int, step: Int, size: int) -> Int:
+    """The shard that `device_id` works on at `step`: its own first, then its successors' in turn.
+
+    At every step all devices work on different shards, so nobody is asked for a shard by two
+    peers at once.
+    """
+    return rem(device_id + step, size)
+
+
+def step_of_shard(device_id: Int, shard: Int, size: int) -> Int:
+    """The step at which `device_id` works on `shard`: the inverse of `shard_of_step`."""
+    return rem(shard + size - device_id, size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PullPlan:
+    """How a team's blocks fetch the shards of their peers, piece by piece.
+
+    A shard of `rows` x `columns` is cut into pieces of `piece_rows` x `piece_columns`; pieces at
+    the edges may be smaller. `chunk_columns` columns of a whole shard are a chunk, which one
+    semaphore counts. Pieces are in the order in which they are wanted: all pieces of the first
+    chunk of the first shard, then of its second chunk, and so on through the shards.
+    """
+
+    rows: int
+    columns: int
+    piece_rows: int
+    piece_columns: int
+    chunk_columns: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_columns % self.piece_columns:
+            raise ValueError(
+                f"chunk_columns={self.chunk_columns} must be a multiple of"
+                f" piece_columns={self.piece_columns}."
+            )
+
+    @property
+    def pieces_across(self) -> int:
+        """Pieces along the columns of a shard."""
+        return ceil_div(self.columns, self.piece_columns)
+
+    @property
+    def pieces_down(self) -> int:
+        """Pieces along the rows of a shard."""
+        return ceil_div(self.rows, self.piece_rows)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of one shard."""
+        return self.pieces_across * self.pieces_down
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one shard."""
+        return ceil_div(self.columns, self.chunk_columns)
+
+    def locate(self, piece: Int) -> tuple[Int, Int, Int]:
+        """(first row, first column, chunk) of a piece of a shard."""
+        across = div(piece, self.pieces_down)
+        down = piece - across * self.pieces_down
+        chunk = div(across, self.chunk_columns // self.piece_columns)
+        return down * self.piece_rows, across * self.piece_columns, chunk
+
+    def pieces_in_chunk(self, chunk: Int) -> Int:
+        """What the semaphore of `chunk` counts to once all of it has arrived."""
+        full = self.chunk_columns // self.piece_columns
+        last = self.pieces_across - full * (self.chunks - 1)
+        if isinstance(chunk, int):
+            return self.pieces_down * (last if chunk == self.chunks - 1 else full)
+        is_last = chunk == self.chunks - 1
+        counts = lax.select(is_last, chunk.dtype.type(last), chunk.dtype.type(full))
+        return counts * self.pieces_down

@@ -1,0 +1,108 @@
+"""Semaphores: counters that order what devices, blocks and warpgroups do.
+
+A signal publishes what its own warpgroup (or warp) did before it; a wait makes that visible to the
+warpgroup (or warp) that waited. What another warpgroup did is covered only if a barrier inside the
+block came between. A bulk copy is covered once it has been waited for
+(`plgpu.wait_smem_to_gmem(0, wait_read_only=False)`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import jax_compat
+from stretto.distributed.jax_compat import WaitReport
+from stretto.distributed.team import Team
+
+
+@dataclasses.dataclass(frozen=True)
+class SemaphoreArray:
+    """An array of semaphores that a kernel asks for, all zero when it starts.
+
+    `local` semaphores are signalled by blocks of their own device only, which is cheaper ("gpu"
+    scope in place of "sys").
+    """
+
+    shape: tuple[int, ...] = ()
+    local: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of semaphores."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Semaphore:
+    """A semaphore array inside a kernel, or one element of it (`sem.at[i, j]`)."""
+
+    ref: Any
+    spec: SemaphoreArray
+    report: WaitReport
+    team: Team | None
+    indices: tuple[int | jax.Array, ...] = ()
+
+    @property
+    def at(self) -> _Indexer:
+        """`sem.at[i, j]`: one semaphore of the array."""
+        return _Indexer(self)
+
+    def signal(self, inc: int | jax.Array = 1, *, peer_id: int | jax.Array | None = None) -> None:
+        """Adds `inc`, on member `peer_id` of the team or, without it, on this device (release).
+
+        Raises:
+          ValueError: a peer's semaphore is signalled and the array is `local`.
+        """
+        if peer_id is None:
+            scope = "gpu" if self.spec.local else "sys"
+            plgpu.semaphore_signal(self._element(), inc, memory_scope=scope)
+            return
+        if self.spec.local or self.team is None:
+            raise ValueError(
+                f"semaphore {self.report.semaphore} is local and cannot be signalled on a peer;"
+                " declare it with SemaphoreArray(..., local=False) in a kernel with a team."
+            )
+        plgpu.semaphore_signal(self._element(), inc, device_id=self.team.address(peer_id))
+
+    def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
+        """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
+
+        Past the limit of `settings.wait_limit_s` the kernel reports the wait and traps.
+        """
+        jax_compat.bounded_wait(
+            self._element(),
+            value,
+            indices=self.indices,
+            decrement=decrement,
+            scope="gpu" if self.spec.local else "sys",
+            report=self.report,
+        )
+
+    def _element(self) -> Any:
+        if len(self.indices) != len(self.spec.shape):
+            raise ValueError(
+                f"semaphore {self.report.semaphore} is an array of shape {self.spec.shape}; name"
+                f" one element with .at[...], not {self.indices}."
+            )
+        return self.ref.at[self.indices] if self.indices else self.ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Indexer:
+    semaphore: Semaphore
+
+    def __getitem__(self, index: Any) -> Semaphore:
+        index = index if isinstance(index, tuple) else (index,)
+        return dataclasses.replace(self.semaphore, indices=self.semaphore.indices + index)
+
+
+def allocate(name: str, spec: SemaphoreArray, report: WaitReport, team: Team | None) -> Semaphore:
+    """The semaphores of `spec`, shared by all blocks; called once, at the top of a kernel's body."""
+    ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
+    return Semaphore(ref, spec, dataclasses.replace(report, semaphore=name), team)

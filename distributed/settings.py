@@ -1,0 +1,33 @@
+"""Settings of the distributed layer, each an environment variable read when it is needed."""
+
+from __future__ import annotations
+
+import math
+import os
+
+WAIT_LIMIT_VARIABLE = "STRETTO_WAIT_LIMIT_S"
+DEFAULT_WAIT_LIMIT_S = 30.0
+
+
+def wait_limit_s() -> float:
+    """Seconds that a wait inside a kernel may take before the kernel reports it and stops.
+
+    Set by the environment variable `STRETTO_WAIT_LIMIT_S` (default 30). It is compiled into a
+    kernel, so it must be the same on every process, and set before the kernel is first called.
+
+    Raises:
+      ValueError: the variable holds anything but a positive number.
+    """
+    text = os.environ.get(WAIT_LIMIT_VARIABLE)
+    if text is None:
+        return DEFAULT_WAIT_LIMIT_S
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise ValueError(
+            f"{WAIT_LIMIT_VARIABLE}={text!r} must be a positive number of seconds;"
+            f" unset it for the default of {DEFAULT_WAIT_LIMIT_S:g}."
+        )
+    return limit

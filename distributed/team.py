@@ -1,0 +1,75 @@
+"""A team: the devices that a kernel talks to, along one or more axes of the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+
+import jax
+from jax import lax
+
+from stretto.distributed.axes import AxisNames, canonical_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """The devices along `axes` of the enclosing `shard_map`'s mesh, all within NVLink reach.
+
+    A member is known by its `device_id`, its position along `axes` in row-major order, from 0 to
+    `size - 1`. Devices that differ in any other axis of the mesh belong to other teams, which run
+    the same kernel beside this one and are never addressed.
+    """
+
+    axes: tuple[Hashable, ...]
+    size: int
+
+    @classmethod
+    def along(cls, axis_name: AxisNames) -> Team:
+        """The team along `axis_name`, one mesh axis or a tuple of them.
+
+        Raises:
+          ValueError: outside `shard_map`, or an axis is unknown or named twice.
+          NotImplementedError: some axes of the mesh are left to the compiler (partial `shard_map`).
+        """
+        axes = canonical_axes(axis_name)
+        mesh = jax.sharding.get_abstract_mesh()
+        automatic = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+        if automatic:
+            raise NotImplementedError(
+                f"kernels need every mesh axis to be manual and {automatic} are not; leave"
+                " axis_names out of shard_map, or pass backend='xla'."
+            )
+        return cls(axes, lax.axis_size(axes))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the team is of one device, which talks to nobody."""
+        return self.size == 1
+
+    def device_id(self) -> jax.Array:
+        """Own id within the team, int32. Inside a kernel as well as outside."""
+        return lax.axis_index(self.axes)
+
+    def neighbour(self, offset: int) -> jax.Array:
+        """Id of the member `offset` places further on the ring; `offset` may be negative."""
+        if offset % self.size == 0:
+            return self.device_id()
+        return lax.rem(self.device_id() + offset % self.size, self.size)
+
+    def address(self, device_id: int | jax.Array) -> dict:
+        """How Pallas' remote operations name member `device_id`.
+
+        Axes that are not the team's are left out and so default to the caller's own position.
+        """
+        key = self.axes if len(self.axes) > 1 else self.axes[0]
+        return {key: device_id}
+
+    @functools.cached_property
+    def peer_offsets(self) -> tuple[int, ...]:
+        """1 to `size - 1`: ring distances of the peers, nearest first.
+
+        Walking it, device `d` meets `d + 1`, `d + 2`, ...: at each step every device has a
+        different peer, so no link carries two streams.
+        """
+        return tuple(range(1, self.size))

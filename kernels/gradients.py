@@ -1,0 +1,140 @@
+"""Reverse-mode rules of the fused matmuls.
+
+The gather of one is the scatter of the other: the derivative of `all_gather_matmul` is a
+`matmul_reduce_scatter` and the other way round, so a backward pass moves no more bytes than the
+forward pass of the other operation, plus the gathered operand for the weights' gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.axes import make_varying, varying_axes
+from stretto.kernels.reference import Epilogue, matmul
+
+type Primitive = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What of a call is known when it is traced; hashable, as `custom_vjp` asks.
+
+    `fused` is the kernel itself, `(lhs, rhs, call) -> out`; the others are the public operations
+    that its derivative is made of, with the backend bound.
+    """
+
+    axes: tuple[Hashable, ...]
+    out_dtype: Any
+    config: Any
+    fused: Primitive
+    all_gather: Primitive
+    all_reduce: Primitive
+    all_gather_matmul: Primitive
+    matmul_reduce_scatter: Primitive
+    epilogue: Epilogue | None = None
+    keep_gathered: bool = False
+    interpret: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class bound:  # noqa: N801 - stands for a function
+    """`operation(*operands, axes, backend=backend)`, hashable and equal where its parts are."""
+
+    operation: Callable[..., jax.Array]
+    axes: tuple[Hashable, ...]
+    backend: str
+
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        return self.operation(*operands, self.axes, backend=self.backend)
+
+
+def vary_alike(axes: tuple[Hashable, ...], *operands: jax.Array) -> list[jax.Array]:
+    """The operands, each typed as varying over `axes` and over what any of them varies over.
+
+    The transpose of this cast is the sum that a replicated operand's gradient needs.
+    """
+    varying = frozenset(axes).union(*map(varying_axes, operands))
+    return [make_varying(x, varying) for x in operands]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def all_gather_matmul(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
+    """`call.fused(lhs, rhs, call)`, with the derivative of an all-gather matmul."""
+    return call.fused(lhs, rhs, call)
+
+
+def _all_gather_matmul_forward(lhs, rhs, call):
+    gathered = call.all_gather(lhs) if call.keep_gathered else None
+    if call.epilogue is None:
+        return call.fused(lhs, rhs, call), (lhs, rhs, gathered, None)
+    # The epilogue's derivative needs the product, so here the product is what the kernel stores,
+    # and the epilogue follows as an operation of its own.
+    product = call.fused(lhs, rhs, dataclasses.replace(call, epilogue=None))
+    return _apply(call.epilogue, product), (lhs, rhs, gathered, product)
+
+
+def _all_gather_matmul_backward(call, residuals, out_bar):
+    """lhs_bar = reduce_scatter(product_bar @ rhs^T), rhs_bar = all_gather(lhs)^T @ product_bar."""
+    lhs, rhs, gathered, product = residuals
+    if product is not None:
+        _, pull_back = jax.vjp(functools.partial(_apply, call.epilogue), product)
+        (out_bar,) = pull_back(out_bar)
+    product_bar = out_bar.astype(lhs.dtype)
+    lhs_bar = call.matmul_reduce_scatter(product_bar, rhs.T)
+    if gathered is None:
+        gathered = call.all_gather(lhs)
+    rhs_bar = matmul(gathered.T, product_bar)
+    return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)
+
+
+all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul_reduce_scatter(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
+    """`call.fused(lhs, rhs, call)`, with the derivative of a matmul reduce-scatter."""
+    return call.fused(lhs, rhs, call)
+
+
+def _matmul_reduce_scatter_forward(lhs, rhs, call):
+    return call.fused(lhs, rhs, call), (lhs, rhs)
+
+
+def _matmul_reduce_scatter_backward(call, residuals, out_bar):
+    """lhs_bar = all_gather(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_gather(out_bar)."""
+    lhs, rhs = residuals
+    out_bar = out_bar.astype(lhs.dtype)
+    lhs_bar = call.all_gather_matmul(out_bar, rhs.T)
+    rhs_bar = matmul(lhs.T, call.all_gather(out_bar))
+    return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)
+
+
+matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul_all_reduce(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
+    """`call.fused(lhs, rhs, call)`, with the derivative of a matmul all-reduce."""
+    return call.fused(lhs, rhs, call)
+
+
+def _matmul_all_reduce_backward(call, residuals, out_bar):
+    """lhs_bar = all_reduce(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_reduce(out_bar)."""
+    lhs, rhs = residuals
+    out_bar = call.all_reduce(out_bar).astype(lhs.dtype)
+    lhs_bar = matmul(out_bar, rhs.T)
+    rhs_bar = matmul(lhs.T, out_bar)
+    return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)
+
+
+matmul_all_reduce.defvjp(_matmul_reduce_scatter_forward, _matmul_all_reduce_backward)
+
+
+def _apply(epilogue: Epilogue, product: jax.Array) -> jax.Array:
+    return epilogue(product.astype(jnp.float32)).astype(product.dtype)

@@ -1,0 +1,23 @@
+"""`out = all_reduce(lhs @ rhs)`, the reduction under the matmul.
+
+`matmul_reduce_scatter`, whose owners store each finished tile on every device: the second half of
+a two-shot all-reduce. All devices hold bitwise the same result, since each element is summed once,
+by its owner. Protocol and device code are in `matmul_reduce_scatter.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from stretto.kernels import costs, matmul_reduce_scatter
+from stretto.kernels.dispatch import Problem
+from stretto.kernels.matmul_reduce_scatter import Config, default_config, unsupported
+
+__all__ = ["Config", "default_config", "estimate", "launch", "unsupported"]
+
+launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
+
+
+def estimate(problem: Problem) -> tuple[float, float]:
+    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
+    return costs.matmul_all_reduce(problem)
