@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.launch import environment, gpus, launchers, layout, supervisor
+from stretto.launch.cluster import load_cluster
 from stretto.launch.console import Console
 from stretto.launch.detection import inside_launcher
 from stretto.launch.doctor.nccl import why_no_process_per_gpu
 from stretto.launch.dry_run import describe
 from stretto.launch.errors import LaunchError
-from stretto.launch.hosts import chosen_hosts
+from stretto.launch.hosts import choose_hosts
 from stretto.launch.job import Job
+from stretto.launch.launchers import AgentCommand
 from stretto.launch.options import RunOptions, parse
+from stretto.launch.reach import check_hosts
 from stretto.launch.session import Interrupted
 
 
@@ -60,43 +63,59 @@ def make_job(options: RunOptions, environ: Mapping[str, str], folder: Path) -> J
     Raises:
       LaunchError: the options contradict each other or the machine.
     """
-    sent = environment.forwarded(environ, options.env)
+    cluster = load_cluster(options.cluster) if options.cluster is not None else None
+    of_cluster = dict(cluster.environment) if cluster else {}
     explicit = dict(environment.parse_env_option(option, environ) for option in options.env)
-    visible = gpus.usable_gpus({**environ, **explicit})
-    hosts, platform = chosen_hosts(options, environ, visible)
-    plan = layout.plan(hosts, platform, options.processes_per)
+    visible = gpus.usable_gpus({**environ, **of_cluster, **explicit})
+    chosen = choose_hosts(options, cluster, environ, visible)
+    per = options.processes_per or (cluster.processes_per if cluster else None)
+    plan = layout.plan(chosen.hosts, chosen.platform, per)
     _check_nccl(plan, environ)
-    one_machine = set(plan.hosts) == {"localhost"}
-    starter = launchers.choose(options.launcher, environ, one_machine=one_machine)
-    if starter == "local":
-        commands = launchers.local_commands(plan)
-    elif starter == "srun":
-        commands = (launchers.srun_command(plan),)
-    else:
-        hostfile = None
-        if not one_machine:
-            hostfile = folder / "hostfile"
-            hostfile.write_text(launchers.hostfile_text(plan, starter.flavour))
-        is_root = os.geteuid() == 0
-        commands = (launchers.mpirun_command(plan, starter, hostfile, is_root=is_root),)
-    num_local_devices = len(plan.processes[0].device_ids)
     return Job(
         layout=plan,
         arguments=(options.script, *options.args),
         cwd=os.getcwd(),
         environ={
-            **sent,
+            **environment.forwarded(environ),
             **environment.PYTHON_SETTINGS,
-            **environment.for_layout(platform=platform, num_local_devices=num_local_devices),
+            **environment.for_layout(
+                platform=plan.platform, num_local_devices=len(plan.processes[0].device_ids)
+            ),
+            **of_cluster,
             **explicit,
         },
-        commands=commands,
+        commands=_commands(options, plan, environ, folder, cluster.image if cluster else None),
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         start_timeout_s=options.start_timeout,
         port=options.port,
-        interface=options.interface,
+        interface=options.interface or (cluster.interface if cluster else None),
     )
+
+
+def _commands(
+    options: RunOptions,
+    plan: layout.Layout,
+    environ: Mapping[str, str],
+    folder: Path,
+    image: str | None,
+) -> tuple[AgentCommand, ...]:
+    """What to run to have an agent for every process of the plan."""
+    agent = launchers.agent_program(image)
+    one_machine = set(plan.hosts) == {"localhost"}
+    starter = launchers.choose(options.launcher, environ, one_machine=one_machine)
+    if starter == "local":
+        return launchers.local_commands(plan, agent)
+    if starter == "srun":
+        return (launchers.srun_command(plan, agent),)
+    hostfile = None
+    if not one_machine:
+        if not options.dry_run:
+            check_hosts(list(plan.hosts), environ)
+        hostfile = folder / "hostfile"
+        hostfile.write_text(launchers.hostfile_text(plan, starter.flavour))
+    is_root = os.geteuid() == 0
+    return (launchers.mpirun_command(plan, agent, starter, hostfile, is_root=is_root),)
 
 
 def _check_nccl(plan: layout.Layout, environ: Mapping[str, str]) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stretto.launch import network
-from stretto.launch.detection import Launched, first_slurm_host
+from stretto.launch.detection import Launched
 from stretto.launch.errors import LaunchError
+from stretto.launch.slurm import expand_nodelist
 
 _POLL_S = 0.02
 _FIRST_DERIVED_PORT = 20_000  # below Linux's range of ports for outgoing connections
@@ -47,8 +48,8 @@ def agree_on_coordinator(launched: Launched, environ: Mapping[str, str], timeout
     if launched.num_local_processes == launched.num_processes:
         return _by_file(launched, environ, timeout_s)
     if launched.launcher == "slurm":
-        host = first_slurm_host(environ.get("SLURM_STEP_NODELIST", ""))
-        return f"{_address(host)}:{_derived_port(environ)}"
+        hosts = expand_nodelist(environ.get("SLURM_STEP_NODELIST", "")) or [""]
+        return f"{_address(hosts[0])}:{_derived_port(environ)}"
     if launched.launcher == "torchrun":
         return f"{_address(environ.get('MASTER_ADDR', ''))}:{_derived_port(environ)}"
     return _by_broadcast(launched)

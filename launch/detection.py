@@ -106,13 +106,3 @@ def _slurm_local_count(environ: Mapping[str, str], default: int) -> int:
         counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
     node = _integer(environ, "SLURM_NODEID", default=0)
     return counts[node] if node < len(counts) else default
-
-
-def first_slurm_host(nodelist: str) -> str:
-    """The first host of a Slurm list such as ``gpu[03-05,9],login``."""
-    name, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in name:
-        return name.split(",")[0]
-    first = rest.split("]")[0].split(",")[0].split("-")[0]
-    suffix = rest.partition("]")[2].split(",")[0]
-    return name + first + suffix

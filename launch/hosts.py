@@ -1,8 +1,12 @@
-"""Which hosts a job runs on: this machine, a hostfile, a list, or a Slurm allocation."""
+"""Which hosts a job runs on: this machine, a hostfile, a list, a cluster file, or Slurm's."""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+from stretto.launch import network, slurm
+from stretto.launch.cluster import Cluster
 from stretto.launch.errors import LaunchError
 from stretto.launch.gpus import Gpu
 from stretto.launch.layout import HostDevices, Platform, one_host, share_devices
@@ -73,26 +77,60 @@ def _positive(text: str, word: str, where: str) -> int:
     return int(text)
 
 
-def chosen_hosts(
-    options: RunOptions, environ: Mapping[str, str], visible: tuple[Gpu, ...]
-) -> tuple[list[HostDevices], Platform]:
-    """The hosts with the devices this job uses on each, and the platform.
+@dataclass(frozen=True)
+class Chosen:
+    """Hosts with the devices this job uses on each, and what those devices are."""
 
-    Other hosts are taken to have the kind of devices that this machine has.
+    hosts: list[HostDevices]
+    platform: Platform
+
+
+def choose_hosts(
+    options: RunOptions,
+    cluster: Cluster | None,
+    environ: Mapping[str, str],
+    visible: tuple[Gpu, ...],
+) -> Chosen:
+    """From ``--hostfile``, ``--hosts``, the cluster file, the Slurm allocation, or this machine.
+
+    Unless a cluster file says otherwise, other hosts are taken to have the devices of this
+    machine. A single host that is this machine is called ``localhost``, whatever its name.
+
+    Args:
+      visible: the GPUs that a job may use here.
+
+    Raises:
+      LaunchError: the options contradict each other, or ask for more than there is.
     """
     platform: Platform = "gpu" if visible else "cpu"
-    default_devices = len(visible) or 1
-    if options.hostfile is not None and options.hosts is not None:
-        raise LaunchError("--hostfile and --hosts both name hosts; give one of them")
-    if options.hostfile is not None:
-        try:
-            text = options.hostfile.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise LaunchError(f"--hostfile {options.hostfile}: {error.strerror}") from None
-        hosts = parse_hostfile(text, str(options.hostfile), default_devices)
+    per_host = len(visible) or 1
+    given = [name for name in ("hostfile", "hosts", "cluster") if getattr(options, name)]
+    if len(given) > 1:
+        names = " and ".join(f"--{name}" for name in given)
+        raise LaunchError(f"{names} both name hosts; give one of them")
+    allocated = slurm.allocated_hosts(environ)
+    if cluster is not None:
+        platform, per_host = cluster.platform, cluster.devices_per_host
+        hosts = parse_hostfile("\n".join(cluster.hosts), f"--cluster {options.cluster}", per_host)
+    elif options.hostfile is not None:
+        hosts = parse_hostfile(_read(options.hostfile), str(options.hostfile), per_host)
     elif options.hosts is not None:
-        hosts = parse_hosts(options.hosts, default_devices)
+        hosts = parse_hosts(options.hosts, per_host)
+    elif allocated and allocated != [network.host_name()]:
+        gpus = slurm.devices_per_host(environ)
+        platform = "gpu" if gpus or visible else "cpu"
+        hosts = [HostDevices(name, gpus or per_host) for name in allocated]
     else:
         limit = environ.get("CUDA_VISIBLE_DEVICES")
-        return [one_host(options.num_devices, len(visible), limit)], platform
-    return share_devices(options.num_devices, hosts), platform
+        return Chosen([one_host(options.num_devices, len(visible), limit)], platform)
+    used = share_devices(options.num_devices, hosts)
+    if [host.name for host in used] == [network.host_name()]:
+        used = [HostDevices("localhost", used[0].num_devices)]
+    return Chosen(used, platform)
+
+
+def _read(hostfile: Path) -> str:
+    try:
+        return hostfile.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise LaunchError(f"--hostfile {hostfile}: {error.strerror}") from None

@@ -15,7 +15,7 @@ from stretto.launch.layout import Layout
 
 Flavour = Literal["openmpi", "mpich"]
 LauncherName = Literal["auto", "mpirun", "local", "srun"]
-AGENT = (sys.executable, "-P", "-m", "stretto.launch.agent")
+_AGENT = ("-P", "-m", "stretto.launch.agent")
 _VERSION_TIMEOUT_S = 20
 
 
@@ -93,10 +93,17 @@ def choose(
     return "local"
 
 
-def local_commands(layout: Layout) -> tuple[AgentCommand, ...]:
+def agent_program(image: str | None = None) -> tuple[str, ...]:
+    """The agent, run by this Python, or by the one in an Apptainer image."""
+    if image is None:
+        return (sys.executable, *_AGENT)
+    return ("apptainer", "exec", "--nv", image, "python3", *_AGENT)
+
+
+def local_commands(layout: Layout, agent: tuple[str, ...]) -> tuple[AgentCommand, ...]:
     """Each agent as a child of the supervisor."""
     return tuple(
-        AgentCommand(AGENT, {environment.AGENT_INDEX: str(process.process_id)})
+        AgentCommand(agent, {environment.AGENT_INDEX: str(process.process_id)})
         for process in layout.processes
     )
 
@@ -108,7 +115,12 @@ def hostfile_text(layout: Layout, flavour: Flavour) -> str:
 
 
 def mpirun_command(
-    layout: Layout, mpirun: MpiRun, hostfile: Path | None, *, is_root: bool
+    layout: Layout,
+    agent: tuple[str, ...],
+    mpirun: MpiRun,
+    hostfile: Path | None,
+    *,
+    is_root: bool,
 ) -> AgentCommand:
     """One ``mpirun`` for all agents.
 
@@ -123,7 +135,7 @@ def mpirun_command(
     names = (environment.RENDEZVOUS, environment.TOKEN)
     if mpirun.flavour == "mpich":
         hosts = ("-f", str(hostfile)) if hostfile else ("-hosts", "localhost")
-        argv = [mpirun.path, *hosts, "-genvlist", ",".join(names), "-n", count, *AGENT]
+        argv = [mpirun.path, *hosts, "-genvlist", ",".join(names), "-n", count, *agent]
         return AgentCommand(tuple(argv))
     # Binding two or fewer processes to a core each, the default, would starve JAX's threads.
     argv = [mpirun.path, "--bind-to", "none"]
@@ -137,10 +149,10 @@ def mpirun_command(
         argv += ["--hostfile", str(hostfile)]
     for name in names:
         argv += ["-x", name]
-    return AgentCommand((*argv, "-n", count, *AGENT))
+    return AgentCommand((*argv, "-n", count, *agent))
 
 
-def srun_command(layout: Layout) -> AgentCommand:
+def srun_command(layout: Layout, agent: tuple[str, ...]) -> AgentCommand:
     """One ``srun`` step for all agents, inside the allocation of the environment."""
     per_host = set(layout.hosts.values())
     if len(per_host) > 1:
@@ -157,6 +169,6 @@ def srun_command(layout: Layout) -> AgentCommand:
         "--kill-on-bad-exit=1",
         "--export=ALL",
         "--cpu-bind=none",
-        *AGENT,
+        *agent,
     )
     return AgentCommand(argv)

@@ -11,6 +11,11 @@ _RESOLVE_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
+def host_name() -> str:
+    """This host's name, as it calls itself."""
+    return socket.gethostname()
+
+
 def interface_addresses(interface: str | None = None) -> list[str]:
     """This host's IPv4 addresses (of one interface, if named), the loopback's left out."""
     if sys.platform != "linux":

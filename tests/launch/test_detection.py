@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from stretto.launch.detection import Launched, detect, first_slurm_host, inside_launcher
+from stretto.launch.detection import Launched, detect, inside_launcher
 from stretto.launch.errors import LaunchError
 from stretto.launch.startup import devices_of_local_process
 
@@ -93,21 +93,6 @@ def test_slurm_tasks_per_node(text, count):
     launched = detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text})
     assert launched is not None
     assert launched.num_local_processes == count
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("gpu[03-05,9],login", "gpu03"),
-        ("gpu[7]", "gpu7"),
-        ("rack[1-2]-ib", "rack1-ib"),
-        ("a,gpu[1-2]", "a"),
-    ],
-)
-def test_first_slurm_host(nodelist, host):
-    assert first_slurm_host(nodelist) == host
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from stretto.launch.launchers import MpiRun
 from stretto.launch.layout import HostDevices, plan
 
 TWO_HOSTS = plan([HostDevices("a", 2), HostDevices("b", 1)], "gpu", "gpu")
+AGENT = launchers.agent_program()
 ONE_HOST = plan([HostDevices("localhost", 4)], "cpu", None)
 
 
@@ -40,7 +41,7 @@ def test_version(text, expected):
 
 def test_openmpi_5_as_root():
     mpirun = MpiRun("/x/mpirun", "openmpi", (5, 0, 11))
-    argv = launchers.mpirun_command(ONE_HOST, mpirun, None, is_root=True).argv
+    argv = launchers.mpirun_command(ONE_HOST, AGENT, mpirun, None, is_root=True).argv
     text = " ".join(argv)
     assert argv[0] == "/x/mpirun"
     assert "--bind-to none" in text
@@ -53,7 +54,7 @@ def test_openmpi_5_as_root():
 
 def test_openmpi_4_with_hosts():
     mpirun = MpiRun("/x/mpirun", "openmpi", (4, 1, 4))
-    argv = launchers.mpirun_command(TWO_HOSTS, mpirun, Path("/t/hosts"), is_root=False).argv
+    argv = launchers.mpirun_command(TWO_HOSTS, AGENT, mpirun, Path("/t/hosts"), is_root=False).argv
     text = " ".join(argv)
     assert "--oversubscribe" in argv
     assert "--hostfile /t/hosts" in text
@@ -63,7 +64,7 @@ def test_openmpi_4_with_hosts():
 
 def test_mpich():
     mpirun = MpiRun("/x/mpirun", "mpich", (4, 2))
-    argv = launchers.mpirun_command(TWO_HOSTS, mpirun, Path("/t/hosts"), is_root=True).argv
+    argv = launchers.mpirun_command(TWO_HOSTS, AGENT, mpirun, Path("/t/hosts"), is_root=True).argv
     text = " ".join(argv)
     assert "-f /t/hosts" in text
     assert "-genvlist STRETTO_RENDEZVOUS,STRETTO_TOKEN" in text
@@ -72,14 +73,15 @@ def test_mpich():
 
 
 def test_srun():
-    argv = launchers.srun_command(plan([HostDevices("a", 2), HostDevices("b", 2)], "gpu", "gpu"))
-    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(argv.argv)
+    even = plan([HostDevices("a", 2), HostDevices("b", 2)], "gpu", "gpu")
+    argv = launchers.srun_command(even, AGENT).argv
+    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(argv)
     with pytest.raises(LaunchError, match="same number of processes on every host"):
-        launchers.srun_command(TWO_HOSTS)
+        launchers.srun_command(TWO_HOSTS, AGENT)
 
 
 def test_local_agents_are_numbered():
-    commands = launchers.local_commands(ONE_HOST)
+    commands = launchers.local_commands(ONE_HOST, AGENT)
     assert [c.environ["STRETTO_AGENT_INDEX"] for c in commands] == ["0", "1", "2", "3"]
 
 

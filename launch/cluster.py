@@ -1,0 +1,51 @@
+"""Cluster files: what a job needs to know of its hosts, written once in TOML.
+
+A file in ``configs/cluster`` shows all of it. Options of the command line come before the file.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from stretto.launch.errors import LaunchError
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Hosts and how to use them.
+
+    ``devices_per_host`` is the number of GPUs (or CPU devices) of a host that names none itself
+    (``"node3:4"``); ``platform`` is what those devices are; ``image`` is an Apptainer image in
+    which every process runs.
+    """
+
+    hosts: tuple[str, ...]
+    devices_per_host: int
+    platform: Literal["gpu", "cpu"] = "gpu"
+    processes_per: Literal["node", "gpu"] | None = None
+    interface: str | None = None
+    image: str | None = None
+    environment: Mapping[str, str] = {}
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises:
+      LaunchError: it cannot be read, is not TOML, or a field is missing, unknown or of the wrong
+        type; names file and field.
+    """
+    try:
+        cluster = msgspec.toml.decode(path.read_bytes(), type=Cluster)
+    except OSError as error:
+        raise LaunchError(f"--cluster {path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise LaunchError(f"--cluster {path}: {error}") from None
+    if not cluster.hosts:
+        raise LaunchError(f'--cluster {path}: hosts is empty; write hosts = ["node1", "node2"]')
+    if cluster.devices_per_host < 1:
+        raise LaunchError(
+            f"--cluster {path}: devices_per_host = {cluster.devices_per_host} must be at least 1"
+        )
+    return cluster
