@@ -240,11 +240,23 @@ def _mma(compiler: Compiler, eqn: Any) -> Step:
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out_dtype: Any) -> np.ndarray:
-    """`a @ b`, accumulated in float32 (or int32, or wider), as a tensor core does."""
+    """`a @ b`, accumulated in float32 (or int32, or wider), as a tensor core does.
+
+    In pieces below the size from which numpy's BLAS starts threads. Several XLA threads and tests
+    share the machine's cores, and BLAS threads that spin for a core take a hundred times longer.
+    """
     dtype = np.dtype(out_dtype)
     if dtype.kind not in "iu" and dtype.itemsize < 4:
         dtype = np.dtype(np.float32)
-    return np.matmul(a.astype(dtype), b.astype(dtype)).astype(out_dtype)
+    a, b = np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype)
+    out = np.zeros((a.shape[0], b.shape[1]), dtype)
+    step = 64
+    for i in range(0, a.shape[0], step):
+        for j in range(0, b.shape[1], step):
+            for k in range(0, a.shape[1], step):
+                piece = np.matmul(a[i : i + step, k : k + step], b[k : k + step, j : j + step])
+                out[i : i + step, j : j + step] += piece
+    return out.astype(out_dtype, copy=False)
 
 
 @rule("inline_mgpu")

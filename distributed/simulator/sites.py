@@ -18,7 +18,12 @@ _PLUMBING = re.compile(
     r"|/distributed/simulator/(?!.*test_))"
 )
 
-_PIPELINES = re.compile(r"/_src/pallas/(mosaic_gpu/(pipeline|helpers)|helpers)\.py$")
+# Where no frame is kernel code (JAX keeps the innermost ten), the best there is: the pipelines of
+# JAX, and what of our distributed layer works by itself.
+_PIPELINES = re.compile(
+    r"(/_src/pallas/(mosaic_gpu/(pipeline|helpers)|helpers)"
+    r"|/distributed/(?!jax_compat|semaphores)[^/]*)\.py$"
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def site_of(eqn: Any) -> Site:
     for frame in frames:
         if not _PLUMBING.search(frame.file_name):
             return Site(frame.file_name, frame.line_num, frame.function_name)
-    for frame in frames:  # JAX keeps few frames, and its pipelines use them all.
+    for frame in frames:
         if _PIPELINES.search(frame.file_name):
             return Site(frame.file_name, frame.line_num, frame.function_name)
     return UNKNOWN_SITE
