@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stretto.benchmarks.peers import COMMUNICATION, MATMUL, PEERS
+from stretto.benchmarks.peers import PEERS
 from stretto.benchmarks.results import Measurement, Results, Timed
 
 NOT_A_MEASUREMENT = (
@@ -32,8 +32,8 @@ def print_measurement(console: Console, measurement: Measurement) -> None:
     if measurement.floor is not None:
         console.print(f"  {floor_sentence(measurement)}", highlight=False)
     for missing in measurement.missing:
-        name = PEERS[missing.peer].label if missing.peer in PEERS else missing.peer
-        console.print(f"  no {name}: {missing.reason}", highlight=False, markup=False)
+        line = f"  no {peer_label(missing.peer)}: {missing.reason}"
+        console.print(line, highlight=False, markup=False)
     console.print()
 
 
@@ -55,7 +55,12 @@ def columns(collective: bool) -> list[str]:
 
 def label(timed: Timed) -> str:
     """The peer's name as people write it."""
-    return PEERS[timed.peer].label if timed.peer in PEERS else timed.peer
+    return peer_label(timed.peer)
+
+
+def peer_label(peer: str) -> str:
+    """A peer's name as people write it."""
+    return PEERS[peer].label if peer in PEERS else peer
 
 
 def cells(timed: Timed, collective: bool) -> list[str]:
@@ -133,7 +138,3 @@ def worst_over_xla(
         if (timed := measurement.of(peer)) is not None and timed.over_xla is not None
     ]
     return max(found, key=lambda pair: pair[1], default=None)
-
-
-PARTS = (MATMUL, COMMUNICATION)
-"""Roles whose times are parts of an operation, not the operation."""

@@ -66,7 +66,8 @@ class Rank:
         if request["do"] == "prepare":
             return self._prepare(request)
         if request["do"] == "visit":
-            return {"samples": self._visit(*self.prepared[request["id"]], request["samples"])}
+            call, sets, calls = self.prepared[request["id"]]
+            return {"samples": self._visit(call, sets, calls, request["samples"])}
         self.prepared.clear()
         if self.on_gpu:
             self.torch.cuda.empty_cache()

@@ -33,9 +33,7 @@ def test_these_sets_can_always_be_cut(kernel, devices, name):
     for shape in shapes_of(name, kernel, devices):
         if kernel == "all_to_all" and name == "goals" and shape.m % (devices * devices):
             continue
-        Case(
-            operation=OPERATIONS[kernel], shape=shape, dtype="bfloat16", devices=devices
-        ).check()
+        Case(operation=OPERATIONS[kernel], shape=shape, dtype="bfloat16", devices=devices).check()
 
 
 def test_awkward_sizes_are_per_device():

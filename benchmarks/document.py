@@ -1,0 +1,174 @@
+"""`stretto bench document`: the documented times, made from results files and never by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+
+import tyro
+
+from stretto.benchmarks import markdown, results, table
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.figures import strong_efficiencies, weak_efficiencies
+from stretto.benchmarks.markdown import rows
+from stretto.benchmarks.results import Measurement, Results
+from stretto.benchmarks.shapes import KERNELS, MATMULS, shapes_of
+
+BEGIN, END = "<!-- times -->", "<!-- /times -->"
+
+LEFT_OUT = ("auto", "xla-windowed")
+"""Peers whose columns the README has no room for; the page has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentOptions:
+    """Write the README's table and docs/performance.md from results of `stretto bench --json`.
+
+    Where two files hold the same case, the later one's times are used.
+    """
+
+    files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    """Results files."""
+    readme: pathlib.Path = pathlib.Path("README.md")
+    """The file that holds the markers `<!-- times -->` and `<!-- /times -->`."""
+    page: pathlib.Path = pathlib.Path("docs/performance.md")
+    """The page to write."""
+    check: bool = False
+    """Write nothing; exit with status 1 if a file would change."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto bench document ARGV`; 0, or 1 if `--check` finds a file out of date."""
+    options = tyro.cli(DocumentOptions, prog="stretto bench document", args=argv)
+    if not options.files:
+        raise BenchmarkError("no results; name files that --json wrote.")
+    found = [results.read(path) for path in options.files]
+    for path, one in zip(options.files, found, strict=True):
+        if not one.measurement_of_speed:
+            raise BenchmarkError(f"{path} was taken on a CPU; it is no measurement of speed.")
+    try:
+        readme = options.readme.read_text()
+    except OSError as error:
+        raise BenchmarkError(f"{options.readme}: {error.strerror}; see --readme.") from None
+    wanted = {
+        options.readme: with_times(readme, readme_times(found), str(options.readme)),
+        options.page: page(found, [path.name for path in options.files]),
+    }
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if options.check:
+        for path in stale:
+            print(
+                f"{path} is not what the results say; run stretto bench document", file=sys.stderr
+            )
+        return int(bool(stale))
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
+        print(f"wrote {path}")
+    return 0
+
+
+def with_times(text: str, times: str, name: str) -> str:
+    """`text` with `times` between its markers; BenchmarkError if it lacks one."""
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin:
+        raise BenchmarkError(f"{name} needs a line {BEGIN} and after it a line {END}.")
+    return f"{text[: begin + len(BEGIN)]}\n{times}{text[end:]}"
+
+
+def latest(found: list[Results]) -> list[tuple[Results, Measurement]]:
+    """Every case once, from the last file that holds it, with that file."""
+    cases: dict[tuple, tuple[Results, Measurement]] = {}
+    for one in found:
+        for measurement in one.measurements:
+            if measurement.timed:
+                cases[(one.machine.card, one.machine.layout, *measurement.key)] = (one, measurement)
+    return list(cases.values())
+
+
+def readme_times(found: list[Results]) -> str:
+    """The goals' shapes of the fused matmuls on the most devices, and the machine in a sentence."""
+    cases = latest(found)
+    alone = [pair for pair in cases if pair[0].machine.num_processes == 1]
+    cases = alone or cases
+    most = max((measurement.devices for _, measurement in cases), default=0)
+    chosen = [pair for pair in cases if pair[1].devices == most and _is_goal(pair[1])]
+    chosen.sort(key=lambda pair: _order(pair[1]))
+    if not chosen:
+        raise BenchmarkError('the results hold no case of the shape set "goals".')
+    machines = dict.fromkeys(table.machine_line(one) for one, _ in chosen)
+    return (
+        f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
+        " floor, which is the larger of the matmul alone and of the bytes to be sent at"
+        f" {chosen[0][0].link_gb_per_s:.0f} GB/s.\n\n"
+        + markdown.times_table([measurement for _, measurement in chosen], LEFT_OUT)
+    )
+
+
+def _is_goal(measurement: Measurement) -> bool:
+    if measurement.kernel not in MATMULS or measurement.type != "bfloat16":
+        return False
+    goals = shapes_of("goals", measurement.kernel, measurement.devices)
+    return any(str(shape) == measurement.shape for shape in goals)
+
+
+def _order(measurement: Measurement) -> tuple:
+    work = measurement.m * max(measurement.k, 1) * measurement.n
+    return (KERNELS.index(measurement.kernel), -measurement.devices, work, measurement.key)
+
+
+def page(found: list[Results], names: list[str]) -> str:
+    """The whole of docs/performance.md."""
+    parts = [
+        "# Performance\n",
+        f"Written by `stretto bench document {' '.join(names)}`; do not edit."
+        " [benchmarks.md](benchmarks.md) tells how times are taken and what the columns mean."
+        " Times are medians in microseconds of one call, on the slowest device.\n",
+    ]
+    groups: dict[str, list[tuple[Results, Measurement]]] = {}
+    for one, measurement in latest(found):
+        groups.setdefault(f"{one.machine.card}, {one.machine.layout}", []).append(
+            (one, measurement)
+        )
+    for title, pairs in groups.items():
+        parts.append(f"## {title}\n")
+        for one in {id(one): one for one, _ in pairs}.values():
+            commit = f", commit {one.machine.commit}" if one.machine.commit else ""
+            parts.append(f"{table.machine_line(one)}; {one.start_time[:10]}{commit}.\n")
+        parts += _sections(sorted((m for _, m in pairs), key=_order))
+    missing = [text for one in found if (text := markdown.missing_list(one))]
+    if missing:
+        parts.append("## No times\n")
+        parts.append("".join(dict.fromkeys("".join(missing).splitlines(keepends=True))))
+    return "\n".join(parts)
+
+
+def _sections(measurements: list[Measurement]) -> list[str]:
+    parts = []
+    for kernel in KERNELS:
+        for devices in sorted({m.devices for m in measurements}, reverse=True):
+            cases = [m for m in measurements if m.kernel == kernel and m.devices == devices]
+            if cases:
+                plural = "device" if devices == 1 else "devices"
+                parts.append(f"### `{kernel}`, {devices} {plural}\n")
+                parts.append(markdown.kernel_table(cases))
+    if worst := table.never_slower_line(measurements):
+        parts += ["### `auto` beside XLA\n", worst + ".\n"]
+    parts += _scaling("Strong scaling", strong_efficiencies(measurements, "fused"))
+    parts += _scaling("Weak scaling", weak_efficiencies(measurements, "fused"))
+    return parts
+
+
+def _scaling(title: str, found: dict[tuple, dict[int, float]]) -> list[str]:
+    """Efficiencies of our kernel per device count; nothing if there is just one count."""
+    counts = sorted({count for row in found.values() for count in row})
+    if len(counts) < 2:
+        return []
+    body = []
+    for (kernel, m, k, n, dtype), row in found.items():
+        shape = f"{m}x{k}x{n}" if k else f"{m}x{n}"
+        cells = [table.percent(row.get(count)) or markdown.NONE for count in counts]
+        body.append([f"`{kernel}`", shape, dtype, *cells])
+    header = ["kernel", "shape on one device", "type", *(str(count) for count in counts)]
+    return [f"### {title}, by devices\n", rows(header, body, left=3)]

@@ -1,0 +1,260 @@
+"""What the pictures show: each function draws one, or returns None without data for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stretto.benchmarks import figures
+from stretto.benchmarks.markdown import operation_peers, peers_in
+from stretto.benchmarks.peers import FUSED, MATMUL, XLA
+from stretto.benchmarks.results import Measurement, Results
+from stretto.benchmarks.shapes import KERNELS, MATMULS
+from stretto.benchmarks.table import peer_label as label
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+type Draw = Callable[..., Any]
+
+COLOURS = {
+    "fused": "#0072b2",
+    "auto": "#56b4e9",
+    "xla": "#d55e00",
+    "xla-windowed": "#e69f00",
+    "jax-pallas": "#009e73",
+    "torch": "#cc79a7",
+    "torch-symm": "#8e6bbf",
+    "matmul": "#8a8a8a",
+    "own-matmul": "#b0a080",
+    "communication": "#8a8a8a",
+}
+MARKERS = {
+    "fused": "o",
+    "auto": "h",
+    "xla": "s",
+    "xla-windowed": "D",
+    "jax-pallas": "^",
+    "torch": "v",
+    "torch-symm": "P",
+    "matmul": "x",
+    "own-matmul": "+",
+    "communication": "x",
+}
+FLOOR = "#8a8a8a"
+
+SMALL = 1 << 20
+"""Bytes below which a collective is a matter of latency, not of bandwidth."""
+LEAST_FLOOR_US = 10.0
+"""Below this, launching takes longer than the floor, and a share of it says nothing."""
+
+
+def all_pictures(results: Results, figure: Callable[[], Figure]) -> dict[str, Figure]:
+    """By name, every picture that `results` hold data for; `figure` makes an empty one."""
+    measurements = [m for m in results.measurements if m.timed]
+    most = max((m.devices for m in measurements), default=0)
+    largest = [m for m in measurements if m.devices == most]
+    found: dict[str, Figure | None] = {}
+    for kernel in KERNELS:
+        cases = sorted((m for m in largest if m.kernel == kernel), key=_work)
+        if not cases:
+            continue
+        if kernel in MATMULS:
+            found[f"rate-{kernel}"] = rate(cases, figure())
+        elif most > 1:
+            found[f"bandwidth-{kernel}"] = bandwidth(cases, figure())
+            found[f"latency-{kernel}"] = latency(cases, figure())
+    found["share-of-floor"] = share_of_floor(sorted(largest, key=_case_order), figure())
+    found["scaling"] = scaling(measurements, figure())
+    found["roofline"] = roofline(largest, results.link_gb_per_s, figure())
+    return {name: picture for name, picture in found.items() if picture is not None}
+
+
+def rate(cases: Sequence[Measurement], figure: Figure) -> Figure:
+    """TFLOP/s per device of every peer over the shapes, with the floor."""
+    axes = figure.subplots()
+    places = range(len(cases))
+    floors = [_rate(m.flops, m.floor) for m in cases]
+    axes.plot(places, floors, color=FLOOR, linestyle="--", label="floor")
+    for peer in operation_peers(cases):
+        rates = [_rate(m.flops, timed.time) if (timed := m.of(peer)) else None for m in cases]
+        _line(axes, peer, places, rates)
+    axes.set_xticks(list(places), [m.shape for m in cases], rotation=25, ha="right")
+    axes.set_ylabel("TFLOP/s per device")
+    axes.set_ylim(bottom=0)
+    _finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices")
+    return figure
+
+
+def bandwidth(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
+    """Bus bandwidth of every peer against the size, with the link's, from `SMALL` up."""
+    cases = [m for m in cases if m.size >= SMALL]
+    if not cases:
+        return None
+    axes = figure.subplots()
+    sizes = [m.size for m in cases]
+    floors = [m.sent_bytes / m.floor / 1e3 if m.floor else None for m in cases]
+    axes.plot(sizes, [_nan(value) for value in floors], color=FLOOR, linestyle="--", label="floor")
+    for peer in peers_in(cases):
+        _line(axes, peer, sizes, [timed.bus_bw if (timed := m.of(peer)) else None for m in cases])
+    _size_axis(axes, sizes)
+    axes.set_ylabel("bus bandwidth, GB/s")
+    axes.set_ylim(bottom=0)
+    _finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices")
+    return figure
+
+
+def latency(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
+    """Time of every peer against the size, below `SMALL`."""
+    cases = [m for m in cases if m.size < SMALL]
+    if not cases:
+        return None
+    axes = figure.subplots()
+    sizes = [m.size for m in cases]
+    for peer in peers_in(cases):
+        _line(axes, peer, sizes, [timed.time if (timed := m.of(peer)) else None for m in cases])
+    _size_axis(axes, sizes)
+    axes.set_ylabel("time, us")
+    axes.set_ylim(bottom=0)
+    _finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices, small")
+    return figure
+
+
+def share_of_floor(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
+    """A row per case, a point per peer: how close each comes to its floor."""
+    cases = [m for m in cases if m.floor is not None and m.floor >= LEAST_FLOOR_US]
+    if not cases:
+        return None
+    figure.set_size_inches(7.5, 1.6 + 0.28 * len(cases))
+    axes = figure.subplots()
+    for peer in operation_peers(cases):
+        pairs = [
+            (100 * timed.share_of_floor, place)
+            for place, m in enumerate(cases)
+            if (timed := m.of(peer)) is not None and timed.share_of_floor
+        ]
+        if pairs:
+            shares, places = zip(*pairs, strict=True)
+            axes.scatter(
+                shares,
+                places,
+                color=COLOURS.get(peer, FLOOR),
+                marker=MARKERS.get(peer, "."),
+                label=label(peer),
+                zorder=4 if peer == "fused" else 3,
+            )
+    axes.axvline(100, color=FLOOR, linestyle="--")
+    axes.set_yticks(range(len(cases)), [f"{m.kernel} {m.shape}" for m in cases])
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the floor, %")
+    axes.set_xlim(left=0)
+    _finish(axes, f"Share of the floor, {cases[0].devices} devices")
+    return figure
+
+
+def scaling(measurements: Sequence[Measurement], figure: Figure) -> Figure | None:
+    """Efficiency of our kernel against the number of devices, strong and weak."""
+    strong = figures.strong_efficiencies(measurements, "fused")
+    weak = figures.weak_efficiencies(measurements, "fused")
+    if not any(len(row) > 1 for row in (*strong.values(), *weak.values())):
+        return None
+    axes = figure.subplots()
+    for style, name, found in (("-", "strong", strong), (":", "weak", weak)):
+        for (kernel, m, k, n, _), row in found.items():
+            if len(row) > 1:
+                counts = sorted(row)
+                shape = f"{m}x{k}x{n}" if k else f"{m}x{n}"
+                shares = [100 * row[count] for count in counts]
+                axes.plot(counts, shares, style, marker="o", label=f"{kernel} {shape}, {name}")
+    counts = sorted({m.devices for m in measurements})
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.axhline(100, color=FLOOR, linestyle="--")
+    axes.set_xlabel("devices")
+    axes.set_ylabel("efficiency, %")
+    axes.set_ylim(bottom=0)
+    _finish(axes, "Scaling")
+    return figure
+
+
+def roofline(cases: Sequence[Measurement], link_gb_per_s: float, figure: Figure) -> Figure | None:
+    """TFLOP/s against operations per byte sent, under the roof of the link and of the matmul."""
+    cases = [m for m in cases if m.flops and m.sent_bytes and (m.of("fused") or m.of("xla"))]
+    matmuls = [t.tflops for m in cases for t in m.timed if t.role == MATMUL and t.tflops]
+    if not cases or not matmuls:
+        return None
+    axes = figure.subplots()
+    intensities = [m.flops / m.sent_bytes for m in cases]
+    peak = max(matmuls)
+    left, right = min(intensities) / 2, max(*intensities, 2e3 * peak / link_gb_per_s) * 2
+    knee = 1e3 * peak / link_gb_per_s
+    axes.plot(
+        [left, knee, right], [left * link_gb_per_s / 1e3, peak, peak], color=FLOOR, linestyle="--"
+    )
+    markers = dict(zip(MATMULS, "o^s", strict=True))
+    for role, peer in ((FUSED, "fused"), (XLA, "xla")):
+        for kernel in MATMULS:
+            points = [
+                (m.flops / m.sent_bytes, timed.tflops)
+                for m in cases
+                if m.kernel == kernel and (timed := m.of(peer)) is not None and timed.role == role
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                name = f"{label(peer)}, {kernel}"
+                axes.scatter(x, y, color=COLOURS[peer], marker=markers[kernel], label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("floating-point operations per byte sent")
+    axes.set_ylabel("TFLOP/s per device")
+    _finish(axes, f"Roofline of the link at {link_gb_per_s:.0f} GB/s, {cases[0].devices} devices")
+    return figure
+
+
+def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [_bytes(size) for size in sizes], rotation=45, ha="right")
+    axes.minorticks_off()
+
+
+def _line(axes: Any, peer: str, x: Sequence[float], y: Sequence[float | None]) -> None:
+    axes.plot(
+        x,
+        [_nan(value) for value in y],
+        color=COLOURS.get(peer, FLOOR),
+        marker=MARKERS.get(peer, "."),
+        linewidth=2 if peer == "fused" else 1,
+        zorder=4 if peer == "fused" else 3,
+        label=label(peer),
+    )
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _rate(flops: int, microseconds: float | None) -> float:
+    return float("nan") if not microseconds else flops / microseconds / 1e6
+
+
+def _nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _bytes(size: int) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size //= 1024
+    return f"{size:.0f} GB"
+
+
+def _work(measurement: Measurement) -> tuple:
+    return (measurement.m * max(measurement.k, 1) * measurement.n, measurement.m, measurement.k)
+
+
+def _case_order(measurement: Measurement) -> tuple:
+    return (KERNELS.index(measurement.kernel), _work(measurement))
