@@ -18,6 +18,7 @@ from types import FrameType
 
 from stretto.launch import environment, network
 from stretto.launch.console import Console
+from stretto.launch.errors import LaunchError
 from stretto.launch.job import Job
 from stretto.launch.member import Member
 from stretto.launch.report import Failure
@@ -68,12 +69,19 @@ class Session:
             signal.signal(number, handler)
 
     def start(self) -> None:
-        """Open the socket that agents connect to, and run the commands that start them."""
+        """Open the socket that agents connect to, and run the commands that start them.
+
+        Raises:
+          LaunchError: this host has no address that others could reach.
+        """
         listener = network.listen(network.LOOPBACK if self.job.is_local else "0.0.0.0")
         self._selector.register(listener, selectors.EVENT_READ, self._on_connection)
         addresses = [network.LOOPBACK]
         if not self.job.is_local:
             addresses = network.interface_addresses(self.job.interface)
+            if not addresses:
+                where = f" on interface {self.job.interface}" if self.job.interface else ""
+                raise LaunchError(f"this host has no network address{where}; see ip address")
         port = listener.getsockname()[1]
         secret = {
             environment.RENDEZVOUS: " ".join([*addresses, str(port)]),

@@ -149,7 +149,7 @@ def _choose_coordinator(session: Session) -> str:
     addresses = offer["addresses"]
     if not addresses:
         where = f" on interface {job.interface}" if job.interface else ""
-        raise LaunchError(f"host {first.host} has no network address{where}; check --interface")
+        raise LaunchError(f"host {first.host} has no network address{where}; see ip address")
     remote = [member for member in others if member.host != first.host]
     for address in addresses:
         for member in remote:

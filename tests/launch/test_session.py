@@ -1,0 +1,137 @@
+"""Agents and launchers that misbehave, and strangers that connect."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.launch import start, supervisor
+from stretto.launch.console import Console
+from stretto.launch.errors import LaunchError
+from stretto.launch.job import Job
+from stretto.launch.launchers import AgentCommand, agent_program
+from stretto.launch.layout import HostDevices, plan
+from stretto.launch.member import Member
+from stretto.launch.session import Session
+
+AGENT = agent_program()
+
+
+def shell(text: str, index: int = 0) -> AgentCommand:
+    """A shell script that starts an agent as `"$@"`."""
+    return AgentCommand(("sh", "-c", text, "sh", *AGENT), {"STRETTO_AGENT_INDEX": str(index)})
+
+
+def job(tmp_path: Path, script: str, *commands: AgentCommand, **more) -> Job:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    layout = plan([HostDevices("localhost", len(commands))], "cpu", None)
+    return Job(layout, (str(path),), str(tmp_path), {}, commands, **more)
+
+
+def run(work: Job) -> int:
+    return supervisor.run(work, Console(len(work.commands), None))
+
+
+def test_launcher_that_hangs_at_the_end_is_killed(tmp_path, capfd):
+    """As mpirun does when a network breaks: it stays, and ignores SIGTERM."""
+    stays = shell("trap '' TERM; echo $$ > pid; \"$@\"; sleep 60 & wait; sleep 60")
+    began = time.monotonic()
+    script = "import os; open('agent', 'w').write(str(os.getppid()))"
+    (tmp_path / "here").mkdir()
+    work = job(tmp_path, script, shell(stays.argv[2].replace("pid", f"{tmp_path}/pid")))
+    assert run(work) == 0
+    assert time.monotonic() - began < 10
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_agent_that_never_comes(tmp_path, capfd):
+    work = job(tmp_path, "", shell("sleep 60"), start_timeout_s=0.5)
+    with pytest.raises(LaunchError, match=r"0 of 1 processes started within 0\.5 s"):
+        run(work)
+
+
+def test_two_agents_that_both_think_they_are_alone(tmp_path):
+    """What an mpirun of another kind than its library makes of a job."""
+    work = job(tmp_path, "", shell('"$@"', 0), shell('"$@"', 0))
+    with pytest.raises(LaunchError, match=r"numbered its 2 processes \[0, 0\]"):
+        run(work)
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+def test_strangers_are_dropped(tmp_path, capfd):
+    work = job(tmp_path, "print('fine')", shell('sleep 1; "$@"'))
+    with Session(work, Console(1, None)) as session:
+        session.start()
+        listener = next(
+            key.fileobj
+            for key in session._selector.get_map().values()
+            if isinstance(key.fileobj, socket.socket)
+        )
+        strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        strangers[1].sendall(framed(b'{"kind": "hello", "token": "guess"'))
+        strangers[2].sendall(framed(b'{"kind": "hello", "token": "guess"}'))
+        start.begin(session)
+        assert len(session.members) == 1
+        for stranger in strangers:
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+            stranger.close()
+        session.stop()
+
+
+class _Silent:
+    """A channel that goes nowhere."""
+
+    def send(self, kind, **fields):
+        pass
+
+
+def member(index: int, **versions: str) -> Member:
+    hello = {"index": index, "count": 2, "host": f"h{index}", "pid": 1, "versions": versions}
+    return Member(_Silent(), hello)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"python": "3.12.1", "jax": "0.11.3"}, "jax is 0.11.2 on host h0 and 0.11.3 on host h1"),
+        ({"python": "3.12.1"}, "jax is 0.11.2 on host h0 and nothing on host h1"),
+    ],
+)
+def test_hosts_with_different_versions(other, words):
+    first = member(0, python="3.12.1", jax="0.11.2")
+    with pytest.raises(LaunchError, match=words):
+        start._check_versions([first, member(1, **other)])
+    start._check_versions([first, member(1, python="3.12.1", jax="0.11.2")])
+
+
+def test_failure_of_a_process_that_was_told_to_end_is_none():
+    one = member(0)
+    one.send("stop", grace_s=1)
+    assert one.update({"kind": "ended", "state": "killed", "number": 15, "age_s": 0.0}) is None
+    assert one.over
+
+
+def test_failure_is_told_once():
+    one = member(0)
+    record = {"status": 1, "summary": "x", "traceback": "t"}
+    failure = one.update({"kind": "failure", "record": record})
+    assert failure is not None and failure.traceback == "t"
+    assert one.update({"kind": "ended", "state": "exited", "number": 1, "age_s": 0.0}) is None
+
+
+def test_worker_needs_the_standard_library_only():
+    """Whatever a script imports is its own: the worker brings nothing of ours."""
+    source = Path(sys.modules["stretto.launch.session"].__file__ or "").with_name("worker.py")
+    assert "stretto.launch" not in source.read_text().split('"""', 2)[2]
