@@ -17,9 +17,10 @@ import tomllib
 import typing
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stretto.kernels.dispatch import Choice, Problem
+if TYPE_CHECKING:
+    from stretto.kernels.dispatch import Problem
 
 SCHEMA = 1
 
@@ -141,46 +142,56 @@ def table_for(device_kind: str) -> Table:
         return Table(device_kind)
 
 
-def tuned_choice(problem: Problem, config_type: type, itemsize: int) -> Choice | None:
-    """What the table says of `problem`, None where it says nothing.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a table says of a problem: the fields of a `dispatch.Choice` but for the problem.
+
+    `backend` is "pallas" or "xla"; the times are those of the very shape, in microseconds, None
+    where the entry is another shape's.
+    """
+
+    backend: str
+    reason: str
+    config: Any
+    fused_us: float | None = None
+    xla_us: float | None = None
+
+
+def look_up(problem: Problem, config_type: type, itemsize: int) -> Found | None:
+    """What the table of the problem's GPU says of it, None where it says nothing.
+
+    That is where no entry is `NEAR`, where the nearest one's configuration does not fit the kernel
+    any more, and where it is another shape's and neither side won by `MARGIN`.
 
     Args:
       problem: the call.
       config_type: the kernel's `Config`.
       itemsize: bytes of an operand's element, for `Config.check`.
     """
-    found = table_for(problem.device_kind).nearest(problem)
-    if found is None:
+    nearest = table_for(problem.device_kind).nearest(problem)
+    if nearest is None:
         return None
-    entry, distance = found
+    entry, distance = nearest
     try:
         config = config_from_data(config_type, entry.config)
         config.check(itemsize)
     except (TypeError, ValueError):
         return None
+    backend = "pallas" if entry.ratio <= 1 else "xla"
+    share = f"{100 * entry.ratio:.0f}% of XLA's time"
     if distance == 0:
-        backend = "pallas" if entry.ratio <= 1 else "xla"
-        reason = f"the table's times say so ({_percent(entry.ratio)} of XLA's)"
-        return Choice(
-            problem=problem,
+        return Found(
             backend=backend,
-            reason=reason,
+            reason=f"the fused kernel was measured to take {share}",
             config=config,
             fused_us=entry.fused_us,
             xla_us=entry.xla_us,
         )
     if abs(entry.ratio - 1) < MARGIN:
         return None
-    backend = "pallas" if entry.ratio < 1 else "xla"
-    reason = (
-        f"the table's nearest shape, {entry.m}x{entry.k}x{entry.n}, takes"
-        f" {_percent(entry.ratio)} of XLA's time"
-    )
-    return Choice(problem=problem, backend=backend, reason=reason, config=config)
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.0f}%"
+    shape = f"{entry.m}x{entry.k}x{entry.n}" if entry.k else f"{entry.m}x{entry.n}"
+    reason = f"at the nearest shape in the table, {shape}, the fused kernel takes {share}"
+    return Found(backend=backend, reason=reason, config=config)
 
 
 def config_to_data(config: Any) -> dict[str, Any]:

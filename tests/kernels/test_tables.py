@@ -86,26 +86,26 @@ def test_the_file_of_a_gpu():
 
 
 def test_an_exact_entry_gives_its_times_and_config(tuned):
-    choice = tables.tuned_choice(problem(), Config, 2)
-    assert choice is not None
-    assert choice.backend == "pallas"
-    assert choice.config == Config(Tiles(tile_n=128), pull_slots=3)
-    assert (choice.fused_us, choice.xla_us) == (420.0, 716.0)
+    found = tables.look_up(problem(), Config, 2)
+    assert found is not None
+    assert found.backend == "pallas"
+    assert found.config == Config(Tiles(tile_n=128), pull_slots=3)
+    assert (found.fused_us, found.xla_us) == (420.0, 716.0)
 
 
 def test_xla_where_it_was_faster(tuned):
-    choice = tables.tuned_choice(problem(m=512), Config, 2)
-    assert choice is not None
-    assert choice.backend == "xla"
+    found = tables.look_up(problem(m=512), Config, 2)
+    assert found is not None
+    assert found.backend == "xla"
 
 
 def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
-    choice = tables.tuned_choice(problem(n=12288), Config, 2)
-    assert choice is not None
-    assert choice.backend == "pallas"
-    assert choice.config.pull_slots == 3
-    assert choice.fused_us is None
-    assert "8192x8192x8192" in choice.reason
+    found = tables.look_up(problem(n=12288), Config, 2)
+    assert found is not None
+    assert found.backend == "pallas"
+    assert found.config.pull_slots == 3
+    assert found.fused_us is None
+    assert "8192x8192x8192" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
     ],
 )
 def test_a_far_shape_or_another_problem_is_not_decided(tuned, other):
-    assert tables.tuned_choice(problem(**other), Config, 2) is None
+    assert tables.look_up(problem(**other), Config, 2) is None
 
 
 def test_an_entry_whose_config_does_not_fit_the_problem_is_not_used(tuned):
-    assert tables.tuned_choice(problem(), Config, 4) is None
+    assert tables.look_up(problem(), Config, 4) is None
 
 
 def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
@@ -132,7 +132,7 @@ def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
     class Without:
         tiles: Tiles = Tiles()
 
-    assert tables.tuned_choice(problem(), Without, 2) is None
+    assert tables.look_up(problem(), Without, 2) is None
 
 
 def test_a_tie_at_another_shape_is_not_trusted(monkeypatch):
@@ -148,8 +148,8 @@ def test_a_tie_at_another_shape_is_not_trusted(monkeypatch):
         config={},
     )
     monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (entry,)))
-    assert tables.tuned_choice(problem(), Config, 2) is not None
-    assert tables.tuned_choice(problem(n=8200), Config, 2) is None
+    assert tables.look_up(problem(), Config, 2) is not None
+    assert tables.look_up(problem(n=8200), Config, 2) is None
 
 
 def test_distance_counts_doublings():
@@ -171,8 +171,8 @@ def test_distance_counts_doublings():
 def test_a_missing_table_warns_once_and_decides_nothing(tuned):
     other = problem(device_kind="NVIDIA H200")
     with pytest.warns(UserWarning, match=r"no tuned table for NVIDIA H200.*stretto tune"):
-        assert tables.tuned_choice(other, Config, 2) is None
-    assert tables.tuned_choice(other, Config, 2) is None  # no second warning: those are errors
+        assert tables.look_up(other, Config, 2) is None
+    assert tables.look_up(other, Config, 2) is None  # no second warning: those are errors
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_damaged_table_says_what_is_wrong(tuned, text, message):
     with pytest.raises(TableError, match=message):
         tables.read(path)
     with pytest.warns(UserWarning, match="choosing by analysis"):
-        assert tables.tuned_choice(problem(), Config, 2) is None
+        assert tables.look_up(problem(), Config, 2) is None
 
 
 def test_a_config_survives_the_table():
