@@ -28,8 +28,8 @@ class Barrier:
     """
 
     __slots__ = (
-        "_clock", "arrivals_seen", "done_clock", "expected", "name", "pending", "phase",
-        "scheduler", "time", "time_so_far", "tx", "waiters",
+        "_clock", "_committed", "arrivals_seen", "done_clock", "done_committed", "expected", "name",
+        "pending", "phase", "scheduler", "time", "time_so_far", "tx", "waiters",
     )  # fmt: skip
 
     def __init__(self, name: str, expected: int, scheduler: Any):
@@ -40,14 +40,16 @@ class Barrier:
         self.phase = 0
         self._clock: Clock = empty()
         self.done_clock: Clock = empty()
+        self._committed: Clock = empty()
+        self.done_committed: Clock = empty()
         self.waiters: list = []
         self.scheduler = scheduler
         self.time = 0.0
         self.time_so_far = 0.0
         self.arrivals_seen: list[Any] = []
 
-    def arrive(self, clock: Clock, site: Any, time: float) -> None:
-        """One arrival, by a task that knows `clock`."""
+    def arrive(self, task: Any, site: Any) -> None:
+        """One arrival, by `task`."""
         if self.pending == 0:
             raise KernelFaultError(
                 f"barrier {self.name} expects {self.expected} arrivals a phase and gets one more,"
@@ -55,8 +57,9 @@ class Barrier:
                 " phase before the next arrival."
             )
         self.pending -= 1
-        self._clock = join(self._clock, clock)
-        self.time_so_far = max(self.time_so_far, time)
+        self._clock = join(self._clock, task.release())
+        self._committed = join(self._committed, task.committed)
+        self.time_so_far = max(self.time_so_far, task.time)
         self.arrivals_seen.append(site)
         self._check()
 
@@ -77,7 +80,8 @@ class Barrier:
         self.phase += 1
         self.pending = self.expected
         self.done_clock = join(self.done_clock, self._clock)
-        self._clock = empty()
+        self.done_committed = join(self.done_committed, self._committed)
+        self._clock, self._committed = empty(), empty()
         self.time = self.time_so_far
         self.arrivals_seen = []
         wake(self, self.scheduler)

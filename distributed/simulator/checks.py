@@ -29,11 +29,24 @@ class Checks:
             Finding(kind=kind, key=(kind, *sites, name), message=message, sites=sites)
         )
 
-    def commit(self, task: Any) -> None:
-        """`task` makes its stores to shared memory visible to copies and tensor cores."""
-
     def committed(self, region: Region, task: Any, site: Site, what: str) -> None:
-        """Checks that stores to `region` are visible to `what`."""
+        """Checks that plain stores to `region` are visible to a copy or a tensor core operation.
+
+        These read by another path to memory, and see a store only once `commit_smem` has come
+        between, in the task that stored or in one ordered after it.
+        """
+        if not self._on:
+            return
+        for store in self._machine.detector.last_writes(region):
+            if store.what == "write" and not knows(task.committed, store.timeline, store.value):
+                self._find(
+                    "uncommitted store",
+                    f"{what} issued by {task.describe()} at {site} reads {region.describe()},"
+                    f" stored by {store.who.describe()} at {store.site}, with no commit_smem"
+                    " between: it may read what was there before.",
+                    store.site,
+                    site,
+                )
 
     def unawaited_copy(self, copy: Any) -> None:
         """A task has ended and never waited for `copy`."""

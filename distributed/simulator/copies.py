@@ -34,6 +34,7 @@ class Copy:
     Attributes:
       issuer: the task that issued it.
       site: where.
+      destination: where it goes.
       reading, writing: (timeline, value) of its read and of its write.
       read_done, write_done: how far it is.
     """
@@ -43,7 +44,7 @@ class Copy:
         "waiters", "waiting", "write_done", "writing",
     )  # fmt: skip
 
-    def __init__(self, issuer: Any, site: Site, destination: str):
+    def __init__(self, issuer: Any, site: Site, destination: Region):
         self.issuer = issuer
         self.site = site
         self.destination = destination
@@ -85,10 +86,11 @@ class Copy:
 
     def finish(self) -> None:
         """Called once, when the body has ended."""
+        self._clock = clocks.empty()  # Reports refer to the copy for long; its clock is large.
 
     def describe(self) -> str:
         """The copy in words."""
-        return f"the copy to {self.destination} issued by {self.issuer.describe()}"
+        return f"the copy to {self.destination.describe()} issued by {self.issuer.describe()}"
 
 
 def store_body(

@@ -104,6 +104,12 @@ class RaceDetector:
         self._writes.append(access)
         region.set_write_ids(len(self._writes) - 1)
 
+    def last_writes(self, region: Region) -> list[Access]:
+        """The last writes to a region by the kernel."""
+        ids = region.write_ids()
+        found = [self._writes[i] for i in _distinct(ids) if i > INITIAL] if ids.size else []
+        return [a for a in found if a is not None]
+
     def _check(
         self,
         earlier: Access | None,
@@ -177,7 +183,7 @@ def missing_order(first: Access, second: Access) -> str:
     if "copy" in first.what and first.who is not second.who:
         wait = (
             "wait_smem_to_gmem before the signal or barrier that the second relies on"
-            if "shared memory to" in first.who.describe()
+            if first.who.destination.buffer.space == "gmem"
             else "a wait on the copy's barrier"
         )
         if first.device == second.device:

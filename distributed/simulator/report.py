@@ -14,8 +14,8 @@ class Finding:
     """Something that the kernel does and may not do, or that looks like a mistake.
 
     Attributes:
-      kind: "race", "uninitialised", "unawaited copy", "after end", "semaphore scope", or
-        "semaphore not zero".
+      kind: "race", "uninitialised", "uncommitted store", "unawaited copy", "after end",
+        "semaphore scope", or "semaphore not zero".
       key: what makes two findings the same.
       message: the whole story, with source lines.
       sites: the source lines, in the order they are told.

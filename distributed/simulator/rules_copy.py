@@ -45,7 +45,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
         for buffer in target.owners(task, env):
             region, overhang = target.clipped(buffer, env)
             targets.append((region, None if overhang is None else overhang[1]))
-        copy = Copy(task, site, targets[0][0].describe())
+        copy = Copy(task, site, targets[0][0])
         task.machine.checks.committed(source.region(task, env), task, site, "a copy")
         copy.start(store_body(copy, source.region(task, env), targets, reduction))
         task.uncommitted.append(copy)
@@ -111,7 +111,7 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
         if predicate is not None and not predicate(env):
             return
         yield
-        copy = Copy(task, site, target.region(task, env).describe())
+        copy = Copy(task, site, target.region(task, env))
         if axes:
             _start_multicast(task, copy, (source, target, barrier), env, axes)
         else:
@@ -130,7 +130,7 @@ def _start_load(
     item = array.items[pick(barrier, array, env)]
     num_bytes = destination.get().nbytes
     item.expect(num_bytes)
-    item.arrive(task.release(), copy.site, task.time)
+    item.arrive(task, copy.site)
     copy.start(load_body(copy, region, fill, [(destination, item)], num_bytes))
     task.machine.pending_loads.append(copy)
 
@@ -149,7 +149,7 @@ def _start_multicast(
     whole = target.within(own, env)
     num_bytes = whole.get().nbytes
     array.items[index].expect(num_bytes)
-    array.items[index].arrive(task.release(), copy.site, task.time)
+    array.items[index].arrive(task, copy.site)
     targets = []
     for block in blocks:
         buffer = block.shared.get(own.key) or machine.allocate(block, own)
@@ -182,7 +182,7 @@ def _part_index(shape: tuple, part: int, count: int) -> tuple:
 
 @rule("commit_smem")
 def _commit_smem(compiler: Compiler, eqn: Any) -> Step:
-    return False, lambda task, env: task.machine.checks.commit(task)
+    return False, lambda task, env: task.commit()
 
 
 @rule("async_store_smem", "wait_gmem_to_smem")

@@ -129,7 +129,7 @@ def _meet(task: Task, site: Any) -> Generator:
     barrier = task.block.barrier
     waits = task.phases.get(barrier, 0)
     task.phases[barrier] = waits + 1
-    barrier.arrive(task.release(), site, task.time)
+    barrier.arrive(task, site)
     yield Wait(
         barrier,
         lambda: barrier.phase > waits,
@@ -137,7 +137,7 @@ def _meet(task: Task, site: Any) -> Generator:
         lambda: f"the other warpgroups of its block at {barrier.name} ({barrier.progress()})",
         lambda: "every warpgroup of the block must enter the same run_scoped",
     )
-    task.acquire(barrier.done_clock)
+    task.acquire(barrier.done_clock, barrier.done_committed)
     task.time = max(task.time, barrier.time)
 
 
@@ -289,7 +289,7 @@ def _warps(compiler: Compiler, eqn: Any) -> Step:
         warps = []
         for w in range(count):
             warp = Task(task.machine, task.block, task.warpgroup, w)
-            warp.acquire(known)
+            warp.acquire(known, task.committed)
             warp.time, warp.phases = task.time, dict(task.phases)
             warp.body = _warp_body(body.run(warp, args), join, task.machine.scheduler)
             warps.append(warp)
@@ -310,7 +310,7 @@ def _warp_body(run: Generator, join: _Join, scheduler: Any) -> Generator:
 
 def _absorb(task: Task, warp: Task) -> None:
     """What a finished warp leaves to its warpgroup: what it knows, and its open copies."""
-    task.acquire(warp.clock)
+    task.acquire(warp.clock, warp.committed)
     task.time = max(task.time, warp.time)
     for barrier, waits in warp.phases.items():
         task.phases[barrier] = max(task.phases.get(barrier, 0), waits)

@@ -22,13 +22,12 @@ def barrier_view(compiler: Compiler, eqn: Any, ref: Any, leaves: list) -> ViewPl
 
 def arrive(task: Any, array: BarrierArray, index: int, site: Site) -> None:
     """One arrival of `task`, which reaches every block of a cluster barrier."""
-    clock = task.release()
     if not array.cluster_axes:
-        array.items[index].arrive(clock, site, task.time)
+        array.items[index].arrive(task, site)
         return
     for block in task.machine.cluster_blocks(task.block, array.cluster_axes):
         peer = block.shared.get(array.key) or task.machine.allocate(block, array)
-        peer.items[index].arrive(clock, site, task.time)
+        peer.items[index].arrive(task, site)
 
 
 def wait_for_barrier(task: Any, barrier: Barrier, site: Site) -> Generator:
@@ -50,7 +49,7 @@ def wait_for_barrier(task: Any, barrier: Barrier, site: Site) -> Generator:
         task.time = max(task.time, barrier.time)
         task.machine.note(task, f"wait {barrier.name}", begin)
     task.time = max(task.time, barrier.time)
-    task.acquire(barrier.done_clock)
+    task.acquire(barrier.done_clock, barrier.done_committed)
 
 
 def _arrivals(barrier: Barrier) -> str:
@@ -117,7 +116,7 @@ def _barrier_test(compiler: Compiler, eqn: Any) -> Step:
         env[out] = barrier.is_over(waits)
         if env[out]:
             task.phases[barrier] = waits + 1
-            task.acquire(barrier.done_clock)
+            task.acquire(barrier.done_clock, barrier.done_committed)
 
     return True, step
 
@@ -277,8 +276,8 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
         yield
         array = view.owner(task, env)
         semaphore = array.items[pick(view, array, env)]
-        if given_name:
-            semaphore.name = given_name + semaphore.name[len(array.name) :]
+        if given_name and array.name != given_name:
+            array.rename(given_name)
         wanted = int(value_of(env))
         statistics = task.machine.report.statistics
         statistics.waits += 1

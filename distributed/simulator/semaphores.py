@@ -122,3 +122,9 @@ class SemaphoreArray:
         self.device = device
         self.key = key
         self.ids = id_buffer(name, shape)
+
+    def rename(self, name: str) -> None:
+        """Gives the semaphores the name that the kernel has for them."""
+        for i, item in enumerate(self.items):
+            item.name = f"{name}[{i}]" if self.ids.data.shape else name
+        self.name = name

@@ -17,7 +17,8 @@ class Task:
       machine, device, block: where it runs.
       warpgroup, warp: which of its block; `warp` is None for a whole warpgroup.
       body: the generator that runs it.
-      timeline: its own; `clock` is what it knows.
+      timeline: its own; `clock` is what it knows, and `committed` what of it, in shared memory,
+        copies and tensor cores can see.
       phases: for each barrier, how often the task has waited on it.
       groups: committed groups of copies out of shared memory, oldest first.
       read_awaited: how many of these, from the oldest, are known to have read their source.
@@ -30,7 +31,7 @@ class Task:
     """
 
     __slots__ = (
-        "asyncs", "block", "body", "clock", "device", "groups", "machine", "matmuls", "phases",
+        "asyncs", "block", "body", "clock", "committed", "device", "groups", "machine", "matmuls", "phases",
         "polled", "read_awaited", "scopes", "semaphore_top", "time", "timeline", "uncommitted",
         "waiting", "warp", "warpgroup",
     )  # fmt: skip
@@ -44,6 +45,7 @@ class Task:
         self.timeline = machine.timelines.new()
         self.asyncs = clocks.AsyncTimelines(machine.timelines)
         self.clock = clocks.advance(clocks.empty(), self.timeline, 1)
+        self.committed = clocks.empty()
         self.phases: dict[Any, int] = {}
         self.groups: list[list[Any]] = []
         self.read_awaited = 0
@@ -76,9 +78,15 @@ class Task:
         self.clock[self.timeline] += 1
         return clock
 
-    def acquire(self, clock: clocks.Clock) -> None:
-        """Takes over what another knew."""
+    def acquire(self, clock: clocks.Clock, committed: clocks.Clock | None = None) -> None:
+        """Takes over what others knew, and had made visible to copies and tensor cores."""
         self.clock = clocks.join(self.clock, clock)
+        if committed is not None:
+            self.committed = clocks.join(self.committed, committed)
+
+    def commit(self) -> None:
+        """Makes all that it knows visible to copies and tensor cores."""
+        self.committed = clocks.join(self.committed, self.release())
 
     def acquire_one(self, timeline: int, value: int) -> None:
         """Takes over that one operation is done."""
