@@ -78,7 +78,7 @@ def simulate(
         adds it to the report.
       max_steps: steps of one launch before it is given up.
       cost_model: predicts times; sets the schedule to "time".
-      trace: keep what every task did, for `Report.save_trace`.
+      trace: keep what every task did, in `Report.trace`.
       rendezvous_timeout: seconds that devices wait for a device that does not come to a kernel.
 
     Yields:
@@ -88,6 +88,8 @@ def simulate(
       SimulationError: a kernel deadlocked, raced, or did something else that it may not do.
     """
     report = Report(seed=seed)
+    if trace:
+        report.trace = Trace(is_timed=cost_model is not None)
     settings = Settings(
         seed=seed,
         schedule="time" if cost_model is not None else schedule,
@@ -95,7 +97,7 @@ def simulate(
         on_finding=on_finding,
         limits=Limits(resident_blocks=resident_blocks, max_steps=max_steps),
         cost_model=cost_model,
-        trace=report.start_trace() if trace else None,
+        trace=report.trace,
         rendezvous_timeout=rendezvous_timeout,
     )
     simulation = _Simulation(settings, report)

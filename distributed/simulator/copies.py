@@ -88,6 +88,10 @@ class Copy:
         """Called once, when the body has ended."""
         self._clock = clocks.empty()  # Reports refer to the copy for long; its clock is large.
 
+    def place(self) -> tuple[int, str]:
+        """Its device and its row in a trace."""
+        return self.issuer.device.index, f"copies of {self.issuer.describe()}"
+
     def describe(self) -> str:
         """The copy in words."""
         return f"the copy to {self.destination.describe()} issued by {self.issuer.describe()}"
@@ -109,8 +113,7 @@ def store_body(
     yield
     machine.detector.read(source, copy.access("copy's read", copy.reading))
     data = np.array(source.get())
-    begin = copy.time
-    copy.time = machine.cost.copy_start(copy, data.nbytes)
+    begin = machine.now(copy)
     copy.mark_read()
     yield
     for target, part in targets:
@@ -125,9 +128,9 @@ def store_body(
         target.set(piece)
         machine.count_copy(copy.issuer.device.index, target.buffer.device, piece.nbytes)
         copy.time = machine.cost.copy_end(
-            copy, copy.issuer.device.index, target.buffer.device, piece.nbytes
+            copy.time, copy.issuer.device.index, target.buffer.device, piece.nbytes
         )
-    machine.note(copy, "copy out", begin)
+    machine.note(copy, f"copy to {copy.destination.describe()}", begin)
     copy.mark_written()
 
 
@@ -160,17 +163,17 @@ def load_body(
         data = whole
     if select is not None:
         data = select(data)
-    begin = copy.time
+    begin = machine.now(copy)
     copy.mark_read()
     yield
     copy.time = machine.cost.copy_end(
-        copy, source.buffer.device, copy.issuer.device.index, data.nbytes
+        copy.time, source.buffer.device, copy.issuer.device.index, data.nbytes
     )
     machine.count_copy(source.buffer.device, copy.issuer.device.index, data.nbytes)
     for target, barrier in targets:
         machine.detector.write(target, copy.access("copy's write", copy.writing))
         target.set(data.reshape(target.get().shape))
-    machine.note(copy, "copy in", begin)
+    machine.note(copy, f"copy to {copy.destination.describe()}", begin)
     copy.mark_written()
     for _, barrier in targets:
         barrier.land(num_bytes, *copy.writing, copy.time)

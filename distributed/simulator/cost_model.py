@@ -2,90 +2,104 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Rates of a device and its links.
+    """Rates of a device and its links; the defaults are those of an H100 on NVLink.
 
-    The blocks resident on a device share its rates evenly: a device of 132 blocks has 1/132 of the
-    matmul rate in each. So a kernel may be simulated with fewer, larger blocks than it runs with.
+    The resident blocks of a device share its rates: with `n` of them each has 1/n of the matmul
+    rate, so a kernel may be simulated with fewer blocks than it runs with. Copies within a device
+    share its memory bandwidth, and those between devices the bandwidth of sender and receiver, in
+    the order in which they are issued.
 
     Attributes:
       matmul_flops: floating point operations per second of all tensor cores of a device.
       link_bandwidth: bytes per second that a device can send over all its links, and receive.
       memory_bandwidth: bytes per second between global memory (or its cache) and shared memory.
-      link_latency: seconds from the issue of a remote copy to the arrival of its first byte.
+      link_latency: seconds from the issue of a remote copy to its end, beside its bytes.
       memory_latency: the same for a copy within the device.
-      signal_latency: seconds from a signal to the end of the wait for it.
+      signal_latency: seconds until a signal is seen by another device.
       launch_latency: seconds for a launch, the barrier between devices before it included.
     """
 
-    matmul_flops: float = 650e12
-    link_bandwidth: float = 350e9
-    memory_bandwidth: float = 5.5e12
+    matmul_flops: float = 760e12
+    link_bandwidth: float = 290e9
+    memory_bandwidth: float = 10e12
     link_latency: float = 2e-6
     memory_latency: float = 0.7e-6
     signal_latency: float = 1e-6
-    launch_latency: float = 20e-6
+    launch_latency: float = 18e-6
 
-    def start(self, machine: Any) -> CostModel:
-        """A copy of the model with the state of one launch."""
-        model = copy.copy(self)
-        model._machine = machine
-        model._send_free = {}
-        model._receive_free = {}
-        model._memory_free = {}
-        model._busy = [0.0] * machine.mesh.num_devices
-        return model
+    def scaled(self, *, rows: int = 1, columns: int = 1, depth: int = 1) -> CostModel:
+        """Rates with which a small matmul stands for one that is larger along its dimensions.
+
+        A matmul of `m x k x n` simulated under `scaled(rows=a, depth=b, columns=c)` takes the time
+        of one of `(a m) x (b k) x (c n)` whose left operand travels: arithmetic and loads grow with
+        all three, what is sent with `a b`. The number of tiles that a block gets should be like
+        that of the large one, so take as many fewer blocks as there are fewer tiles.
+        """
+        work = rows * columns * depth
+        return dataclasses.replace(
+            self,
+            matmul_flops=self.matmul_flops / work,
+            memory_bandwidth=self.memory_bandwidth / work,
+            link_bandwidth=self.link_bandwidth / (rows * depth),
+        )
+
+
+class Clock:
+    """Keeps the time of one launch under a cost model, or none.
+
+    Args:
+      model: the rates; without them nothing takes time.
+      machine: the launch.
+    """
+
+    def __init__(self, model: CostModel | None, machine: Any):
+        self._model = model
+        self._machine = machine
+        count = machine.mesh.num_devices
+        self._send_free = [0.0] * count
+        self._receive_free = [0.0] * count
+        self._memory_free = [0.0] * count
+        self._busy = [0.0] * count
+
+    @property
+    def signal_latency(self) -> float:
+        """Seconds until a signal is seen by another device."""
+        return self._model.signal_latency if self._model else 0.0
 
     def matmul(self, task: Any, flops: int) -> None:
-        """A tensor core operation of `task`: its time goes on by what it takes."""
-        machine = self._machine
-        blocks = min(len(task.device.blocks), machine.limits.resident_blocks)
-        # The warpgroups of a block take turns at its tensor cores, so the block's time is serial.
-        begin = max(task.time, task.block.time)
-        task.time = begin + flops * blocks / self.matmul_flops
-        task.block.time = task.time
-        self._busy[task.device.index] += flops / self.matmul_flops
+        """A tensor core operation of `task`, whose time goes on by what it takes."""
+        if self._model is None:
+            return
+        device, block = task.device, task.block
+        sharing = min(len(device.blocks), self._machine.limits.resident_blocks)
+        # Warpgroups take turns at the tensor cores of their block's multiprocessor.
+        begin = max(task.time, block.tensor_free)
+        task.time = block.tensor_free = begin + flops * sharing / self._model.matmul_flops
+        self._busy[device.index] += flops / self._model.matmul_flops
 
-    def copy_start(self, copy: Any, num_bytes: int) -> float:
-        """When the source of a copy out of shared memory has been read."""
-        return copy.time
-
-    def copy_end(self, copy: Any, source: int, destination: int, num_bytes: int) -> float:
-        """When a copy from device `source` to device `destination` has landed."""
+    def copy_end(self, begin: float, source: int, destination: int, num_bytes: int) -> float:
+        """When a copy issued at `begin` from device `source` to device `destination` has landed."""
+        model = self._model
+        if model is None:
+            return begin
         if source == destination:
-            begin = max(copy.time, self._memory_free.get(source, 0.0))
-            self._memory_free[source] = end = begin + num_bytes / self.memory_bandwidth
-            return end + self.memory_latency
-        seconds = num_bytes / self.link_bandwidth
-        sent = max(copy.time, self._send_free.get(source, 0.0)) + seconds
-        self._send_free[source] = sent
-        landed = max(sent, self._receive_free.get(destination, 0.0) + seconds)
-        self._receive_free[destination] = landed
-        return landed + self.link_latency
+            begin = max(begin, self._memory_free[source])
+            self._memory_free[source] = begin + num_bytes / model.memory_bandwidth
+            return self._memory_free[source] + model.memory_latency
+        seconds = num_bytes / model.link_bandwidth
+        begin = max(begin, self._send_free[source], self._receive_free[destination])
+        self._send_free[source] = self._receive_free[destination] = begin + seconds
+        return begin + seconds + model.link_latency
 
     def finish(self) -> tuple[float, float]:
         """(seconds of the launch, mean seconds that a device's tensor cores were busy)."""
-        devices = self._machine.devices
-        total = max((d.time for d in devices), default=0.0) + self.launch_latency
-        return total, sum(self._busy) / max(len(devices), 1)
-
-
-class NoCost(CostModel):
-    """Everything takes no time."""
-
-    def matmul(self, task: Any, flops: int) -> None:
-        """Takes no time."""
-
-    def copy_end(self, copy: Any, source: int, destination: int, num_bytes: int) -> float:
-        """Lands at once."""
-        return copy.time
-
-    def finish(self) -> tuple[float, float]:
-        """No time."""
-        return 0.0, 0.0
+        if self._model is None:
+            return 0.0, 0.0
+        total = max(d.time for d in self._machine.devices) + self._model.launch_latency
+        return total, sum(self._busy) / len(self._busy)

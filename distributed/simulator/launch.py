@@ -95,6 +95,8 @@ class KernelCall:
             raise
         finally:
             report.launches += 1
+            if report.trace is not None:
+                report.trace.next_launch()
             report.statistics.steps += scheduler.steps
         self._settle(machine, settings, known)
         n_in = len(operands[0])

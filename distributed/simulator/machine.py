@@ -12,7 +12,7 @@ from typing import Any
 from stretto.distributed.simulator import clocks
 from stretto.distributed.simulator.barriers import BarrierArray
 from stretto.distributed.simulator.checks import Checks
-from stretto.distributed.simulator.cost_model import CostModel, NoCost
+from stretto.distributed.simulator.cost_model import Clock, CostModel
 from stretto.distributed.simulator.memory import Buffer
 from stretto.distributed.simulator.mesh import DeviceMesh
 from stretto.distributed.simulator.program import KernelInfo, Program
@@ -21,6 +21,7 @@ from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.semaphores import SemaphoreArray
 from stretto.distributed.simulator.tasks import Block, Task
+from stretto.distributed.simulator.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Machine:
         limits: Limits,
         detect_races: bool,
         cost: CostModel | None,
-        trace: list | None = None,
+        trace: Trace | None = None,
     ):
         self.kernel = kernel
         self.program = program
@@ -100,7 +101,7 @@ class Machine:
         self.limits = limits
         self.timelines = clocks.Timelines()
         self.detector = RaceDetector(report, detect_races)
-        self.cost = (cost or NoCost()).start(self)
+        self.cost = Clock(cost, self)
         self.trace = trace
         self.devices = [Device(i, mesh) for i in range(mesh.num_devices)]
         self.checks = Checks(self)
@@ -241,10 +242,17 @@ class Machine:
         if source != destination:
             self.report.statistics.link_bytes[source, destination] += num_bytes
 
+    def now(self, who: Any) -> float:
+        """The time of `who`, by the cost model or in steps, for `note`."""
+        if self.trace is None:
+            return 0.0
+        return who.time if self.trace.is_timed else float(self.scheduler.steps)
+
     def note(self, who: Any, what: str, begin: float) -> None:
-        """Adds to the trace, if one is kept, what `who` did from `begin` to its time."""
+        """Adds to the trace, if one is kept, what `who` (a task or a copy) did since `begin`."""
         if self.trace is not None:
-            self.trace.append((who, what, begin, who.time, self.scheduler.steps))
+            device, row = who.place()
+            self.trace.add(device, row, what, begin, self.now(who))
 
     def print(self, task: Task, text: str) -> None:
         """A line that the kernel prints."""

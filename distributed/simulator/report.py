@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.statistics import Statistics
+from stretto.distributed.simulator.trace import Trace
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Report:
       launches: number of kernel launches simulated, over all teams.
       output: lines that kernels printed with `debug_print`.
       statistics: bytes, copies, waits and steps, summed over the launches.
+      trace: what every task did, if it was asked for.
       deadlock: the text of the deadlock, if there was one.
     """
 
@@ -58,13 +60,8 @@ class Report:
     output: list[str] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     deadlock: str | None = None
-    trace: list | None = None
+    trace: Trace | None = None
     _seen: dict[Hashable, Finding] = field(default_factory=dict, repr=False)
-
-    def start_trace(self) -> list:
-        """Begins to keep a trace; returns where events go."""
-        self.trace = []
-        return self.trace
 
     def add(self, finding: Finding) -> None:
         """Adds a finding, or counts it if it is known."""

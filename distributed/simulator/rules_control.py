@@ -218,8 +218,9 @@ def _delay(compiler: Compiler, eqn: Any) -> Step:
     (nanos,) = compiler.ins(eqn)
 
     def step(task: Any, env: list) -> Generator:
+        begin = task.machine.now(task)
         task.time += float(env[nanos]) * 1e-9
-        task.machine.note(task, "delay", task.time - float(env[nanos]) * 1e-9)
+        task.machine.note(task, "delay", begin)
         yield
 
     return True, step

@@ -46,7 +46,7 @@ def _wgmma_ref(compiler: Compiler, eqn: Any) -> Step:
         target = acc.region(task, env)
         lhs = _operand(task, a, env, place, site) if a_is_ref else np.asarray(a.ref(env))
         rhs = _operand(task, b, env, place, site)
-        begin = task.time
+        begin = task.machine.now(task)
         flops = 2 * lhs.shape[0] * lhs.shape[1] * rhs.shape[1]
         task.machine.report.statistics.flops += flops
         task.machine.cost.matmul(task, flops)

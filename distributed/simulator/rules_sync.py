@@ -38,7 +38,7 @@ def wait_for_barrier(task: Any, barrier: Barrier, site: Site) -> Generator:
     statistics.waits += 1
     if not barrier.is_over(waits):
         statistics.blocked_waits += 1
-        begin = task.time
+        begin = task.machine.now(task)
         yield Wait(
             barrier,
             lambda: barrier.is_over(waits),
@@ -281,7 +281,7 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
         wanted = int(value_of(env))
         statistics = task.machine.report.statistics
         statistics.waits += 1
-        begin, blocked = task.time, semaphore.value < wanted
+        begin, blocked = task.machine.now(task), semaphore.value < wanted
         statistics.blocked_waits += blocked
         while semaphore.value < wanted:
             yield Wait(

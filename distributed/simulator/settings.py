@@ -10,6 +10,7 @@ from typing import Literal
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.scheduler import ORDERS
+from stretto.distributed.simulator.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Settings:
     on_finding: Literal["raise", "record"] = "raise"
     limits: Limits = field(default_factory=Limits)
     cost_model: CostModel | None = None
-    trace: list | None = None
+    trace: Trace | None = None
     rendezvous_timeout: float = 60.0
     order_seed: int = 0
 

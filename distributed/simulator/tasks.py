@@ -109,6 +109,10 @@ class Task:
         """Called once, when the body has ended."""
         self.machine.task_finished(self)
 
+    def place(self) -> tuple[int, str]:
+        """Its device and its row in a trace."""
+        return self.device.index, self.describe()
+
     def describe(self) -> str:
         """The task in words."""
         text = self.block.describe()
@@ -129,11 +133,13 @@ class Block:
       shared_bytes: shared memory that it holds now.
       running: tasks not done.
       clock: what all its finished tasks knew.
+      time: when its last finished task ended, by the cost model.
+      tensor_free: when its tensor cores are free.
     """
 
     __slots__ = (
         "barrier", "clock", "coords", "device", "index", "running", "scope_bytes", "scope_exits",
-        "shared", "shared_bytes", "time",
+        "shared", "shared_bytes", "tensor_free", "time",
     )  # fmt: skip
 
     def __init__(self, device: Any, index: int, coords: dict[Hashable, int]):
@@ -148,6 +154,7 @@ class Block:
         self.running = 0
         self.clock = clocks.empty()
         self.time = 0.0
+        self.tensor_free = 0.0
 
     def axis_index(self, name: Hashable) -> int | None:
         """The block's index along an axis of the kernel's mesh; None if it is not one of its."""
