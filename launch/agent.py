@@ -38,22 +38,24 @@ _DAEMONS = ("orted", "prted", "hydra_pmi_proxy")
 def main() -> int:
     """Connect, serve one worker, and return this process's exit status."""
     environ = environment.current()
-    *addresses, port = environ[environment.RENDEZVOUS].split()
-    sock = network.connect(addresses, int(port), _CONNECT_TIMEOUT_S)
+    rendezvous = environment.Rendezvous.parse(environ[environment.RENDEZVOUS])
+    sock = network.connect(rendezvous.addresses, rendezvous.port, _CONNECT_TIMEOUT_S)
     if sock is None:
+        where = f"{' or '.join(rendezvous.addresses)} port {rendezvous.port}"
         print(
-            f"stretto: host {socket.gethostname()} cannot reach the supervisor at "
-            f"{' or '.join(addresses)} port {port}; check the network and firewalls between them",
+            f"stretto: host {socket.gethostname()} cannot reach the supervisor at {where}; "
+            "check the network and firewalls between them",
             file=sys.stderr,
         )
         return 1
-    return Agent(Channel(sock, trusted=True), environ).serve()
+    return Agent(Channel(sock, trusted=True), environ, rendezvous.token).serve()
 
 
 class Agent:
     """The state of one agent; ``serve`` is its whole life."""
 
-    def __init__(self, channel: Channel, environ: dict[str, str]):
+    def __init__(self, channel: Channel, environ: dict[str, str], token: str):
+        self._token = token
         self._channel = channel
         self._environ = environ
         self._child: Child | None = None
@@ -85,7 +87,7 @@ class Agent:
         launched = detect(self._environ)
         index = self._environ.get(environment.AGENT_INDEX)
         return {
-            "token": self._environ[environment.TOKEN],
+            "token": self._token,
             "index": int(index) if index else (launched.process_id if launched else 0),
             "count": None if index else (launched.num_processes if launched else 1),
             "host": socket.gethostname(),

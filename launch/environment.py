@@ -12,6 +12,7 @@ one terminal.
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from stretto.launch.errors import LaunchError
@@ -26,11 +27,10 @@ LOCAL_DEVICE_IDS = "STRETTO_LOCAL_DEVICE_IDS"  # "0,1"; empty means all
 RESTART = "STRETTO_RESTART"  # 0 at first, then 1, 2, ... under --restarts
 
 # Between the supervisor and its agents only; scripts never see them.
-RENDEZVOUS = "STRETTO_RENDEZVOUS"  # "address address ... port" of the supervisor
-TOKEN = "STRETTO_TOKEN"
+RENDEZVOUS = "STRETTO_RENDEZVOUS"  # of a `Rendezvous`
 AGENT_INDEX = "STRETTO_AGENT_INDEX"  # set where no MPI launcher numbers the agents
 WORKER_PIPES = "STRETTO_WORKER_PIPES"
-PRIVATE = (RENDEZVOUS, TOKEN, AGENT_INDEX, WORKER_PIPES)
+PRIVATE = (RENDEZVOUS, AGENT_INDEX, WORKER_PIPES)
 
 FORWARDED = (
     "STRETTO_*",
@@ -71,6 +71,27 @@ HOST = (
     "HYDRA_*",
     "SLURM_*",
 )
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where agents find the supervisor, and the token by which it knows them.
+
+    As text it has no spaces, commas or quotes, over which MPI launchers stumble.
+    """
+
+    token: str
+    addresses: tuple[str, ...]
+    port: int
+
+    def __str__(self) -> str:
+        return "/".join((self.token, str(self.port), *self.addresses))
+
+    @classmethod
+    def parse(cls, text: str) -> "Rendezvous":
+        """The inverse of ``str``."""
+        token, port, *addresses = text.split("/")
+        return cls(token, tuple(addresses), int(port))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -124,18 +124,17 @@ def mpirun_command(
 ) -> AgentCommand:
     """One ``mpirun`` for all agents.
 
-    Only the address and token of the supervisor pass through it, by name; everything else goes
-    over the agents' own connections.
+    Only the supervisor's address and the job's token pass through it, in one variable that is
+    named and not shown; everything else goes over the agents' own connections.
 
     Args:
       hostfile: a file with ``hostfile_text``, or None for a job on this machine.
       is_root: whether root runs it, which Open MPI refuses unless told.
     """
     count = str(len(layout.processes))
-    names = (environment.RENDEZVOUS, environment.TOKEN)
     if mpirun.flavour == "mpich":
         hosts = ("-f", str(hostfile)) if hostfile else ("-hosts", "localhost")
-        argv = [mpirun.path, *hosts, "-genvlist", ",".join(names), "-n", count, *agent]
+        argv = [mpirun.path, *hosts, "-genvlist", environment.RENDEZVOUS, "-n", count, *agent]
         return AgentCommand(tuple(argv))
     # Binding two or fewer processes to a core each, the default, would starve JAX's threads.
     argv = [mpirun.path, "--bind-to", "none"]
@@ -147,8 +146,7 @@ def mpirun_command(
         argv += ["--map-by", "slot:OVERSUBSCRIBE"]
     if hostfile is not None:
         argv += ["--hostfile", str(hostfile)]
-    for name in names:
-        argv += ["-x", name]
+    argv += ["-x", environment.RENDEZVOUS]
     return AgentCommand((*argv, "-n", count, *agent))
 
 

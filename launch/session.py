@@ -83,10 +83,9 @@ class Session:
                 where = f" on interface {self.job.interface}" if self.job.interface else ""
                 raise LaunchError(f"this host has no network address{where}; see ip address")
         port = listener.getsockname()[1]
-        secret = {
-            environment.RENDEZVOUS: " ".join([*addresses, str(port)]),
-            environment.TOKEN: self._token,
-        }
+        rendezvous = environment.Rendezvous(self._token, tuple(addresses), port)
+        # First, not last: MPICH 5.0.2 forgets to forward the environment's last variable.
+        environ = {environment.RENDEZVOUS: str(rendezvous), **environment.current()}
         for command in self.job.commands:
             read_end, write_end = os.pipe()
             launcher = subprocess.Popen(
@@ -94,7 +93,7 @@ class Session:
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                env={**environment.current(), **secret, **command.environ},
+                env={**environ, **command.environ},
                 start_new_session=True,
             )
             os.close(write_end)

@@ -54,6 +54,12 @@ def _gather(session: Session) -> None:
     while len(session.members) < wanted:
         gone = session.launchers_ended()  # asked first: agents may connect until then
         session.wait()
+        for member in session.members:
+            if member.over:
+                raise LaunchError(
+                    f"process {member.process_id} on host {member.host} ended while starting"
+                    + _words(session)
+                )
         have = len(session.members)
         if have >= wanted:
             return

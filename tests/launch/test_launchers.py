@@ -49,7 +49,7 @@ def test_openmpi_5_as_root():
     assert "OVERSUBSCRIBE" in text
     assert "-n 4" in text
     assert argv[-4:] == (sys.executable, "-P", "-m", "stretto.launch.agent")
-    assert "STRETTO_TOKEN" in argv  # by name: its value is no one's business in `ps`
+    assert "STRETTO_RENDEZVOUS" in argv  # by name: its value is no one's business in `ps`
 
 
 def test_openmpi_4_with_hosts():
@@ -67,7 +67,7 @@ def test_mpich():
     argv = launchers.mpirun_command(TWO_HOSTS, AGENT, mpirun, Path("/t/hosts"), is_root=True).argv
     text = " ".join(argv)
     assert "-f /t/hosts" in text
-    assert "-genvlist STRETTO_RENDEZVOUS,STRETTO_TOKEN" in text
+    assert "-genvlist STRETTO_RENDEZVOUS" in text
     assert "--" not in text.split(sys.executable)[0]  # no option of Open MPI's
     assert launchers.hostfile_text(TWO_HOSTS, "mpich") == "a:2\nb:1\n"
 

@@ -61,7 +61,7 @@ def test_missing_script(capfd):
         (("--port", "70000"), "--port 70000 must be from 1 to 65535"),
         (("--env", "=x"), "--env '=x' has no name"),
         (("--env", "NOT_SET_ANYWHERE"), "--env NOT_SET_ANYWHERE is not set here"),
-        (("--env", "STRETTO_TOKEN=1"), "the launcher's own variable"),
+        (("--env", "STRETTO_RENDEZVOUS=1"), "the launcher's own variable"),
         (("--hostfile", "none"), "--hostfile none: No such file"),
         (("--hostfile", "a", "--hosts", "b"), "--hostfile and --hosts both name hosts"),
         (("--hosts", "a:0"), "'a:0' needs a number of at least 1"),

@@ -40,7 +40,6 @@ def test_arguments_and_place(run_job):
         me, arguments, names = json.loads(line[4:])
         assert me == i
         assert arguments == ["--x", "-n", "9", "a b", ""]
-        assert "STRETTO_TOKEN" not in names
         assert "STRETTO_RENDEZVOUS" not in names
 
 
