@@ -67,10 +67,10 @@ class Barrier:
         """Announces bytes that a copy will bring; to be called before the copy's arrival."""
         self.tx += num_bytes
 
-    def land(self, num_bytes: int, timeline: int, value: int, time: float) -> None:
-        """Announced bytes have landed; the copy is (timeline, value)."""
+    def land(self, num_bytes: int, place: tuple[int, int], time: float) -> None:
+        """Announced bytes have landed; the copy is at `place`, a (timeline, value)."""
         self.tx -= num_bytes
-        self._clock = advance(self._clock, timeline, value)
+        self._clock = advance(self._clock, *place)
         self.time_so_far = max(self.time_so_far, time)
         self._check()
 

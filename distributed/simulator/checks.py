@@ -25,9 +25,7 @@ class Checks:
         self._on = machine.detector.detect_races
 
     def _find(self, kind: str, message: str, *sites: Site, name: str = "") -> None:
-        self._report.add(
-            Finding(kind=kind, key=(kind, *sites, name), message=message, sites=sites)
-        )
+        self._report.add(Finding(kind=kind, key=(kind, *sites, name), message=message, sites=sites))
 
     def committed(self, region: Region, task: Any, site: Site, what: str) -> None:
         """Checks that plain stores to `region` are visible to a copy or a tensor core operation.
@@ -116,7 +114,8 @@ class Checks:
         for device in machine.devices:
             for array in device.semaphores.values():
                 for semaphore in array.items:
-                    if semaphore.value:
+                    # One that is only ever compared counts up by design.
+                    if semaphore.value and semaphore.uses != {False}:
                         self._left_over(semaphore)
 
     def _after_end(self, device: Any, access: Access) -> None:

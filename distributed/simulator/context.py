@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Generator
@@ -19,6 +20,7 @@ from stretto.distributed.simulator.mesh import DeviceMesh
 from stretto.distributed.simulator.rendezvous import Rendezvous
 from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.settings import Settings
+from stretto.distributed.simulator.trace import Trace
 
 # Part of the key of JAX's caches, so that nothing traced or lowered for the simulator is used
 # outside, nor the other way round. It does not hold the seed: a new seed needs no new compilation.
@@ -42,8 +44,12 @@ _active: list[_Simulation] = []
 _last: list[_Simulation] = []
 
 
+@dataclasses.dataclass(frozen=True)
 class SimulatorParams:
-    """Given as `interpret=` to `plgpu.kernel`, makes that one kernel run in the simulator."""
+    """Given as `interpret=` to `plgpu.kernel`, makes that one kernel run in the simulator.
+
+    Outside of `simulate` it runs with the default settings.
+    """
 
 
 @contextlib.contextmanager
@@ -101,7 +107,6 @@ def simulate(
         rendezvous_timeout=rendezvous_timeout,
     )
     simulation = _Simulation(settings, report)
-    jax_compat.install_kernel_interception(_intercept)
     _active.append(simulation)
     try:
         with _is_simulating((core_count,)), jax_compat.cpu_core_count(core_count):
@@ -170,3 +175,6 @@ def _current() -> _Simulation:
     if _last:
         return _last[-1]
     return _Simulation(Settings(), Report())
+
+
+jax_compat.install_kernel_interception(_intercept)

@@ -60,7 +60,7 @@ class Copy:
         self.waiting: Any = None
         self.polled = False
         self.time = issuer.time
-        self.body: Generator
+        self.body: Generator[Any, None, Any]
 
     def start(self, body: Generator) -> None:
         """Hands the copy to the scheduler."""
@@ -170,10 +170,10 @@ def load_body(
         copy.time, source.buffer.device, copy.issuer.device.index, data.nbytes
     )
     machine.count_copy(source.buffer.device, copy.issuer.device.index, data.nbytes)
-    for target, barrier in targets:
+    for target, _ in targets:
         machine.detector.write(target, copy.access("copy's write", copy.writing))
         target.set(data.reshape(target.get().shape))
     machine.note(copy, f"copy to {copy.destination.describe()}", begin)
     copy.mark_written()
     for _, barrier in targets:
-        barrier.land(num_bytes, *copy.writing, copy.time)
+        barrier.land(num_bytes, copy.writing, copy.time)

@@ -51,7 +51,7 @@ class KernelCall:
 
     @cached_property
     def _prepared(self) -> tuple[KernelInfo, Program]:
-        sizes = dict(zip(self.mesh.names, self.mesh.sizes))
+        sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
         kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
         return kernel, Compiler(kernel, self.jaxpr).program
 

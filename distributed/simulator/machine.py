@@ -123,7 +123,7 @@ class Machine:
         for device in self.devices:
             grid = itertools.product(*(range(n) for _, n in self._shape))
             for index, position in enumerate(grid):
-                block = Block(device, index, dict(zip(names, position)))
+                block = Block(device, index, dict(zip(names, position, strict=True)))
                 block.barrier = BarrierArray(
                     "the entry of a shared scope", (), self.num_warpgroups, self.scheduler, None
                 ).items[0]
@@ -214,7 +214,7 @@ class Machine:
         sizes = dict(self._shape)
         ranges = [range(sizes[n]) for n in names]
         return [
-            self.cluster_block(block, dict(zip(names, position)))
+            self.cluster_block(block, dict(zip(names, position, strict=True)))
             for position in itertools.product(*ranges)
         ]
 
@@ -258,4 +258,3 @@ class Machine:
         """A line that the kernel prints."""
         self.report.output.append(text)
         print(f"{task.describe()}: {text}")
-

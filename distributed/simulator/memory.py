@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Buffer:
         space: str,
         device: int,
         block: int | None,
-        key: Hashable,
+        key: Any,
         written: bool,
         is_union: bool = False,
     ):

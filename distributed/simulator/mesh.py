@@ -23,7 +23,7 @@ class DeviceMesh:
     def coords(self, device: int) -> dict[Hashable, int]:
         """Coordinates of `device`, by axis."""
         out = {}
-        for name, size in reversed(list(zip(self.names, self.sizes))):
+        for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             device, out[name] = divmod(device, size)
         return out
 
@@ -32,7 +32,7 @@ class DeviceMesh:
         if len(coords) != len(self.sizes):
             raise ValueError(f"device id {tuple(coords)} needs one index for each of {self.names}.")
         device = 0
-        for index, size in zip(coords, self.sizes):
+        for index, size in zip(coords, self.sizes, strict=True):
             device = device * size + index
         return device
 
@@ -57,7 +57,7 @@ class DeviceMesh:
         coords = self.coords(own)
         choices = [
             range(size) if name in flat else (coords[name],)
-            for name, size in zip(self.names, self.sizes)
+            for name, size in zip(self.names, self.sizes, strict=True)
         ]
         return [self.linear(c) for c in itertools.product(*choices)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.errors import UnsupportedKernelError
-from stretto.distributed.simulator.sites import Site, site_of
+from stretto.distributed.simulator.sites import UNKNOWN_SITE, Site, site_of
 
 type Env = list
 type Step = tuple[bool, Callable]
@@ -112,7 +112,7 @@ class Compiler:
         self.template: list = []
         self.slots: dict[Any, int] = {}
         self.tags: dict[Any, Any] = {}
-        self.site: Site | None = None
+        self.site: Site = UNKNOWN_SITE
         if consts is not None:
             for variable, value in zip(jaxpr.constvars, consts, strict=True):
                 self.template[self._new_slot(variable)] = from_literal(value, variable.aval)
@@ -168,7 +168,7 @@ class Compiler:
         return [self.slot(v) for v in eqn.outvars]
 
     def reader(self, atom: Any) -> Callable[[Env], Any]:
-        """A function that reads `atom` (a variable, a literal or a constant) from an environment."""
+        """A function that reads `atom`, which may be a constant, from an environment."""
         if hasattr(atom, "aval") or hasattr(atom, "val"):
             slot = self.slot(atom)
             return lambda env: env[slot]
@@ -189,7 +189,7 @@ class Compiler:
         if getattr(id_type, "value", "mesh") == "logical" or len(self.kernel.axis_sizes) <= 1:
             return lambda task, env: int(read(env))
         raise UnsupportedKernelError(
-            f"a bare device id needs a mesh of one axis; this one has {list(self.kernel.axis_sizes)}"
+            f"a bare device id needs a mesh of one axis, not {list(self.kernel.axis_sizes)}"
         )
 
     def is_used(self, variable: Any) -> bool:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from stretto.distributed.simulator.errors import UnsupportedKernelError
@@ -108,7 +109,7 @@ def define(compiler: Compiler, eqn: Any, compute: Callable[..., np.ndarray]) -> 
     dtype, is_scalar = np.dtype(aval.dtype), aval.shape == ()
 
     def step(task: Any, env: list) -> None:
-        args = [np.asarray(env[i], t) for i, t in zip(ins, dtypes)]
+        args = [np.asarray(env[i], t) for i, t in zip(ins, dtypes, strict=True)]
         result = np.asarray(compute(*args)).astype(dtype, copy=False)
         env[out] = to_scalar(result) if is_scalar else result
 
@@ -130,7 +131,6 @@ for _name, _function in (*_BINARY.items(), *_UNARY.items()):
     rule(_name)(_elementwise(_name, _function))
 
 
-@rule("stop_gradient", "copy", "copy_p", "multiple_of", "reduce_precision", "layout_cast", "relayout")
 def _identity(compiler: Compiler, eqn: Any) -> Step:
     source, out = compiler.slot(eqn.invars[0]), compiler.outs(eqn)[0]
 
@@ -138,6 +138,9 @@ def _identity(compiler: Compiler, eqn: Any) -> Step:
         env[out] = env[source]
 
     return False, step
+
+
+rule("stop_gradient", "copy", "multiple_of", "layout_cast", "relayout", "reshard")(_identity)
 
 
 @rule("optimization_barrier")
@@ -149,6 +152,16 @@ def _all_identity(compiler: Compiler, eqn: Any) -> Step:
             env[out] = env[source]
 
     return False, step
+
+
+@rule("reduce_precision")
+def _reduce_precision(compiler: Compiler, eqn: Any) -> Step:
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    known = {(8, 23): "float32", (5, 10): "float16", (8, 7): "bfloat16"}
+    if bits not in known:
+        raise UnsupportedKernelError(f"reduce_precision to {bits} bits of exponent and mantissa")
+    narrow = jnp.dtype(known[bits])
+    return define(compiler, eqn, lambda x: x.astype(narrow))
 
 
 @rule("round")

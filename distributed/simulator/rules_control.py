@@ -243,5 +243,3 @@ for _name in (
 @rule("check")
 def _check(compiler: Compiler, eqn: Any) -> Step:
     raise UnsupportedKernelError("checkify in a kernel")
-
-

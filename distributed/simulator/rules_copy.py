@@ -31,7 +31,8 @@ def _split(compiler: Compiler, eqn: Any, first: int) -> tuple[Any, Any, list, Ca
 @rule("copy_smem_to_gmem")
 def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     src, dst, _, predicate = _split(compiler, eqn, 2)
-    source, target = plan_view(compiler, eqn.invars[0], src), plan_view(compiler, eqn.invars[1], dst)
+    source = plan_view(compiler, eqn.invars[0], src)
+    target = plan_view(compiler, eqn.invars[1], dst)
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
     site = compiler.site
 
@@ -101,7 +102,8 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     if eqn.params["leader_tracked"] is not None:
         raise UnsupportedKernelError("leader-tracked copies, which are Blackwell's")
     src, dst, rest, predicate = _split(compiler, eqn, 3)
-    source, target = plan_view(compiler, eqn.invars[0], src), plan_view(compiler, eqn.invars[1], dst)
+    source = plan_view(compiler, eqn.invars[0], src)
+    target = plan_view(compiler, eqn.invars[1], dst)
     tree = eqn.params["barrier_transforms_treedef"]
     barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
     axes = tuple(eqn.params["collective_axes"] or ())

@@ -32,7 +32,7 @@ def _wgmma_ref(compiler: Compiler, eqn: Any) -> Step:
     trees = [p["acc_transforms_tree"], p["a_transforms_tree"], p["b_transforms_tree"]]
     leaves = list(eqn.invars[3:])
     views: list[ViewPlan] = []
-    for atom, tree in zip(eqn.invars, trees):
+    for atom, tree in zip(eqn.invars[:3], trees, strict=True):
         n = 0 if tree is None else tree.num_leaves
         views.append(plan_view(compiler, atom, () if tree is None else tree.unflatten(leaves[:n])))
         del leaves[:n]
@@ -64,9 +64,7 @@ def _operand(
     region = view.region(task, env)
     machine = task.machine
     machine.checks.committed(region, task, site, "wgmma")
-    access = Access(
-        "wgmma's read", Matmul(task), site, task.device.index, task.clock, *place
-    )
+    access = Access("wgmma's read", Matmul(task), site, task.device.index, task.clock, *place)
     machine.detector.read(region, access)
     return region.get()
 

@@ -92,8 +92,7 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
     names = _names(jaxpr, len(jaxpr.invars))
     transforms = eqn.params.get("ref_transforms") or ((),) * len(jaxpr.invars)
     specs = [
-        allocation_of(v.aval, t, n)
-        for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)
+        allocation_of(v.aval, t, n) for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)
     ]
     site = compiler.site
     tags = [compiler.tag(v) for v in eqn.invars]
@@ -111,9 +110,7 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
         if shared:
             task.scopes += 1
         tops = dict(task.semaphore_top)
-        refs = [
-            _allocate(task, spec, (number, i), axes, shared) for i, spec in enumerate(specs)
-        ]
+        refs = [_allocate(task, spec, (number, i), axes, shared) for i, spec in enumerate(specs)]
         results = yield from body.run(task, [env[i] for i in ins] + refs)
         task.semaphore_top = tops
         if shared:
@@ -141,9 +138,7 @@ def _meet(task: Task, site: Any) -> Generator:
     task.time = max(task.time, barrier.time)
 
 
-def _allocate(
-    task: Task, spec: Allocation, key: tuple[int, int], axes: tuple, shared: bool
-) -> Any:
+def _allocate(task: Task, spec: Allocation, key: tuple, axes: tuple, shared: bool) -> Any:
     """What the task gets for one allocation of its scope."""
     machine, block = task.machine, task.block
     if spec.kind == "registers":
@@ -302,7 +297,7 @@ def _warps(compiler: Compiler, eqn: Any) -> Step:
     return True, step
 
 
-def _warp_body(run: Generator, join: _Join, scheduler: Any) -> Generator:
+def _warp_body(run: Generator[Any, None, Any], join: _Join, scheduler: Any) -> Generator:
     yield from run
     join.left -= 1
     wake(join, scheduler)
@@ -316,5 +311,3 @@ def _absorb(task: Task, warp: Task) -> None:
         task.phases[barrier] = max(task.phases.get(barrier, 0), waits)
     task.groups.extend(warp.groups)
     task.uncommitted.extend(warp.uncommitted)
-
-

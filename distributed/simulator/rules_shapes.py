@@ -18,7 +18,7 @@ def _broadcast_in_dim(compiler: Compiler, eqn: Any) -> Step:
 
     def compute(x: np.ndarray, *_: Any) -> np.ndarray:
         inner = [1] * len(shape)
-        for size, dim in zip(x.shape, dims):
+        for size, dim in zip(x.shape, dims, strict=True):
             inner[dim] = size
         return np.broadcast_to(x.reshape(inner), shape)
 
@@ -55,14 +55,16 @@ def _rev(compiler: Compiler, eqn: Any) -> Step:
 def _slice(compiler: Compiler, eqn: Any) -> Step:
     p = eqn.params
     strides = p["strides"] or (1,) * len(p["start_indices"])
-    index = tuple(slice(*s) for s in zip(p["start_indices"], p["limit_indices"], strides))
+    index = tuple(
+        slice(*s) for s in zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+    )
     return define(compiler, eqn, lambda x: x[index])
 
 
 def _clamped(starts: tuple, sizes: tuple, shape: tuple) -> tuple[slice, ...]:
     """The slice that `dynamic_slice` takes: a start too far out is moved in."""
-    begin = [min(max(int(s), 0), n - size) for s, size, n in zip(starts, sizes, shape)]
-    return tuple(slice(b, b + size) for b, size in zip(begin, sizes))
+    begin = [min(max(int(s), 0), n - size) for s, size, n in zip(starts, sizes, shape, strict=True)]
+    return tuple(slice(b, b + size) for b, size in zip(begin, sizes, strict=True))
 
 
 @rule("dynamic_slice")
@@ -105,12 +107,16 @@ def _pad(compiler: Compiler, eqn: Any) -> Step:
 
     def compute(x: np.ndarray, value: np.ndarray) -> np.ndarray:
         shape = [
-            lo + hi + n + max(n - 1, 0) * inner for n, (lo, hi, inner) in zip(x.shape, config)
+            lo + hi + n + max(n - 1, 0) * inner
+            for n, (lo, hi, inner) in zip(x.shape, config, strict=True)
         ]
         out = np.full([max(s, 0) for s in shape], value, x.dtype)
         if any(lo < 0 or hi < 0 for lo, hi, _ in config):
             raise UnsupportedKernelError("pad with a negative width")
-        at = tuple(slice(lo, lo + n + (n - 1) * i, i + 1) for n, (lo, _, i) in zip(x.shape, config))
+        at = tuple(
+            slice(lo, lo + n + (n - 1) * i, i + 1)
+            for n, (lo, _, i) in zip(x.shape, config, strict=True)
+        )
         out[at] = x
         return out
 
@@ -189,7 +195,7 @@ def _dot_general(compiler: Compiler, eqn: Any) -> Step:
         labels = iter(range(a.ndim + b.ndim))
         a_labels = [next(labels) for _ in range(a.ndim)]
         b_labels = [next(labels) for _ in range(b.ndim)]
-        for i, j in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch)):
+        for i, j in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True):
             b_labels[j] = a_labels[i]
         out = [a_labels[i] for i in lhs_batch]
         out += [a_labels[i] for i in range(a.ndim) if i not in (*lhs_contract, *lhs_batch)]

@@ -225,7 +225,7 @@ def _semaphore_signal_parallel(compiler: Compiler, eqn: Any) -> Step:
         # Each is a relaxed update with a fence after it (0.11.2, 0.12.0.1): the first releases
         # nothing, the others what came before the first.
         clock = first = None
-        for view, amount_of in zip(views, readers):
+        for view, amount_of in zip(views, readers, strict=True):
             yield
             array = view.owner(task, env)
             semaphore = array.items[pick(view, array, env)]

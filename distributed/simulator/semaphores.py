@@ -42,11 +42,12 @@ class Semaphore:
       signalled_by: how often each (who, site) has raised it.
       touches: the last atomic access of each timeline, for the check of plain stores.
       store: the last plain store.
+      uses: how it has been waited on: True with, False without decrement.
     """
 
     __slots__ = (
         "_joined", "_signals", "_taken", "device", "name", "scheduler", "signalled_by", "store",
-        "total", "touches", "waiters",
+        "total", "touches", "uses", "waiters",
     )  # fmt: skip
 
     def __init__(self, name: str, device: int, scheduler: Any):
@@ -61,6 +62,7 @@ class Semaphore:
         self.signalled_by: Counter[tuple[str, Site]] = Counter()
         self.touches: dict[int, Access] = {}
         self.store: Access | None = None
+        self.uses: set[bool] = set()
 
     @property
     def value(self) -> int:
@@ -72,7 +74,9 @@ class Semaphore:
         self._taken = self.total - value
         wake(self, self.scheduler)
 
-    def signal(self, amount: int, clock: Clock | None, device: int, scope: str, time: float) -> None:
+    def signal(
+        self, amount: int, clock: Clock | None, device: int, scope: str, time: float
+    ) -> None:
         """Adds `amount`, by a task on `device` that knows `clock` (None: a relaxed signal)."""
         self.total += amount
         self._signals.append(_Signal(self.total, clock, device, scope, time))
@@ -85,6 +89,7 @@ class Semaphore:
           What it takes over, and when the last signal that it needed arrived.
         """
         needed = self._taken + wanted
+        self.uses.add(decrement)
         count = bisect.bisect_left(self._signals, needed, key=lambda s: s.total) + 1
         count = 0 if needed <= 0 else min(count, len(self._signals))
         if decrement:

@@ -33,9 +33,7 @@ class Settings:
         if self.on_finding not in ("raise", "record"):
             raise ValueError(f'on_finding={self.on_finding!r} is neither "raise" nor "record".')
         if self.limits.resident_blocks < 1:
-            raise ValueError(
-                f"resident_blocks={self.limits.resident_blocks} must be at least 1."
-            )
+            raise ValueError(f"resident_blocks={self.limits.resident_blocks} must be at least 1.")
 
     def for_launch(self, kernel: str, number: int) -> Settings:
         """The settings of the `number`-th launch of a kernel: each has an order of its own."""

@@ -31,9 +31,9 @@ class Task:
     """
 
     __slots__ = (
-        "asyncs", "block", "body", "clock", "committed", "device", "groups", "machine", "matmuls", "phases",
-        "polled", "read_awaited", "scopes", "semaphore_top", "time", "timeline", "uncommitted",
-        "waiting", "warp", "warpgroup",
+        "asyncs", "block", "body", "clock", "committed", "device", "groups", "machine", "matmuls",
+        "phases", "polled", "read_awaited", "scopes", "semaphore_top", "time", "timeline",
+        "uncommitted", "waiting", "warp", "warpgroup",
     )  # fmt: skip
 
     def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
@@ -56,7 +56,7 @@ class Task:
         self.waiting: Any = None
         self.time = 0.0
         self.polled = False
-        self.body: Generator
+        self.body: Generator[Any, None, Any]
 
     def axis_index(self, name: Hashable) -> int:
         """The task's index along an axis of the kernel's mesh or of the device mesh."""

@@ -50,7 +50,9 @@ class ViewPlan:
             ref = task.machine.on_device(ref, self.peer(task, env))
         if self.cluster is not None:
             names, slots = self.cluster
-            ref = task.machine.in_cluster(task, ref, dict(zip(names, (s(env) for s in slots))))
+            ref = task.machine.in_cluster(
+                task, ref, dict(zip(names, (s(env) for s in slots), strict=True))
+            )
         return ref
 
     def owners(self, task: Any, env: list) -> list:
@@ -145,10 +147,9 @@ def _finish(dims: list, shape: tuple) -> tuple[tuple, tuple | None, tuple]:
             start, size, step = dim
             low = max(0, -(start // step)) if start < 0 else 0
             high = min(size, max(low, -(-(n - start) // step)))
-            index.append(slice(start + low * step, start + high * step if high > low else None, step))
-            if high <= low:
-                index[-1] = slice(0, 0, 1)
-                high = low
+            high = max(low, high)
+            inside = slice(start + low * step, start + high * step, step)
+            index.append(inside if high > low else slice(0, 0, 1))
             part.append(slice(low, high))
             whole.append(size)
             clipped |= high - low != size
@@ -164,9 +165,11 @@ def _finish(dims: list, shape: tuple) -> tuple[tuple, tuple | None, tuple]:
 
 
 def _indexed_shape(index: tuple, shape: tuple) -> tuple:
-    return np.empty(shape, np.bool_)[index].shape if any(
-        isinstance(i, np.ndarray) for i in index
-    ) else tuple(len(range(*i.indices(n))) for i, n in zip(index, shape) if isinstance(i, slice))
+    if any(isinstance(i, np.ndarray) for i in index):
+        return np.empty(shape, np.bool_)[index].shape
+    return tuple(
+        len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True) if isinstance(i, slice)
+    )
 
 
 def _index_step(index: tuple) -> Callable:
@@ -253,7 +256,7 @@ def _untiled(shape: tuple, tiling: tuple) -> tuple:
     """The logical shape of an array stored as tiles."""
     rank = len(tiling)
     lead, tiles = shape[: -2 * rank], shape[-2 * rank : -rank]
-    return (*lead, *(n * t for n, t in zip(tiles, tiling)))
+    return (*lead, *(n * t for n, t in zip(tiles, tiling, strict=True)))
 
 
 def _dim(compiler: Any, index: Any) -> Any:
