@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import pathlib
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -77,8 +79,8 @@ class TorchHelper:
             raise UnavailableError(self._ended("PyTorch's helper process ended")) from None
         return self._next_answer()
 
-    def close(self) -> None:
-        """Ends the helper and its children."""
+    def close(self, patience_s: float = 10.0) -> None:
+        """Ends the helper and its children, by force after `patience_s` seconds."""
         process, self._process, self._case = self._process, None, None
         if process is None:
             return
@@ -86,9 +88,10 @@ class TorchHelper:
             if process.stdin is not None:
                 process.stdin.close()
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=patience_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            # The helper leads a group of its own, so that its children go with it.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if self._log is not None:
             self._log.close()
@@ -110,6 +113,7 @@ class TorchHelper:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            start_new_session=True,
             env={**environment.current(), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
         )
         self._devices = devices
@@ -135,7 +139,7 @@ class TorchHelper:
         try:
             line = self._answers.get(timeout=ANSWER_TIMEOUT_S)
         except queue.Empty:
-            self.close()
+            self.close(patience_s=0.0)
             raise UnavailableError(f"no answer in {ANSWER_TIMEOUT_S:.0f} s") from None
         if not line:
             raise UnavailableError(self._ended("PyTorch's helper process ended"))

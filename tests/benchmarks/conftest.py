@@ -65,15 +65,15 @@ def measurement_of(kernel: str, shape, devices: int, rng: random.Random, slower:
     return measurement
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_results():
-    """A function of (`slower`, `speed`) that makes results of all kernels on 1, 2 and 4 devices."""
+    """A function of (`slower`, `speed`, `kernels`) that makes results on 1, 2 and 4 devices."""
 
-    def make(slower: float = 1.0, speed: bool = True) -> Results:
+    def make(slower: float = 1.0, speed: bool = True, kernels=tuple(OPERATIONS)) -> Results:
         rng = random.Random(0)
         measurements = [
             measurement_of(kernel, shape, devices, rng, slower)
-            for kernel in OPERATIONS
+            for kernel in kernels
             for devices in (1, 2, 4)
             for shape in shapes_of("goals", kernel, devices)
             if devices > 1 or OPERATIONS[kernel].product_blocks is not None

@@ -1,0 +1,180 @@
+"""Loops that are timed: every call runs, one after another, on the operands that it should."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from stretto.benchmarks import programs, timing
+from stretto.benchmarks.measure import mesh_of
+from stretto.benchmarks.operations import OPERATIONS, Case
+from stretto.benchmarks.peers import PEERS
+from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate, Operands
+from stretto.benchmarks.shapes import Shape
+from stretto.distributed import aot
+
+DEVICES = 4
+BLOCK = (8, 16)
+
+
+@pytest.fixture
+def mesh():
+    return mesh_of(DEVICES)
+
+
+def test_each_call_adds_its_results_corner_to_the_token(mesh):
+    """Sets are used in turn, none is left out, and no call of the loop is dropped or merged."""
+    candidate = Candidate(body=lambda x: 2 * x, blocks=(BLOCK,))
+    operands = Operands(mesh, "float32")
+    sets = operands.sets(candidate, 3)
+    run = programs.compiled(candidate, programs.lowered(candidate, mesh, sets, rounds=5))
+    token = run(programs.first_token(mesh), *(operand for (operand,) in sets))
+    corners = sum(np.asarray(operand)[:: BLOCK[0], :1] for (operand,) in sets)
+    np.testing.assert_allclose(np.asarray(token), 5 * 2 * corners, rtol=1e-5)
+
+
+@pytest.mark.skipif(not aot.is_available(), reason="needs the aot dependency group")
+@pytest.mark.parametrize("peer", ["xla", "matmul", "xla-windowed"])
+def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):
+    """Compiled for GPUs: XLA merges no calls, hoists none, and starts none before the last."""
+    mesh = aot.mesh_of_gpus((DEVICES,), ("x",))
+    case = Case(
+        operation=OPERATIONS["all_gather_matmul"],
+        shape=Shape(1024, 512, 2048),
+        dtype="bfloat16",
+        devices=DEVICES,
+    )
+    candidate = PEERS[peer].candidates(case, mesh)[0]
+    operands = [_described(block, spec, mesh) for block, spec in _operands_of(candidate)]
+    token = jax.ShapeDtypeStruct((DEVICES, 1), "float32", sharding=NamedSharding(mesh, ROWS))
+    loop = jax.jit(programs.looped(candidate, mesh, 3, 10)).lower(token, *operands * 3)
+    text = programs.compiled(candidate, loop).as_text()
+    parts = re.split(r"\n(?=\S)", text)
+    body = max(parts, key=lambda part: part.count("get-tuple-element("))
+    if peer != "xla-windowed":  # that one copies a shard to begin with, which is its own affair
+        assert not re.findall(r"= bf16\[\S* copy\(", text)
+    gathers = [m.start() for m in re.finditer(r" all-gather(-start)?\(", body)]
+    tokens = [m.start() for m in re.finditer(r"%loop_add_fusion\S* = f32\[1,1\]", body)]
+    assert len(tokens) == 3
+    if peer == "xla":
+        assert len(gathers) == 3
+        assert gathers[0] < tokens[0] < gathers[1] < tokens[1] < gathers[2] < tokens[2]
+    if peer == "xla-windowed":
+        assert not gathers
+        assert "collective-permute" in text
+
+
+def _operands_of(candidate):
+    specs = candidate.specs or (ROWS,) * len(candidate.blocks)
+    return list(zip(candidate.blocks, specs, strict=True))
+
+
+def _described(block, spec, mesh):
+    rows, columns = block
+    whole = (rows * DEVICES, columns) if spec == ROWS else (rows, columns * DEVICES)
+    return jax.ShapeDtypeStruct(whole, "bfloat16", sharding=NamedSharding(mesh, spec))
+
+
+def test_operands_differ_between_devices_and_places_but_not_between_runs(mesh):
+    first = np.asarray(Operands(mesh, "float32").get(BLOCK, 0))
+    again = np.asarray(Operands(mesh, "float32").get(BLOCK, 0))
+    other_place = np.asarray(Operands(mesh, "float32").get(BLOCK, 1))
+    other_seed = np.asarray(Operands(mesh, "float32", seed=1).get(BLOCK, 0))
+    np.testing.assert_array_equal(first, again)
+    for block in range(1, DEVICES):
+        assert not np.array_equal(first[: BLOCK[0]], first[block * BLOCK[0] :][: BLOCK[0]])
+    assert not np.array_equal(first, other_place)
+    assert not np.array_equal(first, other_seed)
+
+
+def test_one_sets_blocks_can_be_read_as_rows_or_as_columns(mesh):
+    operands = Operands(mesh, "bfloat16")
+    rows, columns = operands.get(BLOCK, 0, ROWS), operands.get(BLOCK, 0, COLUMNS)
+    assert rows.shape == (DEVICES * BLOCK[0], BLOCK[1])
+    assert columns.shape == (BLOCK[0], DEVICES * BLOCK[1])
+    np.testing.assert_array_equal(
+        np.asarray(rows[: BLOCK[0]], np.float32), np.asarray(columns[:, : BLOCK[1]], np.float32)
+    )
+
+
+def test_whole_number_types(mesh):
+    values = np.asarray(Operands(mesh, "int32").get(BLOCK, 0))
+    assert values.min() < 0 < values.max()
+
+
+def test_relative_error(mesh):
+    ours = Operands(mesh, "float32").get(BLOCK, 0)
+    assert programs.relative_error(ours, ours, mesh) == 0
+    # The worst device's, not the mean.
+    worse = ours.at[-1].add(jnp.linalg.norm(ours[-BLOCK[0] :]) / np.sqrt(BLOCK[1]))
+    assert programs.relative_error(worse, ours, mesh) == pytest.approx(1.0, rel=1e-3)
+    broken = ours.at[0, 0].set(jnp.nan)
+    assert programs.relative_error(broken, ours, mesh) == float("inf")
+
+
+def test_small_operands_rotate_and_large_ones_do_not():
+    assert programs.number_of_sets(1) == programs.MAX_SETS
+    assert programs.number_of_sets(50_000_000) == 3
+    assert programs.number_of_sets(10**9) == 1
+
+
+def test_calls_per_run():
+    assert timing.calls_per_run(400.0, 1, on_gpu=True) == 20
+    assert timing.calls_per_run(10.0, 1, on_gpu=True) == 400
+    assert timing.calls_per_run(400.0, 3, on_gpu=True) == 21
+    assert timing.calls_per_run(5000.0, 1, on_gpu=True) == 20
+
+
+def test_a_timer_gives_times_of_a_call(monkeypatch):
+    """Ten calls a run, runs that complete every 30 us; the first interval is dropped."""
+    clock = iter([0.0, 1.0, 1.00003, 1.00006, 1.00009])
+    next(clock)
+    monkeypatch.setattr(timing, "_completion", lambda token: next(clock))
+    runs = []
+
+    def program(token, operand):
+        runs.append(token)
+        return token + 1
+
+    timer = timing.LoopTimer(program, jnp.zeros(1), [jnp.zeros(1)], calls=10, queued=True)
+    assert timer.visit(3) == pytest.approx([3.0, 3.0, 3.0])
+    assert len(runs) == 4
+    assert [int(token[0]) for token in runs] == [0, 1, 2, 3]
+
+
+def test_operation_public_and_unfused_agree_on_a_cpu(mesh):
+    """`backend="auto"` is XLA here, so this holds the wrapper to the reference, for every one."""
+    for operation in OPERATIONS.values():
+        shape = Shape(64, 32, 16) if operation.product_blocks else Shape(64, 0, 16)
+        case = Case(operation=operation, shape=shape, dtype="float32", devices=DEVICES)
+        ours = Candidate(body=operation.public("auto"), blocks=case.blocks)
+        theirs = Candidate(body=operation.unfused, blocks=case.blocks)
+        operands = Operands(mesh, "float32").sets(ours, 1)[0]
+        results = [programs.run_once(c, mesh, operands) for c in (ours, theirs)]
+        assert programs.relative_error(*results, mesh) < 1e-6, operation.name
+
+
+def test_the_windowed_peer_computes_the_same(mesh):
+    for kernel in ("all_gather_matmul", "matmul_reduce_scatter"):
+        case = Case(
+            operation=OPERATIONS[kernel], shape=Shape(64, 32, 16), dtype="float32", devices=DEVICES
+        )
+        windowed = PEERS["xla-windowed"].candidates(case, mesh)[0]
+        unfused = PEERS["xla"].candidates(case, mesh)[0]
+        operands = Operands(mesh, "float32")
+        ours = programs.run_once(windowed, mesh, operands.sets(windowed, 1)[0])
+        theirs = programs.run_once(unfused, mesh, operands.sets(unfused, 1)[0])
+        for mine, other in zip(ours.addressable_shards, theirs.addressable_shards, strict=True):
+            np.testing.assert_allclose(np.asarray(mine.data), np.asarray(other.data), rtol=1e-4)
+
+
+def test_maximum_over_one_process_is_itself():
+    assert timing.maximum_over_processes(np.asarray([3.0, 1.0])).tolist() == [3.0, 1.0]
+    assert timing.agreed(True)
+    assert not timing.agreed(False)
+    assert jax.process_count() == 1
