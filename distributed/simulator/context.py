@@ -157,14 +157,14 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
                 number = simulation.launches[id(kernel)]
                 simulation.launches[id(kernel)] += 1
                 settings = simulation.settings.for_launch(kernel.name, number)
-                try:
-                    return kernel.run(all_operands, settings, simulation.report)
-                except Exception as error:
-                    simulation.error = simulation.error or error
-                    raise
+                return kernel.run(all_operands, settings, simulation.report)
 
         timeout = simulation.settings.rendezvous_timeout
-        return rendezvous.meet(int(device), list(operands), run, timeout)
+        try:
+            return rendezvous.meet(int(device), list(operands), run, timeout)
+        except Exception as error:
+            simulation.error = simulation.error or error
+            raise
 
     return callback
 

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from stretto.distributed.simulator.errors import StepLimitError
+from stretto.distributed.simulator.errors import KernelFaultError, StepLimitError
+from stretto.distributed.simulator.sites import site_of_error
 
 
 class Order(Protocol):
@@ -152,6 +153,7 @@ class Scheduler:
 
         Raises:
           StepLimitError: after `max_steps` steps.
+      KernelFaultError: a task did what it can not.
         """
         order = self._order
         while len(order):
@@ -168,6 +170,9 @@ class Scheduler:
             except StopIteration:
                 task.finish()
                 continue
+            except (KernelFaultError, ValueError) as error:
+                site = site_of_error(error)
+                raise KernelFaultError(f"{task.describe()} at {site}: {error}") from error
             if wait is None or wait.ready():
                 order.push(task)
             else:

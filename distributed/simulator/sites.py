@@ -70,6 +70,20 @@ def site_of(eqn: Any) -> Site:
     return UNKNOWN_SITE
 
 
+def site_of_error(error: BaseException) -> Site:
+    """The line of kernel source that was being interpreted when `error` was raised.
+
+    The closures of the interpreter each know their line, so it is found on the way that the error
+    took, and steps need not note where they are as long as nothing goes wrong.
+    """
+    found, traceback = UNKNOWN_SITE, error.__traceback__
+    while traceback is not None:
+        site = traceback.tb_frame.f_locals.get("site")
+        found = site if isinstance(site, Site) else found
+        traceback = traceback.tb_next
+    return found
+
+
 def assigned_name(site: Site) -> str | None:
     """The variable that the source line at `site` assigns to, if it is a plain assignment."""
     match = re.match(r"([A-Za-z_]\w*)\s*=[^=]", site.text)

@@ -167,9 +167,7 @@ def two_warpgroups(bug=None, **settings):
             out_ref[...] = inbox_ref[...] + 0.0
 
     scratch = [plgpu.Barrier(), plgpu.Barrier(), SEMAPHORE]
-    (_, out), report = launch(
-        body, scratch, outs=[(ROWS, COLUMNS)] * 2, warpgroups=2, **settings
-    )
+    (_, out), report = launch(body, scratch, outs=[(ROWS, COLUMNS)] * 2, warpgroups=2, **settings)
     want = [payload((d - 1) % DEVICES) + np.zeros((1, COLUMNS)) for d in range(DEVICES)]
     return out, np.concatenate(want), report
 
@@ -205,8 +203,18 @@ BUGS = [
     (pull, "un-awaited copy", "unawaited copy", r"copy_smem_to_gmem\(smem, out_ref\)"),
     (exchange, "one slot", "race", r"there\[step % slots\]|out_ref\[step\] = "),
     (batches, "reset by a plain store", "race", r"received_sem\[\.\.\.\] = |semaphore_signal"),
-    (two_warpgroups, "signal from another warpgroup", "race", r"remote_ref\(inbox_ref, succ|out_ref\[\.\.\.\] = "),
-    (two_warpgroups, "wait in another warpgroup", "race", r"remote_ref\(inbox_ref, succ|out_ref\[\.\.\.\] = inbox"),
+    (
+        two_warpgroups,
+        "signal from another warpgroup",
+        "race",
+        r"remote_ref\(inbox_ref, succ|out_ref\[\.\.\.\] = ",
+    ),
+    (
+        two_warpgroups,
+        "wait in another warpgroup",
+        "race",
+        r"remote_ref\(inbox_ref, succ|out_ref\[\.\.\.\] = inbox",
+    ),
     (grid_barrier, "132 blocks on 78", "deadlock", r"54 of 132 blocks have not started"),
 ]
 KERNELS = [ring_put, pull, exchange, batches, two_warpgroups, grid_barrier]
