@@ -7,6 +7,7 @@ peers from PyTorch run in a process of their own: see `torch_peers.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.operations import AXIS, Case
 from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate
+from stretto.kernels.local_matmul import local_matmul
+from stretto.kernels.matmul import TileConfig
 
 FUSED = "fused"
 XLA = "xla"
@@ -99,14 +102,19 @@ def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
 def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     if case.operation.product_blocks is None:
         raise UnavailableError("there is no matmul in it")
-    try:
-        matmul = importlib.import_module("stretto.kernels.matmul").matmul
-    except (ImportError, AttributeError):
-        raise UnavailableError("stretto.kernels.matmul is not built") from None
     if mesh.devices.flat[0].platform == "cpu":
         raise UnavailableError("it needs GPUs of compute capability 9.0")
     blocks = case.operation.product_blocks(case.shape, case.devices)
-    return [Candidate(body=matmul, blocks=blocks)]
+    return [
+        Candidate(
+            body=functools.partial(local_matmul, config=config), blocks=blocks, config=str(config)
+        )
+        for config in (
+            TileConfig(raster_width=8),
+            TileConfig(raster_width=16),
+            TileConfig(tile_n=128, num_stages=6),
+        )
+    ]
 
 
 def _communication_alone(case: Case, mesh: Mesh) -> list[Candidate]:
