@@ -1,20 +1,22 @@
 """Command line, process start, supervision and the doctor.
 
-``Process`` and ``initialize`` are imported when first used, so that the agents that watch over
-processes start quickly.
+The names below are imported when first used, so that the agents that watch over processes start
+quickly.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stretto.launch.heartbeat import progress
     from stretto.launch.startup import Process, initialize
 
-__all__ = ["Process", "initialize"]
+__all__ = ["Process", "initialize", "progress"]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from stretto.launch import startup
-
-    return getattr(startup, name)
+    if name == "progress":
+        return importlib.import_module("stretto.launch.heartbeat").progress
+    return getattr(importlib.import_module("stretto.launch.startup"), name)

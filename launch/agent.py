@@ -8,7 +8,7 @@ network is cut ends on both sides of the cut.
 
 Messages to the agent: ``prepare``, ``probe``, ``start``, ``stop``, ``stacks``, ``done``.
 Messages from it: ``hello``, ``prepared``, ``probed``, ``refused``, ``line``, ``failure``,
-``stacks``, ``stopped``, ``continued``, ``ended``.
+``progress``, ``stacks``, ``stopped``, ``continued``, ``ended``.
 """
 
 import contextlib
@@ -111,6 +111,7 @@ class Agent:
                     self._child.ask_to_end()
                     self._kill_at = time.monotonic() + message["grace_s"]
                 case "stacks" if self._child is not None:
+                    channel.send("progress", progress=self._progress())
                     self._child.signal(signal.SIGUSR1)
                 case "stop" | "done":
                     self._done = 0
@@ -149,7 +150,8 @@ class Agent:
         for line in lines:
             if pipe.name == "record":
                 with contextlib.suppress(ValueError):
-                    self._channel.send("failure", record=json.loads(line))
+                    record = json.loads(line)
+                    self._channel.send("failure", record=record, progress=self._progress())
             else:
                 self._channel.send(
                     "stacks" if pipe.name == "stacks" else "line", stream=pipe.name, text=line
@@ -157,6 +159,9 @@ class Agent:
         if not more:
             self._selector.unregister(pipe)
             pipe.close()
+
+    def _progress(self) -> str:
+        return self._child.progress() if self._child is not None else ""
 
     def _on_signals(self, wakeup: socket.socket) -> None:
         numbers = set(wakeup.recv(4096))
@@ -197,6 +202,7 @@ class Agent:
                     state=self._ended.state,
                     number=self._ended.number,
                     age_s=now - self._ended_at,
+                    progress=self._progress(),
                 )
 
     def _abandon(self, *, cut: bool) -> int:
@@ -221,6 +227,9 @@ def _signal_pipe() -> socket.socket:
     for end in (read_end, write_end):
         end.setblocking(False)
     signal.set_wakeup_fd(write_end.detach())
+    # Ignored signals stay ignored in a new program: a worker asked for its stacks before it has
+    # its handler does not die of the question.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     return read_end

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.launch import environment
+from stretto.launch.heartbeat import RECORD_SIZE, decode
 
 _READ_SIZE = 1 << 16
 _LONGEST_LINE = 1 << 16
@@ -73,7 +75,9 @@ class Child:
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], cwd: str):
         ends = {name: os.pipe() for name in ("stdout", "stderr", "record", "stacks")}
         record, stacks = ends["record"][1], ends["stacks"][1]
-        private = {environment.WORKER_PIPES: f"{record},{stacks},{os.getpid()}"}
+        self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as self
+        passed = (record, stacks, self._progress.fileno())
+        private = {environment.WORKER_PIPES: ",".join(map(str, (*passed, os.getpid())))}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), *arguments],
@@ -82,7 +86,7 @@ class Child:
                 stderr=ends["stderr"][1],
                 env={**environ, **private},
                 cwd=cwd,
-                pass_fds=(record, stacks),
+                pass_fds=passed,
                 start_new_session=True,
             )
         finally:
@@ -101,6 +105,10 @@ class Child:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    def progress(self) -> str:
+        """How far the script says it is; empty if it says nothing."""
+        return decode(os.pread(self._progress.fileno(), RECORD_SIZE, 0))
 
     def ask_to_end(self) -> None:
         """SIGTERM, and SIGCONT so that a stopped worker can act on it."""

@@ -30,7 +30,8 @@ RESTART = "STRETTO_RESTART"  # 0 at first, then 1, 2, ... under --restarts
 RENDEZVOUS = "STRETTO_RENDEZVOUS"  # of a `Rendezvous`
 AGENT_INDEX = "STRETTO_AGENT_INDEX"  # set where no MPI launcher numbers the agents
 WORKER_PIPES = "STRETTO_WORKER_PIPES"
-PRIVATE = (RENDEZVOUS, AGENT_INDEX, WORKER_PIPES)
+PROGRESS = "STRETTO_PROGRESS"  # "descriptor,process": where `progress` writes
+PRIVATE = (RENDEZVOUS, AGENT_INDEX, WORKER_PIPES, PROGRESS)
 
 FORWARDED = (
     "STRETTO_*",
@@ -102,6 +103,12 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def current() -> dict[str, str]:
     """This process's environment, as a copy."""
     return dict(os.environ)
+
+
+def progress_target() -> tuple[int, int]:
+    """The descriptor that takes progress, and the process that it is for; -1 if there is none."""
+    fd, _, pid = os.environ.get(PROGRESS, "-1,-1").partition(",")
+    return int(fd), int(pid)
 
 
 def parse_env_option(option: str, environ: Mapping[str, str]) -> tuple[str, str]:

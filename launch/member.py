@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from stretto.launch.errors import LaunchError
-from stretto.launch.report import Failure, Place, exited, killed, place_in_script, signal_name
+from stretto.launch.report import Failure, Whereabouts, exited, killed, place_in_script, signal_name
 from stretto.launch.wire import Channel, Message
 
 
@@ -30,6 +30,7 @@ class Member:
         self.prepared: Message | None = None
         self.reaches_coordinator: bool | None = None
         self.over = False
+        self.progress = ""
         self._failed = False
         self._stopping = False
         self._lost = False
@@ -50,6 +51,7 @@ class Member:
           LaunchError: the agent could not start the process.
         """
         now = time.monotonic()
+        self.progress = message.get("progress", self.progress)
         match message["kind"]:
             case "prepared":
                 self.prepared = message
@@ -109,11 +111,12 @@ class Member:
             return "lost" if self._lost else "ended"
         if self._stopped is not None:
             return f"stopped by {signal_name(self._stopped[1])}"
-        return "running, outside the script" if self._stacks else "running, gave no stack"
+        return "outside the script" if self._stacks else "gave no stack"
 
-    def place(self, script: str) -> Place | None:
-        """Where in the script it was when asked for its stacks."""
-        return place_in_script(self._stacks, script)
+    def whereabouts(self, script: str) -> Whereabouts:
+        """Where it was when last asked for its stacks."""
+        place = place_in_script(self._stacks, script)
+        return Whereabouts(self.process_id, place, self.state, self.progress)
 
     def kill_agent_if_here(self) -> None:
         """SIGKILL for an agent on this machine that does not answer; its worker dies with it."""

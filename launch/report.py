@@ -3,7 +3,7 @@
 import linecache
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,7 @@ def failure_text(
     platform: str,
     num_processes: int,
     elapsed_s: float,
+    progress: str,
     log_note: str,
     stderr_tail: Sequence[str],
 ) -> str:
@@ -80,7 +81,7 @@ def failure_text(
     where = f" (GPU {devices})" if platform == "gpu" else ""
     headline = (
         f"stretto: process {failure.process_id} of {num_processes} on {host}{where} failed after "
-        f"{elapsed_s:.1f} s: {failure.how}{log_note}"
+        f"{elapsed_s:.1f} s{f' at {progress}' if progress else ''}: {failure.how}{log_note}"
     )
     if failure.traceback:
         return f"{headline}\n{failure.traceback.rstrip()}"
@@ -124,16 +125,25 @@ def place_in_script(stacks: Sequence[str], script: str) -> Place | None:
     return None
 
 
-def places_text(places: Mapping[int, Place | None], states: Mapping[int, str]) -> str:
-    """Processes grouped by where they are, the rarest place first: it is the likeliest cause.
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a process is: its place in the script, else a word for its state, and its progress."""
 
-    Args:
-      places: for each process id its place in the script.
-      states: for processes without a place, what is known instead ("ended", "stopped").
-    """
+    process_id: int
+    place: Place | None
+    state: str
+    progress: str = ""
+
+    def __str__(self) -> str:
+        where = f"at {self.place}" if self.place else self.state
+        return f"at {self.progress}, {where}" if self.progress else where
+
+
+def whereabouts_text(processes: Sequence[Whereabouts]) -> str:
+    """Processes grouped by where they are, the rarest place first: it is the likeliest cause."""
     groups: dict[str, list[int]] = {}
-    for process_id, place in sorted(places.items()):
-        text = f"at {place}" if place else states.get(process_id, "outside the script")
+    for process in processes:
+        process_id, text = process.process_id, str(process)
         groups.setdefault(text, []).append(process_id)
     lines = []
     for text, members in sorted(groups.items(), key=lambda item: len(item[1])):

@@ -14,7 +14,7 @@ from stretto.launch.member import Member
 from stretto.launch.session import Session
 
 _PREPARE_LIMIT_S = 15.0
-_LAUNCHER_LINES = 12
+_LAUNCHER_LINES = 30
 
 
 def begin(session: Session) -> None:

@@ -10,7 +10,13 @@ import time
 
 from stretto.launch.console import Console
 from stretto.launch.job import Job
-from stretto.launch.report import TIMEOUT_STATUS, Failure, failure_text, first_cause, places_text
+from stretto.launch.report import (
+    TIMEOUT_STATUS,
+    Failure,
+    failure_text,
+    first_cause,
+    whereabouts_text,
+)
 from stretto.launch.session import Interrupted, Session
 from stretto.launch.start import begin
 
@@ -32,17 +38,19 @@ def run(job: Job, console: Console) -> int:
             session.start()
             begin(session)
             timed_out = _follow(session)
+            others = _others_text(session)
         except Interrupted:
             session.stop()
             raise
-        where = _places(session) if timed_out else ""
         session.stop()
     if session.failures:
         cause = first_cause(session.failures)
+        if others:
+            console.say(f"stretto: when process {cause.process_id} failed, of the others\n{others}")
         console.say(_cause_text(session, cause, console, cause.moment - began))
         return cause.status
     if timed_out:
-        console.say(f"stretto: the time limit of {job.timeout_s:g} s is over, with\n{where}")
+        console.say(f"stretto: the time limit of {job.timeout_s:g} s is over, with\n{others}")
         return TIMEOUT_STATUS
     return 0
 
@@ -56,10 +64,16 @@ def _follow(session: Session) -> bool:
         session.wait()
         now = time.monotonic()
         if session.failures:
-            settled_at = settled_at or now + _SETTLE_S
+            if settled_at is None:
+                settled_at = now + _SETTLE_S
+                _ask_for_stacks(session)
             if now >= settled_at:
                 return False
         elif deadline is not None and now >= deadline:
+            _ask_for_stacks(session)
+            until = time.monotonic() + _STACKS_WAIT_S
+            while time.monotonic() < until:
+                session.wait()
             return True
         else:
             for member in session.members:
@@ -68,29 +82,33 @@ def _follow(session: Session) -> bool:
     return False
 
 
-def _places(session: Session) -> str:
-    """Where each process is, by its own stacks."""
+def _ask_for_stacks(session: Session) -> None:
     for member in session.members:
-        member.send("stacks")
-    until = time.monotonic() + _STACKS_WAIT_S
-    while time.monotonic() < until:
-        session.wait()
+        if not member.over:
+            member.send("stacks")
+
+
+def _others_text(session: Session) -> str:
+    """Where the processes are that have not failed; empty if all went well or all failed."""
+    failed = {failure.process_id for failure in session.failures}
+    waiting = [m for m in session.members if m.process_id not in failed]
+    if not waiting or all(member.over for member in session.members):
+        return ""
     script = session.job.arguments[0]
-    return places_text(
-        {member.process_id: member.place(script) for member in session.members},
-        {member.process_id: member.state for member in session.members},
-    )
+    return whereabouts_text([member.whereabouts(script) for member in waiting])
 
 
 def _cause_text(session: Session, cause: Failure, console: Console, elapsed_s: float) -> str:
     layout = session.job.layout
+    member = session.members[cause.process_id]
     return failure_text(
         cause,
         layout.processes[cause.process_id],
-        session.members[cause.process_id].host,
+        member.host,
         platform=layout.platform,
         num_processes=len(layout.processes),
         elapsed_s=elapsed_s,
+        progress=member.progress,
         log_note=console.log_note(cause.process_id),
         stderr_tail=console.stderr_tail(cause.process_id),
     )

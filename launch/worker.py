@@ -22,15 +22,18 @@ from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
 _WORKER_PIPES = "STRETTO_WORKER_PIPES"  # as in environment.py, which is not imported here
+_PROGRESS = "STRETTO_PROGRESS"
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main() -> None:
     """Run the script named on the command line as ``__main__``."""
-    record_fd, stacks_fd, agent_pid = map(int, os.environ.pop(_WORKER_PIPES).split(","))
+    fds = map(int, os.environ.pop(_WORKER_PIPES).split(","))
+    record_fd, stacks_fd, progress_fd, agent_pid = fds
     _die_with(agent_pid)
-    for fd in (record_fd, stacks_fd):
+    for fd in (record_fd, stacks_fd, progress_fd):
         os.set_inheritable(fd, False)
+    os.environ[_PROGRESS] = f"{progress_fd},{os.getpid()}"
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     del sys.argv[0]

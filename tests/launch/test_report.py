@@ -8,13 +8,14 @@ from pathlib import Path
 from stretto.launch import worker
 from stretto.launch.layout import ProcessPlan
 from stretto.launch.report import (
+    Whereabouts,
     exited,
     failure_text,
     first_cause,
     killed,
     place_in_script,
-    places_text,
     signal_name,
+    whereabouts_text,
 )
 
 
@@ -48,13 +49,14 @@ def test_headline_names_process_host_gpu_time_and_log():
         platform="gpu",
         num_processes=4,
         elapsed_s=12.34,
+        progress="step 7",
         log_note="; log: x.log",
         stderr_tail=["first", "second"],
     )
     headline, *words = text.splitlines()
     assert headline == (
-        "stretto: process 3 of 4 on node-b (GPU 1) failed after 12.3 s: killed by SIGSEGV; "
-        "log: x.log"
+        "stretto: process 3 of 4 on node-b (GPU 1) failed after 12.3 s at step 7: "
+        "killed by SIGSEGV; log: x.log"
     )
     assert words == ["Its last lines on stderr:", "  first", "  second"]
 
@@ -84,8 +86,15 @@ def test_rarest_place_comes_first(tmp_path):
     script = tmp_path / "s.py"
     script.write_text("a = 1\nb = wait()\n")
     here = place_in_script([s.replace("s.py", str(script)) for s in STACKS], str(script))
-    text = places_text({0: here, 1: None, 2: here, 3: here}, {1: "stopped by SIGSTOP"})
+    text = whereabouts_text(
+        [
+            Whereabouts(0, here, "?"),
+            Whereabouts(1, None, "stopped by SIGSTOP", "step 5 in gather"),
+            Whereabouts(2, here, "?"),
+            Whereabouts(3, here, "?"),
+        ]
+    )
     assert text.splitlines() == [
-        "  process 1: stopped by SIGSTOP",
+        "  process 1: at step 5 in gather, stopped by SIGSTOP",
         f"  processes 0, 2, 3: at {script}:2: b = wait()",
     ]

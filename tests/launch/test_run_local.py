@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import stretto.launch
+
 LOCAL = ("--launcher", "local")
 PREAMBLE = "import json, os, signal, sys, time\nme = int(os.environ['STRETTO_PROCESS_ID'])\n"
 # Writes a file named after the process once it has begun, so that a test may strike then.
@@ -149,6 +151,29 @@ def test_time_limit_shows_where_each_process_is(run_job):
     assert "time limit of 2 s" in lines[-3]
     assert "process 1: at " in lines[-2] and lines[-2].endswith(":6: time.sleep(61)")
     assert "processes 0, 2: at " in lines[-1] and "time.sleep(60)  # waits" in lines[-1]
+
+
+def test_failure_shows_where_the_others_are(run_job):
+    """Progress that scripts note, and the line they are at; the cause stays the last thing."""
+    script = "import stretto.launch\nstretto.launch.progress(3 + me, 'gather' * (me != 1))\n"
+    script += "if me == 1:\n    time.sleep(0.5)\n    raise ValueError('boom')\ntime.sleep(60)"
+    result = run_job(PREAMBLE + script, *LOCAL, "-n", "3")
+    assert result.status == 1
+    report = result.stderr[result.stderr.index("stretto: when process 1 failed") :].splitlines()
+    assert report[1].startswith("  process 0: at step 3 in gather, at ")
+    assert report[1].endswith(": time.sleep(60)")
+    assert report[2].startswith("  process 2: at step 5 in gather, at ")
+    assert " s at step 4: exit status 1" in report[3]
+    assert report[-1] == "ValueError: boom"
+
+
+def test_progress_outside_of_a_job_and_in_a_child_process(run_job):
+    script = "import stretto.launch, subprocess\nstretto.launch.progress(1)\n"
+    script += "code = 'import stretto.launch as l; l.progress(9, \"child\")'\n"
+    script += "subprocess.run([sys.executable, '-c', code], check=True)\nsys.exit(2)"
+    result = run_job(PREAMBLE + script, *LOCAL, "-n", "1")
+    assert " s at step 1: exit status 2" in result.last_line()
+    stretto.launch.progress(1, "nothing happens here")
 
 
 def test_stopped_process_fails_the_job(start_job, tmp_path):
