@@ -113,5 +113,7 @@ def _read_kernels(folder: pathlib.Path) -> Iterator[CompiledKernel]:
             registers=registers,
             stack_bytes=stack,
             spill_bytes=stores + loads,
-            warnings=tuple(line for line in report.splitlines() if "warning" in line),
+            warnings=tuple(
+                line for line in report.splitlines() if "warning" in line or "Performance" in line
+            ),
         )

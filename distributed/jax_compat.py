@@ -13,10 +13,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config
 from jax._src import callback as jax_callback
+from jax._src import config, dispatch
 from jax._src import core as jax_core
-from jax._src import dispatch
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lib.mlir.dialects import hlo
@@ -29,6 +28,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, scf
 
+from stretto.distributed import mailbox
+
 # --- A wait with a time limit ---------------------------------------------------------------------
 # Pallas' `semaphore_wait` spins for ever. This primitive takes its operands (a semaphore ref with
 # its transforms, and a value) and lowers to a spin that watches the clock. It needs the registry of
@@ -40,19 +41,6 @@ bounded_wait_p = jax_core.Primitive("stretto_wait")
 bounded_wait_p.multiple_results = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WaitReport:
-    """What a wait that passed its limit prints, as far as it is known when it is traced.
-
-    `devices_per_process` is 0 for a kernel on one device, which has no device id to print.
-    """
-
-    kernel: str
-    semaphore: str
-    limit_s: float
-    devices_per_process: int
-
-
 def bounded_wait(
     semaphore: Any,
     value: int | jax.Array,
@@ -60,9 +48,10 @@ def bounded_wait(
     indices: Sequence[int | jax.Array],
     decrement: bool,
     scope: MemoryScope,
-    report: WaitReport,
+    site: mailbox.Site,
+    across_devices: bool,
 ) -> None:
-    """Waits until `semaphore` is at least `value`; past the limit prints a report and traps.
+    """Waits until `semaphore` is at least `value`; past the limit leaves a report and traps.
 
     Args:
       semaphore: ref (or view) of one regular semaphore.
@@ -70,19 +59,21 @@ def bounded_wait(
       indices: position of the semaphore in its array, for the report only.
       decrement: subtract `value` once the wait is over.
       scope: "sys" where the signals can come from another device, "gpu" where they cannot.
-      report: the static part of the report.
+      site: names the wait in the report, and holds its limit.
+      across_devices: whether the kernel has a team, and so a device id to report.
     """
     ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
     operands = (ref, transforms, _int32(value))
     flat, args_tree = jax.tree.flatten(operands)
     bounded_wait_p.bind(
         *flat,
-        *map(_int32, indices),
+        *map(_int32, indices[: mailbox.MAX_INDICES]),
         args_tree=args_tree,
         decrement=decrement,
         scope=scope,
-        sem_name=report.semaphore,
-        report=report,
+        sem_name=site.semaphore,
+        site=site,
+        across_devices=across_devices,
     )
 
 
@@ -98,8 +89,8 @@ def _bounded_wait_abstract_eval(*avals, args_tree, **_):
     return [], {pallas_primitives.sem_effect}
 
 
-def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, report):
-    del sem_name  # Stands in the report too; of its own for the simulator.
+def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, site, across_devices):
+    del sem_name  # Stands in the site too; of its own for the simulator.
     num_operands = args_tree.num_leaves
     sem, transforms, value = jax.tree.unflatten(args_tree, args[:num_operands])
     sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, ctx.avals_in[:num_operands])
@@ -109,17 +100,15 @@ def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, re
     if transforms:
         raise NotImplementedError(f"cannot wait on a semaphore seen through {transforms}")
     as_i32 = lambda x: gpu_lowering._ensure_ir_value(x, jnp.int32)
-    operands = [sem, as_i32(value), *map(as_i32, args[num_operands:])]
-    if report.devices_per_process:
-        operands.append(ctx.launch_ctx.device_id())
+    device = ctx.launch_ctx.device_id() if across_devices else as_i32(0)
+    operands = [sem, as_i32(value), device, *map(as_i32, args[num_operands:])]
     is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
     threads = mgpu.ThreadSubset.WARP if is_warp else mgpu.ThreadSubset.WARPGROUP
     with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, operands) as inner:
-        sem, value, *reported = inner
+        sem, value, device, *indices = inner
         with mgpu_utils.single_thread(scope=threads):
-            _emit_bounded_spin(
-                mgpu_utils.memref_ptr(sem), value, reported, decrement, scope, report
-            )
+            ptr = mgpu_utils.memref_ptr(sem)
+            _emit_bounded_spin(ptr, value, device, indices, decrement, scope, site)
         if is_warp:
             mgpu_utils.warp_barrier()
         else:
@@ -136,11 +125,11 @@ for _semantics in (
     gpu_lowering.register_lowering_rule(bounded_wait_p, *_semantics)(_bounded_wait_lowering)
 
 
-def _emit_bounded_spin(ptr, wanted, reported, decrement, scope, report: WaitReport) -> None:
+def _emit_bounded_spin(ptr, wanted, device, indices, decrement, scope, site) -> None:
     """One thread's spin on `ptr`, its fences, and the report and trap past the limit."""
     i32 = ir.IntegerType.get_signless(32)
     seen, timed_out = mgpu_utils.inline_ptx(
-        _spin_ptx(scope, decrement, round(report.limit_s * 1e9)),
+        _spin_ptx(scope, decrement, round(site.limit_s * 1e9)),
         ptr,
         wanted,
         result_types=(i32, i32),
@@ -149,9 +138,85 @@ def _emit_bounded_spin(ptr, wanted, reported, decrement, scope, report: WaitRepo
     late = arith.cmpi(arith.CmpIPredicate.ne, timed_out, mgpu_utils.c(0, i32))
     if_late = scf.IfOp(late)
     with ir.InsertionPoint(if_late.then_block):
-        gpu.printf(*_report_printf(wanted, seen, reported, report))
-        mgpu_utils.inline_ptx("trap;", has_side_effects=True)
+        block = [arith.index_cast(i32, gpu.block_id(d)) for d in gpu.Dimension]
+        constant = lambda x: mgpu_utils.c(x, i32)
+        words = [device, *block, wanted, seen, constant(len(indices)), *indices]
+        mgpu_utils.inline_ptx(
+            _report_ptx(len(words)),
+            constant(mailbox.register(site)),
+            *words,
+            has_side_effects=True,
+        )
         scf.YieldOp([])
+
+
+def _report_ptx(num_words: int) -> str:
+    """PTX that writes a record of `mailbox` and stops the kernel: $0 the site, then the words."""
+    stores = "\n".join(
+        f"st.relaxed.sys.global.u32 [at+{8 + 4 * i}], ${1 + i};" for i in range(num_words)
+    )
+    return f"""{{
+        .reg .u64 at;
+        mul.wide.u32 at, $1, {mailbox.RECORD_BYTES};
+        add.u64 at, at, {mailbox.address():#x};
+        st.relaxed.sys.global.u32 [at+4], $0;
+        {stores}
+        st.release.sys.global.u32 [at], {mailbox.WRITTEN};
+        fence.acq_rel.sys;
+        trap;
+    }}"""
+
+
+def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
+    """PTX of the spin: $0 value seen, $1 whether it timed out, $2 address, $3 value wanted.
+
+    The clock is read only once the first look has failed. Looks acquire by themselves: a fence
+    after the spin would wait for everything that the thread has in flight, which on 4 H100s cost
+    all_gather_matmul 5% (docs/performance.md). The proxy fence orders bulk copies, issued next,
+    after what the signaller wrote.
+    """
+    look = f"ld.acquire.{scope}.global.u32 $0, [$2]; setp.ge.u32 p, $0, $3;"
+    take = f"""
+        @!p bra LATER;
+        sub.u32 n, $0, $3;
+        atom.acquire.{scope}.global.cas.b32 w, [$2], $0, n;
+        setp.eq.u32 p, w, $0;
+    """
+    return f"""{{
+        .reg .pred p;
+        .reg .u32 w, n;
+        .reg .u64 begin, now;
+        mov.u32 $1, 0;
+        mov.u64 begin, 0;
+        AGAIN: {look}
+        {take if decrement else ""}
+        @p bra DONE;
+        LATER: mov.u64 now, %globaltimer;
+        setp.eq.u64 p, begin, 0;
+        @p mov.u64 begin, now;
+        sub.u64 now, now, begin;
+        setp.lt.u64 p, now, {limit_ns};
+        @p bra AGAIN;
+        mov.u32 $1, 1;
+        DONE: fence.proxy.async;
+    }}"""
+
+
+def _report_ptx(num_words: int) -> str:
+    """PTX that writes a record of `mailbox` and stops the kernel: $0 the site, then the words."""
+    stores = "\n".join(
+        f"st.relaxed.sys.global.u32 [at+{8 + 4 * i}], ${1 + i};" for i in range(num_words)
+    )
+    return f"""{{
+        .reg .u64 at;
+        mul.wide.u32 at, $1, {mailbox.RECORD_BYTES};
+        add.u64 at, at, {mailbox.address():#x};
+        st.relaxed.sys.global.u32 [at+4], $0;
+        {stores}
+        st.release.sys.global.u32 [at], {mailbox.WRITTEN};
+        fence.acq_rel.sys;
+        trap;
+    }}"""
 
 
 def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
@@ -185,24 +250,6 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
         DONE: fence.acq_rel.{scope};
         fence.proxy.async;
     }}"""
-
-
-def _report_printf(wanted, seen, reported, report: WaitReport) -> tuple:
-    """The format and operands of the report."""
-    i32 = ir.IntegerType.get_signless(32)
-    block = [arith.index_cast(i32, gpu.block_id(d)) for d in gpu.Dimension]
-    where, operands = "", []
-    if report.devices_per_process:
-        *reported, device = reported
-        per_process = mgpu_utils.c(report.devices_per_process, i32)
-        where = "process %d, device %d, "
-        operands += [arith.divui(device, per_process), device]
-    position = "".join("[%d]" for _ in reported)
-    text = (
-        f"stretto: kernel {report.kernel} gave up after {report.limit_s:g} s: {where}block"
-        f" (%d, %d, %d) waits for semaphore {report.semaphore}{position} >= %d, which is %d\n"
-    )
-    return text, *operands, *block, *reported, wanted, seen
 
 
 # --- A kernel as one operation of the program -----------------------------------------------------
@@ -333,7 +380,7 @@ class LoweredKernel:
       name: the kernel's name.
       jaxpr: its body, a function of refs of the operands and then of the results.
       pallas_mesh: grid, cluster and threads.
-      interpret: what `plgpu.kernel` was given as `interpret`.
+      interpret, compiler_params: what `plgpu.kernel` was given under these names.
       axis_names, axis_sizes: axes of the device mesh; none outside of `shard_map`.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
@@ -343,6 +390,7 @@ class LoweredKernel:
     jaxpr: Any
     pallas_mesh: Any
     interpret: Any
+    compiler_params: Any
     axis_names: tuple[Hashable, ...]
     axis_sizes: tuple[int, ...]
     out_avals: Sequence[Any]
@@ -379,6 +427,7 @@ def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
             jaxpr=jaxprs[0],
             pallas_mesh=meshes[0],
             interpret=params["interpret"],
+            compiler_params=params["compiler_params"],
             axis_names=tuple(shape),
             axis_sizes=tuple(shape.values()),
             out_avals=ctx.avals_out,
@@ -386,9 +435,9 @@ def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
         )
         callback = _kernel_intercept[0](kernel)
     if callback is None:
-        return mpmd._mpmd_map_lowering(ctx, *operands, **params)
-    position = hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(
-        np.uint32(0)
+        return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+    position = (
+        hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
     )
     position_aval = jax_core.ShapedArray((), np.dtype(np.uint32))
     avals_in = [position_aval, *ctx.avals_in]

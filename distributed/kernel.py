@@ -10,9 +10,9 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, semaphores, settings, simulator
+from stretto.distributed import jax_compat, semaphores, simulator
 from stretto.distributed.axes import make_varying, varying_axes
-from stretto.distributed.jax_compat import TeamKernelInfo, WaitReport
+from stretto.distributed.jax_compat import TeamKernelInfo
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
 
@@ -73,22 +73,15 @@ def launch(
       ValueError: a number of blocks that cannot be resident together.
     """
     _check_resident(name, num_blocks, cluster_size)
-    is_collective = team is not None and not team.is_alone
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
-    closes = is_collective and closing_barrier
+    closes = team is not None and not team.is_alone and closing_barrier
     if closes:
         arrays["closing_sem"] = SemaphoreArray()
         scratch["closing_barrier"] = plgpu.Barrier(num_arrivals=num_threads)
-    report = WaitReport(
-        kernel=name,
-        semaphore="",
-        limit_s=settings.wait_limit_s(),
-        devices_per_process=jax.local_device_count() if is_collective else 0,
-    )
 
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
-        sems = {key: semaphores.allocate(key, a, report, team) for key, a in arrays.items()}
+        sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
         if not closes:
             body(*refs, **sems, **scratch_refs)
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 type Int = int | jax.Array
@@ -26,6 +27,13 @@ def div(a: Int, b: int) -> Int:
 def rem(a: Int, b: int) -> Int:
     """`a % b` for `a >= 0`."""
     return a % b if isinstance(a, int) else lax.rem(a, a.dtype.type(b))
+
+
+def where(condition: bool | jax.Array, a: Int, b: Int) -> Int:
+    """`a` where `condition` holds, else `b`."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return lax.select(condition, jnp.int32(a), jnp.int32(b))
 
 
 def share(total: int, part: Int, parts: int) -> Int:
@@ -101,8 +109,4 @@ class PullPlan:
         """What the semaphore of `chunk` counts to once all of it has arrived."""
         full = self.chunk_columns // self.piece_columns
         last = self.pieces_across - full * (self.chunks - 1)
-        if isinstance(chunk, int):
-            return self.pieces_down * (last if chunk == self.chunks - 1 else full)
-        is_last = chunk == self.chunks - 1
-        counts = lax.select(is_last, chunk.dtype.type(last), chunk.dtype.type(full))
-        return counts * self.pieces_down
+        return where(chunk == self.chunks - 1, last, full) * self.pieces_down

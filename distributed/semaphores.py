@@ -16,8 +16,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat
-from stretto.distributed.jax_compat import WaitReport
+from stretto.distributed import jax_compat, settings
+from stretto.distributed.mailbox import Site
 from stretto.distributed.team import Team
 
 
@@ -44,7 +44,7 @@ class Semaphore:
 
     ref: Any
     spec: SemaphoreArray
-    report: WaitReport
+    site: Site
     team: Team | None
     indices: tuple[int | jax.Array, ...] = ()
 
@@ -65,7 +65,7 @@ class Semaphore:
             return
         if self.spec.local or self.team is None:
             raise ValueError(
-                f"semaphore {self.report.semaphore} is local and cannot be signalled on a peer;"
+                f"semaphore {self.site.semaphore} is local and cannot be signalled on a peer;"
                 " declare it with SemaphoreArray(..., local=False) in a kernel with a team."
             )
         plgpu.semaphore_signal(self._element(), inc, device_id=self.team.address(peer_id))
@@ -73,7 +73,7 @@ class Semaphore:
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
 
-        Past the limit of `settings.wait_limit_s` the kernel reports the wait and traps.
+        Past the limit of `settings.wait_limit_s` the kernel reports the wait (`mailbox`) and stops.
         """
         jax_compat.bounded_wait(
             self._element(),
@@ -81,13 +81,14 @@ class Semaphore:
             indices=self.indices,
             decrement=decrement,
             scope="gpu" if self.spec.local else "sys",
-            report=self.report,
+            site=self.site,
+            across_devices=self.team is not None and not self.team.is_alone,
         )
 
     def _element(self) -> Any:
         if len(self.indices) != len(self.spec.shape):
             raise ValueError(
-                f"semaphore {self.report.semaphore} is an array of shape {self.spec.shape}; name"
+                f"semaphore {self.site.semaphore} is an array of shape {self.spec.shape}; name"
                 f" one element with .at[...], not {self.indices}."
             )
         return self.ref.at[self.indices] if self.indices else self.ref
@@ -102,7 +103,8 @@ class _Indexer:
         return dataclasses.replace(self.semaphore, indices=self.semaphore.indices + index)
 
 
-def allocate(name: str, spec: SemaphoreArray, report: WaitReport, team: Team | None) -> Semaphore:
+def allocate(name: str, spec: SemaphoreArray, kernel: str, team: Team | None) -> Semaphore:
     """The semaphores of `spec`, shared by all blocks; called once, at the top of a kernel's body."""
     ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
-    return Semaphore(ref, spec, dataclasses.replace(report, semaphore=name), team)
+    site = Site(kernel=kernel, semaphore=name, limit_s=settings.wait_limit_s())
+    return Semaphore(ref, spec, site, team)

@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -47,7 +46,7 @@ class Config:
       chunk_columns: columns of a shard that the matmul waits for at once.
     """
 
-    tiles: TileConfig = TileConfig()
+    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
     pull_rows: int = 16
     pull_columns: int = 256
     pull_slots: int = 2
@@ -120,7 +119,7 @@ def launch(
 ) -> jax.Array:
     """Runs the kernel on lhs `[m_shard, k]` and rhs `[k, n_shard]` -> `[size, m_shard, n_shard]`.
 
-    m_shard must be a multiple of 8, k and n_shard of 64 (`padding`).
+    Both must be padded (`padding`).
     """
     m_shard, k = lhs.shape
     n_shard = rhs.shape[1]
@@ -135,7 +134,9 @@ def launch(
     order = tiles.ShardOrder(m_shard, n_shard, config.tiles)
     peers = team.size - 1
 
-    def body(lhs_ref, rhs_ref, out_ref, gathered_ref, *, received, released, pulled, arrived, **own):
+    def body(
+        lhs_ref, rhs_ref, out_ref, gathered_ref, *, received, released, pulled, arrived, **own
+    ):
         def communicate():
             block = kernel.block_id(config.tiles.cluster_size)
             copies.Pull(
@@ -222,7 +223,7 @@ def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received,
         window = rows, pl.ds(n * config.tile_n, config.tile_n)
         matmul.copy_rhs(rhs_ref.at[window], slot, barrier, config)
 
-    def finish(tile, product, buffer, part_row):
+    def finish(tile, product, buffers, part_row):
         step, m, n = tile
         first_row, first_column = m * config.tile_m + part_row, n * config.tile_n
         shard = schedule.shard_of_step(team.device_id(), step, team.size)
@@ -231,7 +232,7 @@ def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received,
             row_slice = pl.ds(first_row + row, rows)
             return [out_ref.at[shard, row_slice, pl.ds(first_column + column, columns)]]
 
-        matmul.store(product, buffer, windows, epilogue and (lambda piece, *_: epilogue(piece)))
+        matmul.store(product, buffers, windows, epilogue and (lambda piece, *_: epilogue(piece)))
 
     return matmul.Hooks(
         locate=matmul.locate_in(order), load_lhs=load_lhs, load_rhs=load_rhs, finish=finish

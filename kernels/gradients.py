@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class bound:  # noqa: N801 - stands for a function
+class bound:
     """`operation(*operands, axes, backend=backend)`, hashable and equal where its parts are."""
 
     operation: Callable[..., jax.Array]

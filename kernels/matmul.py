@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +38,6 @@ SWIZZLE_BYTES = 128
 # Registers of a thread: the file of 65536 is shared by 128 loading and 256 multiplying threads.
 LOADING_REGISTERS = 40
 MULTIPLYING_REGISTERS = 232
-# Steps along k after which the stores of the tile before are waited for.
-SETTLE_AT = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +51,17 @@ class TileConfig:
       raster_width: groups of tiles down a band of the raster (`tiles.raster`).
       cluster_size: 2 for pairs of blocks that work on tiles one above the other and load their
         common columns of rhs once for both, which spares the L2 cache; 1 for blocks on their own.
+      store_buffers: buffers of 64 rows x 128 bytes that a multiplying warpgroup stores through;
+        with enough for a whole tile, its stores go on while the next tile is multiplied.
     """
 
     tile_m: int = 128
     tile_n: int = 256
     tile_k: int = 64
     num_stages: int = 4
-    raster_width: int = 8
-    cluster_size: int = 2
+    raster_width: int = 16
+    cluster_size: int = 1
+    store_buffers: int = 1
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
@@ -82,7 +84,7 @@ class TileConfig:
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of the ring and of the epilogue's buffers, in bytes."""
         ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
-        return ring + MULTIPLYING_WARPGROUPS * 64 * SWIZZLE_BYTES
+        return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * 64 * SWIZZLE_BYTES
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -114,7 +116,9 @@ def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
             (stages, config.tile_k, config.tile_n), dtype, transforms=swizzled(dtype)
         ),
         out_smem=plgpu.SMEM(
-            (MULTIPLYING_WARPGROUPS, 64, out_columns), out_dtype, transforms=swizzled(out_dtype)
+            (MULTIPLYING_WARPGROUPS, config.store_buffers, 64, out_columns),
+            out_dtype,
+            transforms=swizzled(out_dtype),
         ),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=_empty_barrier(config),
@@ -144,8 +148,8 @@ class Hooks:
       load_lhs, load_rhs: called in the loading warp with (tile, index along k, slot of shared
         memory, barrier); starts the copy that fills the slot and arrives at the barrier.
       finish: called in each multiplying warpgroup with (tile, its float32 part of the product,
-        its buffer of shared memory, first row of its part); stores the part (`store`).
-      settle: called in each multiplying warpgroup, some time after `finish`, with (tile,
+        its buffers of shared memory, first row of its part); stores the part (`store`).
+      settle: called in each multiplying warpgroup, before `finish` of its next tile, with (tile,
         warpgroup); for what must follow when the stores are complete, such as a signal.
       communicate: runs in a warp of its own, beside everything else; returns when it is done.
     """
@@ -209,9 +213,7 @@ def run(
         def _(warp):
             @pl.when(warp == 0)
             def _():
-                _load(
-                    hooks, config, own_tiles, clusters, k_tiles, lhs_smem, rhs_smem, full, empty
-                )
+                _load(hooks, config, own_tiles, clusters, k_tiles, lhs_smem, rhs_smem, full, empty)
 
             if hooks.communicate is not None:
 
@@ -266,13 +268,6 @@ def _multiply(
                     acc, lhs_smem.at[stage, pl.ds(warpgroup * rows, rows)], rhs_smem.at[stage]
                 )
 
-                # The stores of the tile before this one had time to complete.
-                if hooks.settle is not None:
-
-                    @pl.when((k_index == min(SETTLE_AT, k_tiles - 1)) & (i > 0))
-                    def _():
-                        settle(i - 1)
-
                 plgpu.wgmma_wait(1)
 
                 # All but the newest product is done: the slot before this one may be refilled.
@@ -289,6 +284,11 @@ def _multiply(
             product_and_stage, plgpu.ACC((rows, config.tile_n), jnp.float32)
         )
         plgpu.barrier_arrive(empty.at[_previous(stage, config.num_stages)])
+
+        @pl.when(i > 0)
+        def _():
+            settle(i - 1)
+
         hooks.finish(
             hooks.locate(cluster + i * clusters),
             product,
@@ -307,31 +307,33 @@ def _multiply(
 
 def store(
     product: jax.Array,
-    buffer: Any,
+    buffers: Any,
     windows: Callable[[int, int, int, int], Sequence[Any]],
     epilogue: Callable[[jax.Array, int, int], jax.Array] | None = None,
 ) -> None:
-    """Stores a warpgroup's part of a tile through its buffer, a few columns at a time.
+    """Stores a warpgroup's part of a tile through its buffers, a piece at a time.
 
     Args:
       product: float32 `[rows, columns]`.
-      buffer: shared memory of the result's type, `[64, 128 bytes]`.
+      buffers: shared memory of the result's type, `[store_buffers, 64, 128 bytes]`.
       windows: (first row, rows, first column, columns), relative to the part -> the views of global
         memory, here or on peers, where that piece of the result goes.
       epilogue: (piece, first row, first column) -> what is stored in its place.
     """
     rows, columns = product.shape
-    piece_rows, piece_columns = buffer.shape
-    for row in range(0, rows, piece_rows):
-        for column in range(0, columns, piece_columns):
-            piece = product[row : row + piece_rows, column : column + piece_columns]
-            if epilogue is not None:
-                piece = epilogue(piece, row, column)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            buffer[...] = piece.astype(buffer.dtype)
-            plgpu.commit_smem()
-            for window in windows(row, piece_rows, column, piece_columns):
-                plgpu.copy_smem_to_gmem(buffer, window)
+    count, piece_rows, piece_columns = buffers.shape
+    corners = itertools.product(range(0, rows, piece_rows), range(0, columns, piece_columns))
+    for number, (row, column) in enumerate(corners):
+        piece = product[row : row + piece_rows, column : column + piece_columns]
+        if epilogue is not None:
+            piece = epilogue(piece, row, column)
+        buffer = buffers.at[number % count]
+        plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)  # This buffer has been read.
+        buffer[...] = piece.astype(buffer.dtype)
+        plgpu.commit_smem()
+        for window in windows(row, piece_rows, column, piece_columns):
+            plgpu.copy_smem_to_gmem(buffer, window, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
 
 
 def _next(stage, num_stages):

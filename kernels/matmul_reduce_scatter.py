@@ -1,6 +1,6 @@
 """`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
 
-Each device multiplies the rows that its peers own first, its own last. A tile of somebody else's
+Each device multiplies the rows that its peers own before its own (`tiles.ScatterOrder`). A tile of somebody else's
 rows is stored straight into a slot of its owner's memory, over NVLink, by the same bulk copy that
 would store it at home. When the owner comes to the tile itself, it adds what the peers have sent to
 its own product in float32 and stores the sum: at home, or for an all-reduce on every device.
@@ -37,9 +37,15 @@ from stretto.kernels.matmul import MULTIPLYING_WARPGROUPS, TileConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the fused kernel is cut up: the matmul's tiles."""
+    """How the fused kernel is cut up.
 
-    tiles: TileConfig = TileConfig()
+    Attributes:
+      tiles: of the matmul.
+      rounds: at most how often a device turns to its own rows (`tiles.ScatterOrder`).
+    """
+
+    tiles: TileConfig = TileConfig(num_stages=3, store_buffers=4)  # noqa: RUF009 - frozen
+    rounds: int = 4
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
@@ -54,10 +60,10 @@ class Config:
     @staticmethod
     def candidates() -> Iterator[Config]:
         """What the tuner tries."""
-        for tile_n, stages in ((128, 6), (256, 4)):
-            for raster_width in (8, 16):
-                tile = TileConfig(tile_n=tile_n, num_stages=stages, raster_width=raster_width)
-                yield Config(tiles=tile)
+        for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
+            for rounds in (1, 4):
+                tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
+                yield Config(tiles=tile, rounds=rounds)
 
 
 def unsupported(problem: Problem, config: Config | None) -> str | None:
@@ -89,16 +95,14 @@ def launch(
     everywhere: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Runs the kernel on lhs `[size * m_shard, k_shard]` and rhs `[k_shard, n]`.
+    """Runs the kernel on lhs `[size, m_shard, k_shard]` and rhs `[k_shard, n]`, padded (`padding`).
 
-    m_shard must be a multiple of 8, k_shard and n of 64 (`padding`). Returns `[1, m_shard, n]`, or
-    with `everywhere` (all-reduce) `[size, m_shard, n]`.
+    Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`.
     """
-    m_shard, n = lhs.shape[0] // team.size, rhs.shape[1]
-    order = tiles.ShardOrder(m_shard, n, config.tiles)
+    m_shard, n = lhs.shape[1], rhs.shape[1]
+    order = tiles.ScatterOrder(m_shard, n, config.tiles, team.size, config.rounds)
     num_blocks = kernel.num_multiprocessors()
     peers = team.size - 1
-    shards = lhs.reshape(team.size, m_shard, lhs.shape[1])
     slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
 
     def body(lhs_ref, rhs_ref, out_ref, partial_ref, *, received, finished=None, **own):
@@ -131,7 +135,7 @@ def launch(
         arrays["finished"] = SemaphoreArray()
     (out,) = kernel.launch(
         body,
-        shards,
+        lhs,
         rhs,
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
@@ -179,23 +183,21 @@ def _load_rhs(config, refs, tile, k_index, slot, barrier):
     matmul.copy_rhs(refs.rhs.at[rows, columns], slot, barrier, config)
 
 
-def _finish(team, order, refs, tile, product, buffer, part_row):
+def _finish(team, order, refs, tile, product, buffers, part_row):
     """Stores a part of a tile: in a slot of its owner, or with the peers' parts added, as result."""
     step, m, n = tile
     first_row = m * order.config.tile_m + part_row
     first_column = n * order.config.tile_n
 
     def window(ref, index, row, rows, column, columns):
-        return ref.at[
-            index, pl.ds(first_row + row, rows), pl.ds(first_column + column, columns)
-        ]
+        return ref.at[index, pl.ds(first_row + row, rows), pl.ds(first_column + column, columns)]
 
     for offset in team.peer_offsets:
 
         @pl.when(step == offset - 1)
         def _(offset=offset):
             slots = copies.remote(refs.partial, team, team.neighbour(offset))
-            matmul.store(product, buffer, lambda *where: [window(slots, offset - 1, *where)])
+            matmul.store(product, buffers, lambda *where: [window(slots, offset - 1, *where)])
 
     @pl.when(step == team.size - 1)
     def _():
@@ -215,7 +217,7 @@ def _finish(team, order, refs, tile, product, buffer, part_row):
         if refs.finished is not None:
             outs += [copies.remote(refs.out, team, team.neighbour(i)) for i in team.peer_offsets]
         matmul.store(
-            product, buffer, lambda *where: [window(o, index, *where) for o in outs], add_partials
+            product, buffers, lambda *where: [window(o, index, *where) for o in outs], add_partials
         )
 
 
@@ -234,4 +236,3 @@ def _settle(team, order, refs, tile, warpgroup):
         def _():
             for offset in team.peer_offsets:
                 refs.finished.signal(peer_id=team.neighbour(offset))
-

@@ -66,9 +66,7 @@ def all_gather_matmul(
     choice = dispatch.choose(problem, backend, all_gather_matmul_kernel, config)
     if choice.backend == "xla":
         return reference.all_gather_matmul(lhs, rhs, axes, epilogue=epilogue, out_dtype=dtype)
-    call = _call(
-        axes, dtype, choice, backend, _fused_all_gather_matmul, epilogue, keep_gathered
-    )
+    call = _call(axes, dtype, choice, backend, _fused_all_gather_matmul, epilogue, keep_gathered)
     return gradients.all_gather_matmul(*vary_alike(axes, lhs, rhs), call)
 
 
@@ -233,13 +231,12 @@ def _scattered(lhs, rhs, call, launch) -> jax.Array:
     """
     team = Team.along(call.axes)
     m_shard, n = schedule.ceil_div(lhs.shape[0], team.size), rhs.shape[1]
-    shards = padding.pad(lhs, team.size * m_shard, padding.COLUMNS)
-    shards = shards.reshape(team.size, m_shard, -1)
-    below = -m_shard % padding.ROWS
-    if below:
-        shards = jnp.pad(shards, ((0, 0), (0, below), (0, 0)))
+    missing = team.size * m_shard - lhs.shape[0]
+    if missing:
+        lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
+    shards = lhs.reshape(team.size, m_shard, lhs.shape[1])
     out = launch(
-        shards.reshape(-1, shards.shape[2]),
+        padding.pad(shards, padding.ROWS, padding.COLUMNS),
         padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
         team,
         out_dtype=call.out_dtype,

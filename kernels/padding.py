@@ -1,4 +1,9 @@
-"""Padding matrices to the sizes that the copy engine takes: whole 8 x 64 tiles of swizzled rows."""
+"""Padding matrices to the sizes that the copy engine takes: whole 8 x 64 tiles of swizzled rows.
+
+At least two such tiles a side, too: along a dimension of one tile Mosaic GPU ignores the index, so
+a store that lies past the edge, which should be dropped, would land in the first tile (seen on
+H100s with JAX 0.11.2).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,18 @@ ROWS = 8
 COLUMNS = 64
 
 
-def pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """`x` `[m, n]` with zeros below and to the right, up to multiples of `rows` and `columns`.
+def padded(size: int, multiple: int) -> int:
+    """The least allowed size that is not below `size`."""
+    return max(-(-size // multiple), 2) * multiple
 
-    A matrix of the right sizes comes back as it is; any other is copied.
+
+def pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """`x` `[..., m, n]` with zeros below and to the right, up to `padded` numbers of both.
+
+    An array of the right sizes comes back as it is; any other is copied.
     """
-    below, right = -x.shape[0] % rows, -x.shape[1] % columns
-    return jnp.pad(x, ((0, below), (0, right))) if below or right else x
+    m, n = x.shape[-2:]
+    below, right = padded(m, rows) - m, padded(n, columns) - n
+    if not below and not right:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, below), (0, right)])

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-from jax import lax
-
-from stretto.distributed.schedule import Int, ceil_div, div
+from stretto.distributed.schedule import Int, ceil_div, div, rem, where
 from stretto.kernels.matmul import TileConfig
 
 
@@ -28,22 +25,12 @@ def raster(index: Int, m_tiles: int, n_tiles: int, width: int) -> tuple[Int, Int
         height = width
     else:
         is_last = band == full_bands
-        height = _where(is_last, rest, width)
-        n = _where(is_last, div(within, rest), div(within, width))
+        height = where(is_last, rest, width)
+        n = where(is_last, div(within, rest), div(within, width))
         m = within - n * height
     odd = n - 2 * div(n, 2)
-    m = _where(odd == 1, height - 1 - m, m)
+    m = where(odd == 1, height - 1 - m, m)
     return band * width + m, n
-
-
-def _where(condition: bool | jax.Array, a: Int, b: Int) -> Int:
-    if isinstance(condition, bool):
-        return a if condition else b
-    return lax.select(condition, _as_int32(a), _as_int32(b))
-
-
-def _as_int32(x: Int) -> jax.Array:
-    return lax.convert_element_type(x, "int32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +80,40 @@ class ShardOrder:
     def index(self, m: Int, n: Int) -> Int:
         """A number for the tile at row `m` and column `n` of a shard's tiles."""
         return m * self.n_tiles + n
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterOrder(ShardOrder):
+    """Tiles in the order that suits a scatter: peers' tiles early, one's own as late as needed.
+
+    The bands of rows of all shards are taken in `rounds`. A round does its band of every peer's
+    shard, then the own band of the round before, whose parts the peers have sent meanwhile; the
+    last own band comes at the end. So the links are busy from the first tile to nearly the last.
+    Step `s < size - 1` is the shard of the `s + 1`-th successor, step `size - 1` the own one.
+    """
+
+    size: int
+    max_rounds: int
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds: the most up to `max_rounds` that divide a shard's rows of tiles."""
+        return max(r for r in range(1, self.max_rounds + 1) if self.m_groups % r == 0)
+
+    def locate(self, group: Int, rank: Int = 0) -> tuple[Int, Int, Int]:
+        """(step, row of tiles within the shard, column of tiles) of a tile."""
+        peers, height = self.size - 1, self.m_groups // self.rounds
+        band = height * self.n_tiles
+        later = group - peers * band
+        is_first = later < 0
+        index = where(is_first, 0, later)
+        number = where(is_first, 0, 1 + div(index, self.size * band))
+        position = where(is_first, group, rem(index, self.size * band))
+        is_own = (position >= peers * band) | (number == self.rounds)
+        in_band = where(number == self.rounds, position, position - peers * band)
+        peer_step = div(position, band)
+        within = where(is_own, in_band, position - peer_step * band)
+        step = where(is_own, peers, peer_step)
+        m, n = raster(within, height, self.n_tiles, self.config.raster_width)
+        m = m + height * where(is_own, number - 1, number)
+        return step, m * self.config.cluster_size + rank, n

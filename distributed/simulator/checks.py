@@ -95,6 +95,17 @@ class Checks:
             name=semaphore.name,
         )
 
+    def before_start(self, device: Any, access: Access) -> None:
+        """A launch without a barrier at its start touches a peer that may not have started."""
+        self._find(
+            "before start",
+            f"{access.describe()} touches memory of {device.describe()}, which may not have started"
+            " yet: the kernel skips the barrier before it (skip_device_barrier), and nothing that"
+            " this device has waited for says that the peer is there.",
+            access.site,
+            name=access.what,
+        )
+
     def at_end(self) -> None:
         """Checks made once everything has run."""
         machine = self._machine

@@ -144,7 +144,13 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         return None
     mesh = DeviceMesh(call.axis_names, call.axis_sizes)
     kernel = KernelCall(
-        call.name, call.jaxpr, call.pallas_mesh, mesh, list(call.out_avals), dict(call.aliases)
+        call.name,
+        call.jaxpr,
+        call.pallas_mesh,
+        mesh,
+        list(call.out_avals),
+        dict(call.aliases),
+        has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
     rendezvous = Rendezvous(call.name, mesh.num_devices, mesh.describe)

@@ -40,6 +40,7 @@ class KernelCall:
       mesh: the devices.
       out_avals: shapes and types of the results.
       aliases: results that are the memory of an operand, as {result: operand}.
+      has_start_barrier: no device starts the kernel before all have come to it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class KernelCall:
     mesh: DeviceMesh
     out_avals: list[Any]
     aliases: dict[int, int]
+    has_start_barrier: bool = True
 
     @cached_property
     def _prepared(self) -> tuple[KernelInfo, Program]:
@@ -82,6 +84,7 @@ class KernelCall:
             kernel, program, self.mesh, scheduler=scheduler, report=report,
             limits=settings.limits, detect_races=settings.detect_races,
             cost=settings.cost_model, trace=settings.trace,
+            has_start_barrier=self.has_start_barrier,
         )  # fmt: skip
         known = len(report.findings)
         try:

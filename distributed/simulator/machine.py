@@ -47,6 +47,7 @@ class Device:
       semaphores: by allocation key.
       waiting_blocks: blocks that are not resident yet.
       clock: what all its finished tasks knew.
+      start: the timeline whose first stretch is the device's start.
       remote_touches: the last access of each timeline of another device to this one's memory.
     """
 
@@ -61,6 +62,7 @@ class Device:
         self.resident = 0
         self.clock = clocks.empty()
         self.remote_touches: dict[int, Access] = {}
+        self.start = 0
         self.time = 0.0
 
     def describe(self) -> str:
@@ -78,6 +80,9 @@ class Machine:
       scheduler, report, limits: how to run, where to tell, how far to go.
       detect_races: whether accesses are checked.
       cost: what things cost in time.
+      trace: where what tasks do is noted.
+      has_start_barrier: no device starts before all have; else one may touch a peer's memory only
+        after a word from it.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Machine:
         detect_races: bool,
         cost: CostModel | None,
         trace: Trace | None = None,
+        has_start_barrier: bool = True,
     ):
         self.kernel = kernel
         self.program = program
@@ -103,7 +109,10 @@ class Machine:
         self.detector = RaceDetector(report, detect_races)
         self.cost = Clock(cost, self)
         self.trace = trace
+        self.has_start_barrier = has_start_barrier
         self.devices = [Device(i, mesh) for i in range(mesh.num_devices)]
+        for device in self.devices:
+            device.start = self.timelines.new()
         self.checks = Checks(self)
         self.tasks: list[Task] = []
         self.pending_loads: list[Any] = []
@@ -145,6 +154,7 @@ class Machine:
                 block.running = self.num_warpgroups
                 for warpgroup in range(self.num_warpgroups):
                     task = Task(self, block, warpgroup)
+                    task.acquire_one(device.start, 1)
                     task.time = device.time
                     task.body = self.program.run(task, self._arguments(device))
                     self.tasks.append(task)
@@ -229,8 +239,12 @@ class Machine:
 
     def touch(self, device: int, access: Access) -> None:
         """Remembers an access from another device, to compare with the end of `device`."""
-        if access.device != device:
-            self.devices[device].remote_touches[access.timeline] = access
+        if access.device == device:
+            return
+        target = self.devices[device]
+        target.remote_touches[access.timeline] = access
+        if not self.has_start_barrier and not clocks.knows(access.clock, target.start, 1):
+            self.checks.before_start(target, access)
 
     def count_copy(self, source: int, destination: int, num_bytes: int) -> None:
         """Counts a bulk copy of `num_bytes`."""

@@ -16,7 +16,7 @@ class Finding:
 
     Attributes:
       kind: "race", "uninitialised", "uncommitted store", "unawaited copy", "after end",
-        "semaphore scope", or "semaphore not zero".
+        "before start", "semaphore scope", or "semaphore not zero".
       key: what makes two findings the same.
       message: the whole story, with source lines.
       sites: the source lines, in the order they are told.

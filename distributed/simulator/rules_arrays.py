@@ -26,7 +26,9 @@ def _int_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _rem(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.fmod(a, np.where(b == 0, 1, b)) if a.dtype.kind in "iu" else np.fmod(a, b)
+    if a.dtype.kind not in "iu":
+        return np.fmod(a, b)
+    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
 
 
 def _round(x: np.ndarray, rounding_method: Any = 1, **_: Any) -> np.ndarray:

@@ -151,9 +151,9 @@ class Scheduler:
     def run(self) -> None:
         """Runs until every task is done or waits.
 
-        Raises:
-          StepLimitError: after `max_steps` steps.
-      KernelFaultError: a task did what it can not.
+          Raises:
+            StepLimitError: after `max_steps` steps.
+        KernelFaultError: a task did what it can not.
         """
         order = self._order
         while len(order):
