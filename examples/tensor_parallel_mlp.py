@@ -174,13 +174,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--backend",
         choices=("auto", "pallas", "xla", "simulator"),
         default="auto",
-        help="what serves the two operations: fused kernels (pallas), XLA's collectives, or"
-        " whichever is faster here (auto); the simulator is slow and is for debugging kernels",
+        help="what serves the two operations: fused kernels (pallas, on GPUs), XLA's collectives,"
+        " the faster of the two (auto), or fused kernels on simulated GPUs",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="type of the matmuls' operands (default: bfloat16 on GPUs, else float32)",
+        help="type of the matmuls' operands (default: bfloat16, or float32 for XLA on CPUs)",
     )
     return parser.parse_args(argv)
 
@@ -193,7 +193,10 @@ def main(argv: list[str] | None = None) -> None:
     devices = jax.devices()
     if BATCH % len(devices):
         raise SystemExit(f"{len(devices)} devices must divide the batch of {BATCH} images.")
-    dtype = args.dtype or ("bfloat16" if devices[0].platform == "gpu" else "float32")
+    if args.backend == "simulator" and process.num_processes > 1:
+        raise SystemExit("Simulated GPUs share a process: stretto run --processes-per node.")
+    on_cpu = devices[0].platform == "cpu" and args.backend in ("auto", "xla")
+    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     if dtype == "float32":  # GPUs would round operands to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
 

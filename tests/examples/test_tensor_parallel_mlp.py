@@ -61,6 +61,23 @@ def test_bfloat16_training_is_close_to_float32(example: ModuleType, on_one: list
     assert ours[-1].accuracy > 0.95
 
 
+def test_fused_kernels_train_the_same_in_the_simulator(example: ModuleType) -> None:
+    data = example.load_data()
+    data = data._replace(images=data.images[:2], labels=data.labels[:2])  # two batches
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    logits = example.on_mesh(mesh, dtype="bfloat16", backend="simulator")
+    weights, shards = example.shard(mesh, example.first_weights(), data)
+    (ours,) = example.train(logits, weights, shards, 1)
+
+    def expected(dtype: str) -> float:
+        plain = functools.partial(example.plain_logits, dtype=dtype)
+        return next(example.train(plain, example.first_weights(), data, 1)).loss
+
+    exact = expected("float32")
+    assert abs(ours.loss - exact) <= 2 * abs(expected("bfloat16") - exact) + 1e-3
+    assert ours.loss != exact
+
+
 def test_weights_and_images_are_split(example: ModuleType) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
     weights, data = example.shard(mesh, example.first_weights(), example.load_data())
@@ -80,6 +97,15 @@ def run(processes: int, *options: str) -> list[tuple[float, float, float]]:
     rows = re.findall(r"(\d+)  ([\d.]+)  +([\d.]+)%  +(-?[\d.e+-]+)$", done.stdout, re.MULTILINE)
     assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
     return [(float(loss), float(accuracy), float(off)) for _, loss, accuracy, off in rows]
+
+
+def test_simulated_job_of_several_processes_is_refused() -> None:
+    command = [sys.executable, "-m", "stretto.launch", "run", "-n", "2", str(SCRIPT)]
+    done = subprocess.run(
+        [*command, "--backend", "simulator"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "--processes-per node" in done.stderr
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
