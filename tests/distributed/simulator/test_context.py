@@ -32,9 +32,7 @@ X = np.arange(128, dtype=np.float32)
 
 def on_devices(fn, count=2):
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",), axis_types=(AxisType.Auto,))
-    return jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    )
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
 
 
 def like(x):
@@ -156,8 +154,9 @@ def test_divergence_names_who_is_missing():
     def fn(x):
         return lax.cond(lax.axis_index("x") == 1, lambda x: x, shift, x)
 
-    with pytest.raises(RendezvousError, match="device 1 did not come"), simulate(
-        rendezvous_timeout=1.0
+    with (
+        pytest.raises(RendezvousError, match="device 1 did not come"),
+        simulate(rendezvous_timeout=1.0),
     ):
         jax.block_until_ready(on_devices(fn)(np.tile(X, 2)))
     with simulate():
@@ -234,9 +233,7 @@ def test_step_limit():
         out_ref[...] = x_ref[...]
 
     with pytest.raises(StepLimitError, match="max_steps=1000"), simulate(max_steps=1000):
-        jax.block_until_ready(
-            plgpu.kernel(body, out_type=like(X), scratch_types=[SEMAPHORE])(X)
-        )
+        jax.block_until_ready(plgpu.kernel(body, out_type=like(X), scratch_types=[SEMAPHORE])(X))
 
 
 @pytest.mark.parametrize(

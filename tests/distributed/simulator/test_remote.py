@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from stretto.distributed.simulator import DeadlockError, KernelFaultError, simulate
@@ -25,10 +25,17 @@ def launch(body, scratch=(), *, shape=(2, 4), rows=1, dtype=np.float32, outs=Non
     out_type = [jax.ShapeDtypeStruct(s, dtype) for s in (outs or [(rows, COLUMNS)])]
     threads = {k: settings.pop(k) for k in ("num_threads", "thread_name") if k in settings}
     grid = settings.pop("grid", (1,))
+    params = plgpu.CompilerParams(skip_device_barrier=settings.pop("skip_device_barrier", False))
 
     def fn(x):
         kernel = plgpu.kernel(
-            body, out_type=out_type, scratch_types=scratch, grid=grid, grid_names=("b",), **threads
+            body,
+            out_type=out_type,
+            scratch_types=scratch,
+            grid=grid,
+            grid_names=("b",),
+            compiler_params=params,
+            **threads,
         )
         return kernel(x)
 
@@ -235,3 +242,15 @@ def test_blocks_that_do_not_wait_may_be_many():
 
     (out,), report = launch(body, shape=(1, 1), outs=[(40, COLUMNS)], grid=(40,), resident_blocks=3)
     assert report.ok and out.shape == (40, COLUMNS)
+
+
+def test_without_the_barrier_before_it_a_kernel_may_touch_nobody():
+    def body(x_ref, out_ref, received_sem):
+        peer = {"y": 1 - lax.axis_index("y")}
+        plgpu.remote_ref(out_ref, peer)[...] = x_ref[...] + 0
+        pl.semaphore_signal(received_sem, device_id=peer)
+        pl.semaphore_wait(received_sem)
+
+    for skips in (False, True):
+        _, report = launch(body, [SEMAPHORE], shape=(1, 2), skip_device_barrier=skips)
+        assert report.kinds() == ({"before start"} if skips else set())
