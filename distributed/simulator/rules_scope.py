@@ -151,10 +151,8 @@ def _allocate(task: Task, spec: Allocation, key: tuple, axes: tuple, shared: boo
         top = task.semaphore_top.get(axes, 0)
         task.semaphore_top[axes] = top + math.prod(spec.shape)
         thread = None if shared else task.warpgroup
-        name = f"{spec.name} of block {block.index}"
-        return machine.semaphores(
-            task.device, ("scoped", block.index, thread, axes, top), name, spec.shape
-        )
+        where = ("scoped", block.index, thread, axes, top)
+        return machine.semaphores(task.device, where, spec.name, spec.shape)
     if not shared:
         key = (*key, "of warpgroup", task.warpgroup)
     found = block.shared.get(key)

@@ -155,6 +155,8 @@ def signal(
     machine.checks.atomic_touch(semaphore, access)
     machine.report.statistics.signals += 1
     semaphore.signalled_by[task.describe(), access.site] += 1
+    target = machine.devices[semaphore.device].describe()
+    machine.note(task, f"signal {semaphore.name} of {target}", machine.now(task))
     remote = semaphore.device != task.device.index
     arrival = task.time + (machine.cost.signal_latency if remote else 0.0)
     semaphore.signal(amount, clock, task.device.index, scope, arrival)
@@ -293,6 +295,7 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
             )
         clock, time = semaphore.take(wanted, task.device.index, scope, bool(decrement(env)))
         task.acquire(clock)
+        blocked |= time > task.time
         task.time = max(task.time, time)
         if blocked:
             task.machine.note(task, f"wait {semaphore.name}", begin)

@@ -1,0 +1,79 @@
+"""`stretto simulate`: runs any script with the simulator on, and prints the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import Mesh, PartitionSpec as P
+
+def body(x_ref, out_ref, received_sem):
+    to = {"x": lax.rem(lax.axis_index("x") + 1, lax.axis_size("x"))}
+    plgpu.remote_ref(out_ref, to)[...] = x_ref[...] + 0
+    if "forget" not in sys.argv:
+        pl.semaphore_signal(received_sem, device_id=to)
+    pl.semaphore_wait(received_sem)
+
+def fn(x):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plgpu.kernel(body, out_type=out, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+fn = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+print("devices", jax.device_count(), "result", float(fn(jnp.arange(3 * 128.0))[0]), sys.argv[1:])
+sys.exit(7 if "seven" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(*options, args=()):
+        command = [sys.executable, "-m", "stretto.launch", "simulate", *options]
+        return subprocess.run(
+            [*command, str(script), *args], capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+def test_runs_a_script_and_prints_the_report(run, tmp_path):
+    trace = tmp_path / "trace.json"
+    done = run("-n", "3", "--seeds", "2", "--trace", str(trace), args=("--its", "own"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("devices 3 result 256.0 ['--its', 'own']") == 2
+    assert done.stderr.count("nothing wrong found") == 2
+    assert "simulation, seed 1: 1 kernel launches" in done.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1, 2}
+
+
+def test_a_deadlock_fails_the_command(run):
+    done = run("-n", "3", args=("forget",))
+    assert done.returncode == 1
+    assert "received_sem >= 1, which is 0" in done.stderr
+    assert "pl.semaphore_wait(received_sem)" in done.stderr
+
+
+def test_the_status_is_the_script_s(run):
+    assert run("-n", "3", args=("seven",)).returncode == 7
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    command = [sys.executable, "-m", "stretto.launch", "simulate", str(tmp_path / "none.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "none.py does not exist" in done.stderr
