@@ -20,7 +20,7 @@ from stretto.benchmarks.options import Sweep
 from stretto.benchmarks.peers import Peer, peers_named
 from stretto.benchmarks.results import Machine, Measurement, Results
 from stretto.benchmarks.shapes import KERNELS, MATMULS, SETS, shapes_of
-from stretto.benchmarks.timing import agreed
+from stretto.benchmarks.timing import agreed, first_process_says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Run:
             measurement_of_speed=machine.platform == "gpu",
             link_gb_per_s=settings.link_gb_per_s,
         )
-        if path is not None and path.exists() and not overwrite:
+        # Only the first process may see the file; it tells the others what is done.
+        first = jax.process_index() == 0
+        if path is not None and first and path.exists() and not overwrite:
             self.results.measurements = _earlier(path, resume, machine)
 
     @property
@@ -132,7 +134,8 @@ class Run:
             passed = budget_s is not None and time.monotonic() - began > budget_s
             return agreed(passed) if budget_s is not None else False
 
-        todo = [item for item in work if _key(item.case) not in self.done]
+        done = first_process_says([_key(item.case) in self.done for item in work])
+        todo = [item for item, is_done in zip(work, done, strict=True) if not is_done]
         for position, item in enumerate(todo):
             if out_of_time():
                 return False

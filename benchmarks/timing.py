@@ -108,3 +108,11 @@ def maximum_over_processes(values: np.ndarray) -> np.ndarray:
 def agreed(flag: bool) -> bool:
     """Whether any process says so; every process must call it."""
     return bool(maximum_over_processes(np.asarray([float(flag)]))[0])
+
+
+def first_process_says(flags: Sequence[bool]) -> list[bool]:
+    """The first process's `flags`, on all; every process must call it, with as many."""
+    if jax.process_count() == 1 or not flags:
+        return list(flags)
+    told = multihost_utils.broadcast_one_to_all(np.asarray(flags, dtype=np.int32))
+    return [bool(flag) for flag in np.asarray(told)]

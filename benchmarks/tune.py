@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,13 +63,8 @@ def tune(
     ranked = sorted(ours, key=lambda ready: min(ready.timer.visit(SAMPLES_PER_VISIT)))
     finalists = _right_ones(bench, ranked, settings)
     xla.timer.visit(1)
-    samples: list[list[float]] = [[] for _ in range(len(finalists) + 1)]
-    rounds = -(-settings.repeats // SAMPLES_PER_VISIT)
-    for index in range(rounds):
-        say(f"timing {len(finalists)} finalists, round {index + 1} of {rounds}")
-        for taken, ready in zip(samples, [*finalists, xla], strict=True):
-            taken += ready.timer.visit(SAMPLES_PER_VISIT)
-    medians = [spread(taken).median for taken in samples]
+    say(f"timing {len(finalists)} finalists and XLA")
+    medians = _in_turns([*finalists, xla], settings)
     best = min(range(len(finalists)), key=lambda index: medians[index])
     return Entry(
         op=case.operation.name,
@@ -102,6 +98,16 @@ def _compiled(bench: Bench, configs: Sequence[Any], backend: str) -> tuple[list[
         if isinstance(reason, Exception):
             raise UnavailableError(f"{name}: {reason}") from reason
     return found["tuned"], found["xla"][0]  # type: ignore[return-value, index]
+
+
+def _in_turns(entries: Sequence[Ready], settings: Settings) -> list[float]:
+    """The median time of each, visited in a new random order each round."""
+    samples: list[list[float]] = [[] for _ in entries]
+    order = random.Random(settings.seed)
+    for _ in range(-(-settings.repeats // SAMPLES_PER_VISIT)):
+        for index in order.sample(range(len(entries)), len(entries)):
+            samples[index] += entries[index].timer.visit(SAMPLES_PER_VISIT)
+    return [spread(taken).median for taken in samples]
 
 
 def _right_ones(bench: Bench, ranked: list[Ready], settings: Settings) -> list[Ready]:

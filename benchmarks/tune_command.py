@@ -157,9 +157,9 @@ def _own_table(on_gpu: bool) -> pathlib.Path:
 
 
 def _existing(path: pathlib.Path) -> Table:
-    """The table in `path`, an empty one if there is none."""
+    """The table in `path`, an empty one if there is none; the first process alone reads it."""
     kind = jax.devices()[0].device_kind
-    if not path.exists():
+    if jax.process_index() != 0 or not path.exists():
         return Table(kind)
     try:
         found = tables.read(path)

@@ -1,0 +1,163 @@
+"""`stretto tune`: what is measured, what is written, and what is gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from stretto.benchmarks import tune_command, tuned_file
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.measure import Settings
+from stretto.benchmarks.operations import OPERATIONS, Case, Operation
+from stretto.benchmarks.shapes import Shape
+from stretto.benchmarks.tune import candidates_of, config_type_of, tune
+from stretto.kernels import tables
+from stretto.kernels.all_gather_matmul import Config
+from stretto.kernels.tables import Entry, Table
+
+QUICK = Settings(repeats=2, rest_s=0.0)
+
+
+def case_of(shape=None) -> Case:
+    return Case(
+        operation=OPERATIONS["all_gather_matmul"],
+        shape=shape or Shape(64, 32, 32),
+        dtype="float32",
+        devices=2,
+    )
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """Makes `Operation.public` depend on its config, a plain number: a factor on the result."""
+    unfused = OPERATIONS["all_gather_matmul"].unfused
+
+    def public(self, backend, config=None):
+        if config.factor == 0:
+            raise ValueError("factor=0 cannot be")
+
+        def slow(lhs, rhs):
+            return sum(unfused(lhs + i, rhs) for i in range(config.work)) * config.factor
+
+        return slow if config.work > 1 else lambda lhs, rhs: unfused(lhs, rhs) * config.factor
+
+    monkeypatch.setattr(Operation, "public", public)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fake:
+    work: int = 1
+    factor: float = 1.0
+
+
+def tuned(configs, **settings):
+    return tune(case_of(), configs, dataclasses.replace(QUICK, **settings), {"jax": "1"})
+
+
+def test_the_fastest_right_configuration_is_kept(configured):
+    entry = tuned([Fake(factor=1.1), Fake(work=64), Fake()])
+    assert entry.config == {"work": 1, "factor": 1.0}
+    assert entry.fused_us > 0
+    assert entry.xla_us > 0
+    assert (entry.m, entry.k, entry.n, entry.devices) == (64, 32, 32, 2)
+
+
+def test_without_a_right_one_the_case_is_skipped(configured):
+    with pytest.raises(UnavailableError, match="its result is wrong"):
+        tuned([Fake(factor=1.1), Fake(factor=1.2)])
+
+
+def test_a_table_is_filled_and_gone_on_with(tmp_path, capsys):
+    path = tmp_path / "t.toml"
+    base = ["all_gather_matmul", "--devices", "2", "--output", str(path), "--repeats", "1"]
+    assert tune_command.main([*base, "--shapes", "64x64x128"]) == 0
+    first = tables.read(path)
+    assert [entry.m for entry in first.entries] == [64]
+    config = tables.config_from_data(Config, first.entries[0].config)
+    assert config in Config.candidates()
+    capsys.readouterr()
+    assert tune_command.main([*base, "--shapes", "64x64x128,128x64x128,63x64x128"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 3 cases to tune" in out
+    assert "skipped, m=63 is not a multiple of 2" in out
+    second = tables.read(path)
+    assert second.entries[0] == first.entries[0]
+    assert [entry.m for entry in second.entries] == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["nothing"], "kernel 'nothing' is not one of"),
+        (["all_gather_matmul", "--devices", "x"], "not like 2,4"),
+        (["all_gather_matmul", "--devices", "64", "--output", "x.toml"], "64 and 8 are present"),
+        (["all_gather_matmul"], "there are no GPUs to tune for"),
+    ],
+)
+def test_misuse_is_one_line_and_status_2(options, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tune_command.main(options) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_gpus_table_is_left_alone(tmp_path, capsys):
+    path = tmp_path / "t.toml"
+    tuned_file.write(Table("NVIDIA H200"), path)
+    assert tune_command.main(["all_gather_matmul", "--output", str(path)]) == 2
+    assert "is for 'NVIDIA H200', the devices are 'cpu'" in capsys.readouterr().err
+    path.write_text("schema = ")
+    assert tune_command.main(["all_gather_matmul", "--output", str(path)]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    entries = [
+        Entry(
+            op="all_gather_matmul",
+            m=m,
+            k=8192,
+            n=8192,
+            dtype="bfloat16",
+            devices=4,
+            fused_us=1.5,
+            xla_us=2.25,
+            config={"tiles": {"tile_m": 128, "wide": True, "name": 'a "b"'}, "list": [1, 2]},
+            versions={"jax": "0.11.2", "nvidia-nccl-cu13": "2.29", "odd name": "1"},
+        )
+        for m in (4096, 512, 4096)
+    ]
+    table = Table("NVIDIA H100 80GB HBM3")
+    for entry in entries:
+        table = tuned_file.merged(table, entry)
+    tuned_file.write(table, tmp_path / "t.toml")
+    assert [entry.m for entry in table.entries] == [512, 4096]
+    assert tables.read(tmp_path / "t.toml") == table
+
+
+def test_a_kernel_without_configurations_cannot_be_tuned():
+    with pytest.raises(BenchmarkError, match="has no configurations to tune"):
+        config_type_of("nothing")
+
+
+def test_candidates_may_depend_on_the_problem_or_not():
+    problem = tune_command.problem_of(case_of())
+
+    class OfProblem:
+        @staticmethod
+        def candidates(problem):
+            yield from (problem.m, problem.m, 7)
+
+    assert candidates_of(OfProblem, problem) == [64, 7]
+    assert candidates_of(Config, problem) == list(Config.candidates())
+
+
+@pytest.mark.parametrize("path", sorted(tables.folder().glob("*.toml")), ids=lambda p: p.stem)
+def test_the_shipped_tables_can_be_read_and_fit_their_kernels(path):
+    table = tables.read(path)
+    assert tables.file_name(table.device_kind) == path.name
+    for entry in table.entries:
+        tables.config_from_data(config_type_of(entry.op), entry.config).check(2)
