@@ -120,8 +120,10 @@ def _order(measurement: Measurement) -> tuple:
 
 def page(found: list[Results], names: list[str]) -> str:
     """The whole of docs/performance.md."""
-    parts = [
-        "# Performance\n",
+    parts = ["# Performance\n"]
+    if not found:
+        return parts[0] + "\nNo results yet: `stretto bench document FILE...` writes this page.\n"
+    parts += [
         f"Written by `stretto bench document {' '.join(names)}`; do not edit."
         " [benchmarks.md](benchmarks.md) tells how times are taken and what the columns mean."
         " Times are medians in microseconds of one call, on the slowest device.\n",
