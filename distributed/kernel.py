@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, semaphores, simulator
+from stretto.distributed import jax_compat, profiling, semaphores, simulator
 from stretto.distributed.axes import make_varying, varying_axes
 from stretto.distributed.jax_compat import TeamKernelInfo
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
@@ -102,7 +102,7 @@ def launch(
         num_threads=num_threads,
         thread_name=THREAD_AXIS,
         kernel_name=name,
-        compiler_params=compiler_params or plgpu.CompilerParams(),
+        compiler_params=profiling.compiler_params(compiler_params),
         interpret=interpret,
     )
     axes = team.axes if team is not None else ()

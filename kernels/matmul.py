@@ -1,13 +1,17 @@
-"""`out = epilogue(lhs @ rhs)`: the persistent, warp-specialised Hopper matmul that all kernels share.
+"""`lhs @ rhs`: the persistent, warp-specialised Hopper matmul that all kernels share.
 
 A block has three warpgroups. Two multiply: each holds half the rows of a tile in its accumulator.
-The third has two busy warps: one loads tiles of lhs and rhs into a ring of `num_stages` slots of
-shared memory, the other runs `communicate`, whatever a fused kernel has to move meanwhile.
+The third has up to three busy warps: one loads tiles of lhs and rhs into a ring of `num_stages`
+slots of shared memory, one runs `communicate`, whatever a fused kernel has to move meanwhile, and
+one looks out for lhs that has yet to arrive (`Gate`), so that the loading warp never has to ask
+global memory, which takes longer than the ring holds out.
 
 | barrier | arrives | waits | count | proves |
 |---|---|---|---|---|
-| `full[stage]` | both copies into the stage | the multiplying warpgroups | 2 | the stage holds a tile |
-| `empty[stage]` | the multiplying warpgroups | the loading warp | 2 | the stage may be overwritten |
+| `full[stage]` | both copies into it | multiplying warpgroups | 2 | the stage holds a tile |
+| `empty[stage]` | multiplying warpgroups | loading warp | 2 | it may be overwritten |
+| `opened[slot]` | looking-out warp | loading warp | 1 | the next columns of lhs are in place |
+| `passed[slot]` | loading warp | looking-out warp | 1 | the slot may be used again |
 
 A fused kernel says where tiles come from and go to with the hooks of `Hooks`, and is otherwise the
 plain matmul: it copies none of it.
@@ -16,7 +20,6 @@ plain matmul: it copies none of it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,115 +31,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import CLUSTER_AXIS, GRID_AXIS, THREAD_AXIS
-from stretto.distributed.schedule import ceil_div, share
-from stretto.kernels.dispatch import Problem
-
-MULTIPLYING_WARPGROUPS = 2
-NUM_WARPGROUPS = MULTIPLYING_WARPGROUPS + 1
-SMEM_BYTES = 232_448 - 1024  # of a Hopper block, less what barriers and alignment take
-SWIZZLE_BYTES = 128
-# Registers of a thread: the file of 65536 is shared by 128 loading and 256 multiplying threads.
-LOADING_REGISTERS = 40
-MULTIPLYING_REGISTERS = 232
+from stretto.distributed.schedule import ceil_div, rem, share
+from stretto.kernels.tile_config import (
+    GATE_SLOTS,
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    MULTIPLYING_WARPGROUPS,
+    TileConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TileConfig:
-    """How a matmul is cut up.
+class Gate:
+    """Holds the loading warp back until lhs has arrived.
 
     Attributes:
-      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the two
-        multiplying warpgroups.
-      num_stages: depth of the ring of lhs and rhs tiles.
-      raster_width: groups of tiles down a band of the raster (`tiles.raster`).
-      cluster_size: 2 for pairs of blocks that work on tiles one above the other and load their
-        common columns of rhs once for both, which spares the L2 cache; 1 for blocks on their own.
-      store_buffers: buffers of 64 rows x 128 bytes that a multiplying warpgroup stores through;
-        with enough for a whole tile, its stores go on while the next tile is multiplied.
+      columns: of lhs between one gate and the next; a multiple of `tile_k`.
+      wait: called in the looking-out warp, ahead of the loads, with (tile, index of the gate along
+        k); returns once lhs may be loaded up to the next gate.
     """
 
-    tile_m: int = 128
-    tile_n: int = 256
-    tile_k: int = 64
-    num_stages: int = 4
-    raster_width: int = 16
-    cluster_size: int = 1
-    store_buffers: int = 1
-
-    def check(self) -> None:
-        """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
-        if self.tile_m % (64 * MULTIPLYING_WARPGROUPS):
-            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128.")
-        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
-            raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
-        if self.tile_k != 64:
-            raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
-        if self.cluster_size not in (1, 2):
-            raise ValueError(f"cluster_size={self.cluster_size} must be 1 or 2.")
-        if self.tile_m * self.tile_n > 128 * 256:
-            raise ValueError(
-                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two"
-                " warpgroups have; at most 128 x 256."
-            )
-
-    def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of the ring and of the epilogue's buffers, in bytes."""
-        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
-        return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * 64 * SWIZZLE_BYTES
-
-
-def unsupported(problem: Problem) -> str | None:
-    """Why the matmul cannot serve `problem`, or None if it can."""
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"the kernel takes bfloat16 and float16, not {problem.dtype}."
-    if problem.out_dtype not in ("bfloat16", "float16", "float32"):
-        return f"the kernel stores bfloat16, float16 and float32, not {problem.out_dtype}."
-    if 0 in (problem.m, problem.k, problem.n):
-        return "an operand is empty."
-    return None
-
-
-def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
-    """Layout of a shared memory tile whose rows are 128 bytes: what wgmma and the engine want."""
-    row = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
-
-
-def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
-    """Shared memory and barriers of the matmul, by name, for `kernel.launch`."""
-    stages = config.num_stages
-    out_columns = SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
-    return dict(
-        lhs_smem=plgpu.SMEM(
-            (stages, config.tile_m, config.tile_k), dtype, transforms=swizzled(dtype)
-        ),
-        rhs_smem=plgpu.SMEM(
-            (stages, config.tile_k, config.tile_n), dtype, transforms=swizzled(dtype)
-        ),
-        out_smem=plgpu.SMEM(
-            (MULTIPLYING_WARPGROUPS, config.store_buffers, 64, out_columns),
-            out_dtype,
-            transforms=swizzled(out_dtype),
-        ),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        empty=_empty_barrier(config),
-    )
-
-
-def _empty_barrier(config: TileConfig) -> Any:
-    """Neighbours in a cluster write each other's slots, so a slot is free once both have read."""
-    kind = plgpu.Barrier
-    if config.cluster_size > 1:
-        kind = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER_AXIS,))
-    return kind(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.num_stages)
-
-
-def copy_rhs(window: Any, slot: Any, barrier: Any, config: TileConfig) -> None:
-    """Loads a tile of rhs, for both blocks of a cluster at once."""
-    axes = CLUSTER_AXIS if config.cluster_size > 1 else None
-    plgpu.copy_gmem_to_smem(window, slot, barrier, collective_axes=axes)
+    columns: int
+    wait: Callable[[Any, jax.Array], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +68,7 @@ class Hooks:
       settle: called in each multiplying warpgroup, before `finish` of its next tile, with (tile,
         warpgroup); for what must follow when the stores are complete, such as a signal.
       communicate: runs in a warp of its own, beside everything else; returns when it is done.
+      gate: what the loads of lhs wait for, if anything.
     """
 
     locate: Callable[[jax.Array], Any]
@@ -160,6 +77,7 @@ class Hooks:
     finish: Callable[..., None]
     settle: Callable[..., None] | None = None
     communicate: Callable[[], None] | None = None
+    gate: Gate | None = None
 
 
 def locate_in(order: Any) -> Callable[[jax.Array], Any]:
@@ -170,17 +88,7 @@ def locate_in(order: Any) -> Callable[[jax.Array], Any]:
 
 
 def run(
-    hooks: Hooks,
-    config: TileConfig,
-    *,
-    num_groups: int,
-    k: int,
-    num_blocks: int,
-    lhs_smem: Any,
-    rhs_smem: Any,
-    out_smem: Any,
-    full: Any,
-    empty: Any,
+    hooks: Hooks, config: TileConfig, *, num_groups: int, k: int, num_blocks: int, **scratch: Any
 ) -> None:
     """The body of a matmul kernel: every warpgroup of every block calls it once.
 
@@ -191,118 +99,172 @@ def run(
         `c`, `c + clusters`, ...
       k: length of the contraction.
       num_blocks: blocks of the grid.
-      lhs_smem, rhs_smem, out_smem, full, empty: from `scratch`.
+      **scratch: the refs of `tile_config.scratch`, and with a gate of `tile_config.gate_scratch`.
     """
-    k_tiles = ceil_div(k, config.tile_k)
     clusters = num_blocks // config.cluster_size
+    roles = _Roles(
+        hooks=hooks,
+        config=config,
+        clusters=clusters,
+        own_tiles=share(num_groups, lax.axis_index(GRID_AXIS), clusters),
+        k_tiles=ceil_div(k, config.tile_k),
+        **scratch,
+    )
     warpgroup = lax.axis_index(THREAD_AXIS)
-    own_tiles = share(num_groups, lax.axis_index(GRID_AXIS), clusters)
 
     @pl.when(warpgroup < MULTIPLYING_WARPGROUPS)
     def _():
         plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
-        _multiply(
-            hooks, config, own_tiles, clusters, k_tiles, lhs_smem, rhs_smem, out_smem, full, empty
-        )
+        roles.multiply()
 
     @pl.when(warpgroup == MULTIPLYING_WARPGROUPS)
     def _():
         plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+        warps = [roles.load]
+        if hooks.communicate is not None:
+            warps.append(roles.communicate)
+        if hooks.gate is not None:
+            warps.append(roles.look_out)
 
         @plgpu.warp_map
         def _(warp):
-            @pl.when(warp == 0)
-            def _():
-                _load(hooks, config, own_tiles, clusters, k_tiles, lhs_smem, rhs_smem, full, empty)
-
-            if hooks.communicate is not None:
-
-                @pl.when(warp == 1)
-                def _():
-                    hooks.communicate()
+            for index, role in enumerate(warps):
+                pl.when(warp == index)(role)
 
 
-def _load(hooks, config, own_tiles, clusters, k_tiles, lhs_smem, rhs_smem, full, empty):
-    """The loading warp: fills the ring, tile after tile, as slots come free."""
-    cluster = lax.axis_index(GRID_AXIS)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Roles:
+    """What the warps of a block do, each a method; `own_tiles` is how many tiles a block has."""
 
-    def tile_loop(i, stage):
-        tile = hooks.locate(cluster + i * clusters)
+    hooks: Hooks
+    config: TileConfig
+    clusters: int
+    own_tiles: jax.Array
+    k_tiles: int
+    lhs_smem: Any
+    rhs_smem: Any
+    out_smem: Any
+    full: Any
+    empty: Any
+    opened: Any = None
+    passed: Any = None
 
-        def k_loop(k_index, stage):
-            plgpu.barrier_wait(empty.at[stage])
-            hooks.load_lhs(tile, k_index, lhs_smem.at[stage], full.at[stage])
-            hooks.load_rhs(tile, k_index, rhs_smem.at[stage], full.at[stage])
-            return _next(stage, config.num_stages)
+    @property
+    def tiles_per_gate(self) -> int:
+        """Tiles along k between gates."""
+        return self.hooks.gate.columns // self.config.tile_k
 
-        return lax.fori_loop(0, k_tiles, k_loop, stage)
+    def tile(self, i: jax.Array) -> Any:
+        """This block's `i`-th tile."""
+        return self.hooks.locate(lax.axis_index(GRID_AXIS) + i * self.clusters)
 
-    lax.fori_loop(0, own_tiles, tile_loop, jnp.int32(0))
+    def gate_slot(self, i: jax.Array, gate: jax.Array) -> jax.Array:
+        """The barriers' slot for a gate of the `i`-th tile."""
+        return rem(i * ceil_div(self.k_tiles, self.tiles_per_gate) + gate, GATE_SLOTS)
 
-    # A neighbour's last arrivals must find this block still there.
-    if config.cluster_size > 1:
-        for stage in range(config.num_stages):
-            plgpu.barrier_wait(empty.at[stage])
+    def communicate(self) -> None:
+        with jax.named_scope("communicate"):
+            self.hooks.communicate()
 
+    def look_out(self) -> None:
+        """Waits for lhs ahead of the loading warp, by at most `GATE_SLOTS` gates."""
 
-def _multiply(
-    hooks, config, own_tiles, clusters, k_tiles, lhs_smem, rhs_smem, out_smem, full, empty
-):
-    """A multiplying warpgroup: half the rows of each tile, then what `finish` makes of them."""
-    cluster = lax.axis_index(GRID_AXIS)
-    warpgroup = lax.axis_index(THREAD_AXIS)
-    rows = config.tile_m // MULTIPLYING_WARPGROUPS
-    for stage in range(config.num_stages):
-        plgpu.barrier_arrive(empty.at[stage])  # The whole ring is free at the start.
+        def tile_loop(i, _):
+            tile = self.tile(i)
 
-    def settle(i):
-        if hooks.settle is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-            hooks.settle(hooks.locate(cluster + i * clusters), warpgroup)
+            def gate_loop(gate, _):
+                slot = self.gate_slot(i, gate)
+                plgpu.barrier_wait(self.passed.at[slot])
+                self.hooks.gate.wait(tile, gate)
+                plgpu.barrier_arrive(self.opened.at[slot])
 
-    def tile_loop(i, stage):
-        def product_and_stage(acc):
+            lax.fori_loop(0, ceil_div(self.k_tiles, self.tiles_per_gate), gate_loop, None)
+
+        with jax.named_scope("look out"):
+            lax.fori_loop(0, self.own_tiles, tile_loop, None)
+
+    def load(self) -> None:
+        """Fills the ring, tile after tile, as slots come free."""
+        if self.hooks.gate is not None:
+            for slot in range(GATE_SLOTS):
+                plgpu.barrier_arrive(self.passed.at[slot])  # All are free at the start.
+
+        def tile_loop(i, stage):
+            tile = self.tile(i)
+
             def k_loop(k_index, stage):
-                plgpu.barrier_wait(full.at[stage])
-                plgpu.wgmma(
-                    acc, lhs_smem.at[stage, pl.ds(warpgroup * rows, rows)], rhs_smem.at[stage]
-                )
+                plgpu.barrier_wait(self.empty.at[stage])
+                if self.hooks.gate is not None:
+                    self._pass_gate(i, k_index)
+                lhs_slot, rhs_slot = self.lhs_smem.at[stage], self.rhs_smem.at[stage]
+                self.hooks.load_lhs(tile, k_index, lhs_slot, self.full.at[stage])
+                self.hooks.load_rhs(tile, k_index, rhs_slot, self.full.at[stage])
+                return _next(stage, self.config.num_stages)
 
-                plgpu.wgmma_wait(1)
+            with jax.named_scope("load"):
+                return lax.fori_loop(0, self.k_tiles, k_loop, stage)
 
-                # All but the newest product is done: the slot before this one may be refilled.
-                @pl.when(k_index > 0)
-                def _():
-                    plgpu.barrier_arrive(empty.at[_previous(stage, config.num_stages)])
+        lax.fori_loop(0, self.own_tiles, tile_loop, jnp.int32(0))
 
-                return _next(stage, config.num_stages)
+        # A neighbour's last arrivals must find this block still there.
+        if self.config.cluster_size > 1:
+            for stage in range(self.config.num_stages):
+                plgpu.barrier_wait(self.empty.at[stage])
 
-            stage_after = lax.fori_loop(0, k_tiles, k_loop, stage)
-            return acc[...], stage_after
-
-        product, stage = pl.run_scoped(
-            product_and_stage, plgpu.ACC((rows, config.tile_n), jnp.float32)
-        )
-        plgpu.barrier_arrive(empty.at[_previous(stage, config.num_stages)])
-
-        @pl.when(i > 0)
+    def _pass_gate(self, i: jax.Array, k_index: jax.Array) -> None:
+        @pl.when(rem(k_index, self.tiles_per_gate) == 0)
         def _():
-            settle(i - 1)
+            slot = self.gate_slot(i, lax.div(k_index, jnp.int32(self.tiles_per_gate)))
+            plgpu.barrier_wait(self.opened.at[slot])
+            plgpu.barrier_arrive(self.passed.at[slot])
 
-        hooks.finish(
-            hooks.locate(cluster + i * clusters),
-            product,
-            out_smem.at[warpgroup],
-            warpgroup * rows,
-        )
-        return stage
+    def multiply(self) -> None:
+        """Half the rows of each tile, then what `finish` makes of them."""
+        warpgroup = lax.axis_index(THREAD_AXIS)
+        rows = self.config.tile_m // MULTIPLYING_WARPGROUPS
+        for stage in range(self.config.num_stages):
+            plgpu.barrier_arrive(self.empty.at[stage])  # The whole ring is free at the start.
 
-    lax.fori_loop(0, own_tiles, tile_loop, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        def tile_loop(i, stage):
+            def product_and_stage(acc):
+                with jax.named_scope("multiply"):
+                    stage_after = lax.fori_loop(
+                        0, self.k_tiles, lambda k, stage: self._multiply_stage(acc, k, stage), stage
+                    )
+                    return acc[...], stage_after
 
-    @pl.when(own_tiles > 0)
-    def _():
-        settle(own_tiles - 1)
+            accumulator = plgpu.ACC((rows, self.config.tile_n), jnp.float32)
+            product, stage = pl.run_scoped(product_and_stage, accumulator)
+            plgpu.barrier_arrive(self.empty.at[_previous(stage, self.config.num_stages)])
+            if self.hooks.settle is not None:
+                pl.when(i > 0)(lambda: self._settle(i - 1))
+            with jax.named_scope("store"):
+                buffers = self.out_smem.at[warpgroup]
+                self.hooks.finish(self.tile(i), product, buffers, warpgroup * rows)
+            return stage
+
+        lax.fori_loop(0, self.own_tiles, tile_loop, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        if self.hooks.settle is not None:
+            pl.when(self.own_tiles > 0)(lambda: self._settle(self.own_tiles - 1))
+
+    def _multiply_stage(self, acc: Any, k_index: jax.Array, stage: jax.Array) -> jax.Array:
+        """Adds one stage's product to `acc`, and frees the stage before it."""
+        rows = self.config.tile_m // MULTIPLYING_WARPGROUPS
+        own_rows = pl.ds(lax.axis_index(THREAD_AXIS) * rows, rows)
+        plgpu.barrier_wait(self.full.at[stage])
+        plgpu.wgmma(acc, self.lhs_smem.at[stage, own_rows], self.rhs_smem.at[stage])
+        plgpu.wgmma_wait(1)  # All but the newest product is done.
+
+        @pl.when(k_index > 0)
+        def _():
+            plgpu.barrier_arrive(self.empty.at[_previous(stage, self.config.num_stages)])
+
+        return _next(stage, self.config.num_stages)
+
+    def _settle(self, i: jax.Array) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        self.hooks.settle(self.tile(i), lax.axis_index(THREAD_AXIS))
 
 
 def store(
