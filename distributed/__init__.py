@@ -1,1 +1,1 @@
-"""What a kernel author needs: teams, remote refs, semaphores, copies, schedules, the entry point."""
+"""For kernel authors: teams, remote refs, semaphores, copies, schedules, the entry point."""

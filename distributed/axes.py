@@ -37,7 +37,7 @@ def axis_size(axis_name: AxisNames) -> int:
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """The axes of the enclosing `shard_map` that `x` is typed as varying over (`check_vma=True`)."""
+    """The axes of the enclosing `shard_map` that `x` is typed as varying over (`check_vma`)."""
     return jax_compat.varying_axes(x)
 
 

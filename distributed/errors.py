@@ -1,4 +1,4 @@
-"""The errors that Stretto raises, all of them before anything is launched unless they say otherwise."""
+"""The errors that Stretto raises, before anything is launched unless they say otherwise."""
 
 
 class StrettoError(Exception):
@@ -10,4 +10,4 @@ class BackendUnavailableError(StrettoError, ValueError):
 
 
 class KernelTimeoutError(StrettoError, RuntimeError):
-    """A wait inside a kernel passed its limit: a peer's signal never came. Raised after the launch."""
+    """A wait in a kernel passed its limit: a peer's signal never came. Raised after the launch."""

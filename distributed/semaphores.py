@@ -104,7 +104,7 @@ class _Indexer:
 
 
 def allocate(name: str, spec: SemaphoreArray, kernel: str, team: Team | None) -> Semaphore:
-    """The semaphores of `spec`, shared by all blocks; called once, at the top of a kernel's body."""
+    """The semaphores of `spec`, shared by all blocks; called once, first in a kernel's body."""
     ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
     site = Site(kernel=kernel, semaphore=name, limit_s=settings.wait_limit_s())
     return Semaphore(ref, spec, site, team)

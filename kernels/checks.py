@@ -17,7 +17,7 @@ def check_backend(backend: str) -> None:
 
 
 def check_matmul_operands(op: str, lhs: Any, rhs: Any) -> None:
-    """Raises ValueError unless `lhs @ rhs` is a product of two floating-point matrices of one type."""
+    """Raises ValueError unless `lhs @ rhs` multiplies two floating-point matrices of one type."""
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if x.ndim != 2:
             raise ValueError(

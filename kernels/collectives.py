@@ -38,7 +38,7 @@ def all_reduce(x: jax.Array, axis_name: AxisNames, *, backend: str = "auto") -> 
 def all_to_all(
     x: jax.Array, axis_name: AxisNames, *, split_axis: int, concat_axis: int, backend: str = "auto"
 ) -> jax.Array:
-    """Part `i` of `x` along `split_axis` goes to device `i`; what arrives joins on `concat_axis`."""
+    """Part `i` of `x` along `split_axis` goes to device `i`; parts join on `concat_axis`."""
     checks.check_backend(backend)
     axes = canonical_axes(axis_name)
     split_axis = checks.check_array_axis("all_to_all", "split_axis", split_axis, x.ndim)

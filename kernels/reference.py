@@ -1,4 +1,4 @@
-"""The same operations through XLA's collectives: the reference, and `backend="xla"` on any platform.
+"""The operations through XLA's collectives: the reference, and `backend="xla"` on any platform.
 
 They are what a model author would write by hand. A matmul accumulates in float32 and is rounded
 once, to `out_dtype`; sums across devices are made in the type of the operand that is summed, so 16
@@ -50,7 +50,7 @@ def all_reduce(x: jax.Array, axis_name: AxisNames) -> jax.Array:
 def all_to_all(
     x: jax.Array, axis_name: AxisNames, *, split_axis: int, concat_axis: int
 ) -> jax.Array:
-    """Part `i` of `x` along `split_axis` goes to device `i`; what arrives joins on `concat_axis`."""
+    """Part `i` of `x` along `split_axis` goes to device `i`; parts join on `concat_axis`."""
     return lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)
 
 
