@@ -202,56 +202,6 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
     }}"""
 
 
-def _report_ptx(num_words: int) -> str:
-    """PTX that writes a record of `mailbox` and stops the kernel: $0 the site, then the words."""
-    stores = "\n".join(
-        f"st.relaxed.sys.global.u32 [at+{8 + 4 * i}], ${1 + i};" for i in range(num_words)
-    )
-    return f"""{{
-        .reg .u64 at;
-        mul.wide.u32 at, $1, {mailbox.RECORD_BYTES};
-        add.u64 at, at, {mailbox.address():#x};
-        st.relaxed.sys.global.u32 [at+4], $0;
-        {stores}
-        st.release.sys.global.u32 [at], {mailbox.WRITTEN};
-        fence.acq_rel.sys;
-        trap;
-    }}"""
-
-
-def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
-    """PTX of the spin: $0 value seen, $1 whether it timed out, $2 address, $3 value wanted.
-
-    The clock is read only once the first look has failed, so a wait that need not wait costs one
-    load and its fences. The fences order what follows, by either proxy, after the signal: a bulk
-    copy issued next may read what the signaller wrote.
-    """
-    take = f"atom.relaxed.{scope}.global.cas.b32 w, [$2], $0, n; setp.eq.u32 p, w, $0;"
-    step = f"""
-        ld.relaxed.{scope}.global.u32 $0, [$2];
-        setp.ge.u32 p, $0, $3;
-        {f"@!p bra LATER; sub.u32 n, $0, $3; {take}" if decrement else ""}
-    """
-    return f"""{{
-        .reg .pred p;
-        .reg .u32 w, n;
-        .reg .u64 begin, now;
-        mov.u32 $1, 0;
-        mov.u64 begin, 0;
-        AGAIN: {step}
-        @p bra DONE;
-        LATER: mov.u64 now, %globaltimer;
-        setp.eq.u64 p, begin, 0;
-        @p mov.u64 begin, now;
-        sub.u64 now, now, begin;
-        setp.lt.u64 p, now, {limit_ns};
-        @p bra AGAIN;
-        mov.u32 $1, 1;
-        DONE: fence.acq_rel.{scope};
-        fence.proxy.async;
-    }}"""
-
-
 # --- A kernel as one operation of the program -----------------------------------------------------
 # `plgpu.kernel` binds a primitive that knows how to be lowered but neither how to be mapped (its
 # vmap adds a grid axis, which breaks protocols that count signals) nor what team it serves. This
