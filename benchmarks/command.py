@@ -14,9 +14,10 @@ import tyro
 from rich.console import Console
 
 from stretto.benchmarks import table
-from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
+from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
 from stretto.benchmarks.machine import is_gpu
-from stretto.benchmarks.measure import Settings
+from stretto.benchmarks.measure import Settings, first_line
+from stretto.benchmarks.operations import Case
 from stretto.benchmarks.options import Sweep, read_sweeps
 from stretto.benchmarks.sweep import Run, Work, expand
 from stretto.benchmarks.torch_peers import TorchHelper
@@ -57,6 +58,8 @@ class BenchOptions:
     """Write pictures into this folder (needs matplotlib)."""
     report: pathlib.Path | None = None
     """Write one self-contained HTML page."""
+    trace: pathlib.Path | None = None
+    """Time nothing; write the timeline of one call of the first case here, for Perfetto."""
     repeats: int = 20
     """Samples per peer and case; each is the mean over a run of many calls."""
     budget: float | None = None
@@ -102,6 +105,8 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
     start_devices()
     on_gpu = is_gpu(jax.devices()[0].platform)
     work = expand(sweeps, jax.device_count(), on_gpu)
+    if options.trace is not None:
+        return _trace([item.case for item in work], options.trace)
     settings = Settings(
         repeats=options.repeats,
         seed=options.seed,
@@ -126,6 +131,25 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         console.print(worst, highlight=False)
     _pictures(run, options)
     return status or _slowdown_status(run, options)
+
+
+def _trace(cases: list[Case], path: pathlib.Path) -> int:
+    """Records the first case over several devices, and draws one block where it can."""
+    from stretto.benchmarks import plots, timeline, trace
+
+    case = next((case for case in cases if case.devices > 1), None)
+    if case is None:
+        raise BenchmarkError("a timeline needs a case over several devices; see --devices.")
+    try:
+        about = trace.record(case, path)
+    except (UnavailableError, ValueError, NotImplementedError) as error:
+        raise BenchmarkError(f"{case} has no timeline: {first_line(error)}") from None
+    print(f"wrote {path}: {case}, {about}; open it at https://ui.perfetto.dev")
+    if plots.available():
+        picture = path.with_suffix(".svg")
+        timeline.write(path, picture)
+        print(f"wrote {picture}: one block of it")
+    return 0
 
 
 def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:

@@ -21,7 +21,7 @@ from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.operations import AXIS, Case
 from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate
 from stretto.kernels.local_matmul import local_matmul
-from stretto.kernels.matmul import TileConfig
+from stretto.kernels.tile_config import TileConfig
 
 FUSED = "fused"
 XLA = "xla"

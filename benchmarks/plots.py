@@ -6,6 +6,7 @@ import importlib.util
 import io
 import pathlib
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stretto.benchmarks import pictures
@@ -55,6 +56,23 @@ def write_all(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
             _save(figure, path, kind, facecolor="white")
             written.append(path)
     return written
+
+
+def figure(draw_it: Callable[[Figure], None]) -> Figure:
+    """A figure in this package's style that `draw_it` draws on."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        made = Figure(figsize=(7.5, 3.8), layout="constrained")
+        draw_it(made)
+        return made
+
+
+def save(made: Figure, path: pathlib.Path) -> None:
+    """Writes a figure to `path` on white, in the format that its ending names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _save(made, path, path.suffix.lstrip(".") or "svg", facecolor="white")
 
 
 def inline(results: Results) -> dict[str, str]:

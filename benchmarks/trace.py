@@ -1,0 +1,141 @@
+"""`--trace F.json`: one call's timeline, for Perfetto, and a picture of one block's.
+
+On GPUs the kernel records it itself. Elsewhere the simulator predicts it by its cost model, which
+is written into the file: a prediction is no measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from stretto.benchmarks import programs
+from stretto.benchmarks.errors import UnavailableError
+from stretto.benchmarks.machine import is_gpu
+from stretto.benchmarks.measure import mesh_of
+from stretto.benchmarks.operations import Case
+from stretto.benchmarks.programs import Candidate
+from stretto.distributed import profiling, simulator
+from stretto.distributed.simulator.cost_model import CostModel
+
+SIMULATED_BLOCKS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What a row of the timeline did for a while, in microseconds from the call's start."""
+
+    row: str
+    what: str
+    begin: float
+    end: float
+
+
+def record(case: Case, path: pathlib.Path, config: Any = None) -> str:
+    """Writes the timeline of one call of the fused kernel to `path`; returns what it is, in words.
+
+    Args:
+      case: the problem.
+      path: a file of trace events, as Perfetto opens.
+      config: of the kernel. Its own default may leave no shared memory for a profile; then one
+        with a stage less is taken.
+
+    Raises:
+      UnavailableError: the case has no fused kernel, or it left no profile.
+    """
+    case.check()
+    mesh = mesh_of(case.devices)
+    operands = programs.Operands(mesh, case.dtype)
+    if is_gpu(mesh.devices.flat[0].platform):
+        data, about = _profile(case, mesh, operands, config), "recorded by the kernel"
+    else:
+        data, about = _simulate(case, mesh, operands, config), "predicted by the simulator"
+    data["otherData"] = {"case": str(case), "about": about}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data))
+    return about
+
+
+def _profile(case: Case, mesh: Any, operands: programs.Operands, config: Any) -> dict[str, Any]:
+    candidate = Candidate(body=case.operation.public("pallas", config), blocks=case.blocks)
+    inputs = operands.sets(candidate, 1)[0]
+    programs.run_once(candidate, mesh, inputs).block_until_ready()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        with profiling.profiled(folder):
+            # Another function, so that the program that was run already is not taken again.
+            again = dataclasses.replace(candidate, body=lambda *blocks: candidate.body(*blocks))
+            programs.run_once(again, mesh, inputs).block_until_ready()
+        jax.effects_barrier()
+        files = sorted(folder.glob("*-trace.json"))
+        if not files:
+            raise UnavailableError("the kernel left no profile")
+        return json.loads(files[0].read_text())
+
+
+def _simulate(case: Case, mesh: Any, operands: programs.Operands, config: Any) -> dict[str, Any]:
+    candidate = Candidate(body=case.operation.public("simulator", config), blocks=case.blocks)
+    inputs = operands.sets(candidate, 1)[0]
+    with simulator.simulate(
+        trace=True, cost_model=CostModel(), core_count=SIMULATED_BLOCKS, detect_races=False
+    ) as report:
+        programs.run_once(candidate, mesh, inputs).block_until_ready()
+    if report.trace is None or not report.trace.events:
+        raise UnavailableError("no kernel ran in the simulator")
+    with tempfile.TemporaryDirectory() as name:
+        saved = pathlib.Path(name) / "trace.json"
+        report.trace.save(saved)
+        return json.loads(saved.read_text())
+
+
+def spans_of_one_block(data: dict[str, Any]) -> tuple[str, list[Span]]:
+    """The first block of a timeline that did anything, and its spans, rows in order."""
+    spans = _spans(data["traceEvents"])
+    blocks: dict[str, list[Span]] = {}
+    for block, span in spans:
+        blocks.setdefault(block, []).append(span)
+    if not blocks:
+        return "", []
+    chosen = min(blocks, key=lambda name: (-len({s.row for s in blocks[name]}), name))
+    start = min(span.begin for span in blocks[chosen])
+    shifted = [
+        dataclasses.replace(span, begin=span.begin - start, end=span.end - start)
+        for span in blocks[chosen]
+    ]
+    return chosen, sorted(shifted, key=lambda span: (span.row, span.begin))
+
+
+def _spans(events: Sequence[dict[str, Any]]) -> list[tuple[str, Span]]:
+    """Every span with its block: named by the simulator, a multiprocessor in a kernel's profile."""
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    found: list[tuple[str, Span]] = []
+    open_spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in events:
+        key = (event["pid"], event.get("tid", 0))
+        row = names.get(key, f"multiprocessor {key[0]} warp {key[1]}")
+        if event["ph"] == "B":
+            open_spans.setdefault(key, []).append(event)
+            continue
+        if event["ph"] == "E" and open_spans.get(key):
+            begun = open_spans[key].pop()
+            begin, end, what = begun["ts"], event["ts"], begun["name"]
+        elif event["ph"] == "X":
+            begin, end, what = event["ts"], event["ts"] + event["dur"], event["name"]
+        else:
+            continue
+        block = re.search(r"(device \d+ block \d+|multiprocessor \d+) ?", row)
+        if block is not None:
+            rest = row.replace(block.group(0), "").strip() or "block"
+            found.append((block.group(1), Span(rest, what, begin, end)))
+    return found
