@@ -75,7 +75,9 @@ def simulate(
             ) as report:
                 status = _run(script, args)
         except simulator.SimulationError as error:
-            print(f"stretto simulate: seed {one}: {error}", file=sys.stderr)
+            # The report tells what is wrong, unless the run ended before it had anything to tell.
+            what = "failed" if report is not None and not report.ok else str(error)
+            print(f"stretto simulate: seed {one}: {what}", file=sys.stderr)
             status = 1
         if report is not None:
             print(report, file=sys.stderr)

@@ -27,6 +27,7 @@ from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
 from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
+from stretto.distributed.simulator.sites import parameter_names
 
 
 @dataclass
@@ -125,15 +126,28 @@ class KernelCall:
 
     def _fill(self, device: Device, operands: list[np.ndarray]) -> None:
         """The global memory of one device: operands as given, results as fresh memory."""
+        names = self._buffer_names(len(operands))
         for i, value in enumerate(operands):
-            device.buffers.append(_global(np.array(value), f"input {i}", device, i, True))
+            device.buffers.append(_global(np.array(value), names[i], device, i, True))
         for i, aval in enumerate(self.out_avals):
             if i in self.aliases:
                 device.buffers.append(device.buffers[self.aliases[i]])
                 continue
             number = len(operands) + i
             fresh = poison(tuple(aval.shape), aval.dtype)
-            device.buffers.append(_global(fresh, f"output {i}", device, number, False))
+            device.buffers.append(_global(fresh, names[number], device, number, False))
+
+    def _buffer_names(self, num_operands: int) -> list[str]:
+        """What the kernel calls its operands and results, where its source says so."""
+        names = [f"input {i}" for i in range(num_operands)]
+        names += [f"output {i}" for i in range(len(self.out_avals))]
+        eqns = self.jaxpr.eqns
+        if eqns and eqns[0].primitive.name == "run_scoped":
+            body = eqns[0].params["jaxpr"]
+            known = parameter_names(body.debug_info.func_src_info)
+            if len(known) == len(names) + len(body.invars):
+                return known[: len(names)]
+        return names
 
 
 def _global(data: np.ndarray, name: str, device: Device, key: int, written: bool) -> Buffer:

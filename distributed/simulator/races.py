@@ -171,7 +171,9 @@ class RaceDetector:
                     f"race on {region.describe()}:\n"
                     f"  {first.describe()}\n"
                     f"  {second.describe()}\n"
-                    f"  Nothing orders the first before the second: {missing_order(first, second)}"
+                    f"  Nothing orders the two. For this order it takes"
+                    f" {missing_order(first, second)};\n"
+                    f"  for the other, {missing_order(second, first)}."
                 ),
                 sites=(first.site, second.site),
             )
@@ -179,23 +181,19 @@ class RaceDetector:
 
 
 def missing_order(first: Access, second: Access) -> str:
-    """What could have ordered two accesses, in words."""
-    if "copy" in first.what and first.who is not second.who:
-        wait = (
-            "wait_smem_to_gmem before the signal or barrier that the second relies on"
-            if first.who.destination.buffer.space == "gmem"
-            else "a wait on the copy's barrier"
-        )
-        if first.device == second.device:
-            return f"the second needs the copy to be waited for ({wait})."
-        return f"device {second.device} needs a signal that was sent after {wait}."
-    if first.device != second.device:
-        return (
-            f"device {second.device} needs to wait for a signal (system scope) that device"
-            f" {first.device} sends after its access, from the same warpgroup or one ordered after"
-            " it by a barrier."
-        )
-    return "a barrier, or a signal and a wait, must come after the first and before the second."
+    """What would have ordered two accesses, `first` before `second`, in words."""
+    wait = ""
+    if "copy" in first.what:
+        to_global = first.who.destination.buffer.space == "gmem"
+        wait = "wait_smem_to_gmem" if to_global else "a wait on the copy's barrier"
+    if first.device == second.device:
+        ordered = wait or "a barrier, or a signal and a wait for it,"
+        return f"{ordered} between them"
+    after = f"after {wait}" if wait else "after its access, in the same warpgroup or past a barrier"
+    return (
+        f"a signal (system scope) that device {first.device} sends {after} and device"
+        f" {second.device} waits for"
+    )
 
 
 def _distinct(ids: np.ndarray) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import re
@@ -90,6 +91,27 @@ def assigned_name(site: Site) -> str | None:
     return match.group(1) if match else None
 
 
+def parameter_names(function: str) -> list[str]:
+    """Names of a function's parameters, from JAX's "name at file:line"; none if it has `*args`."""
+    match = re.fullmatch(r"(\w+) at (.*):(\d+)", function or "")
+    if match is None:
+        return []
+    name, file, line = match[1], match[2], int(match[3])
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first == line and node.args.vararg is None:
+                return [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    return []
+
+
 def _short(path: str) -> str:
-    """The last two parts of a path: enough to find the file, short enough to read."""
-    return os.sep.join(path.split(os.sep)[-2:])
+    """A path from the working directory or, outside of it, its last two parts."""
+    here = os.getcwd() + os.sep
+    return (
+        path.removeprefix(here) if path.startswith(here) else os.sep.join(path.split(os.sep)[-2:])
+    )

@@ -118,7 +118,7 @@ def test_trace_for_perfetto(timed, tmp_path):
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert {"device 0", "device 1", "device 0 block 0"} <= names
     spans = [e for e in events if e["ph"] == "X"]
-    copies = [e for e in spans if e["name"].startswith("copy to output 0")]
+    copies = [e for e in spans if e["name"].startswith("copy to out_ref")]
     assert len(copies) == 4
     assert all(e["dur"] >= 0 for e in spans)
     if timed:
