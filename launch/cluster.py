@@ -23,7 +23,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     hosts: tuple[str, ...]
     devices_per_host: int
     platform: Literal["gpu", "cpu"] = "gpu"
-    processes_per: Literal["node", "gpu"] | None = None
+    processes_per: Literal["node", "gpu"] | int | None = None
     interface: str | None = None
     image: str | None = None
     environment: Mapping[str, str] = {}

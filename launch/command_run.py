@@ -71,16 +71,16 @@ def make_job(options: RunOptions, environ: Mapping[str, str], folder: Path) -> J
     per = options.processes_per or (cluster.processes_per if cluster else None)
     plan = layout.plan(chosen.hosts, chosen.platform, per)
     _check_nccl(plan, environ)
+    passed_on = environment.forwarded(environ)
+    passed_on.pop(environment.CPU_DEVICES, None)  # the layout says, unless --env does
     return Job(
         layout=plan,
         arguments=(options.script, *options.args),
         cwd=os.getcwd(),
         environ={
-            **environment.forwarded(environ),
+            **passed_on,
             **environment.PYTHON_SETTINGS,
-            **environment.for_layout(
-                platform=plan.platform, num_local_devices=len(plan.processes[0].device_ids)
-            ),
+            **environment.for_platform(environ, plan.platform),
             **of_cluster,
             **explicit,
         },
@@ -119,9 +119,9 @@ def _commands(
 
 
 def _check_nccl(plan: layout.Layout, environ: Mapping[str, str]) -> None:
-    """Several processes with GPUs on a host reach each other through NCCL, if it is new enough."""
-    shared = any(process.num_local_processes > 1 for process in plan.processes)
-    if plan.platform == "gpu" and shared and (problem := why_no_process_per_gpu(environ)):
+    """Processes of one GPU each reach each other through NCCL, if it is new enough."""
+    per_gpu = plan.processes_per == "gpu" and len(plan.processes) > len(plan.hosts)
+    if plan.platform == "gpu" and per_gpu and (problem := why_no_process_per_gpu(environ)):
         raise LaunchError(f"--processes-per gpu cannot work here: {problem}")
 
 

@@ -24,6 +24,7 @@ LOCAL_PROCESS_ID = "STRETTO_LOCAL_PROCESS_ID"
 NUM_LOCAL_PROCESSES = "STRETTO_NUM_LOCAL_PROCESSES"
 COORDINATOR = "STRETTO_COORDINATOR"  # "address:port" of process 0
 LOCAL_DEVICE_IDS = "STRETTO_LOCAL_DEVICE_IDS"  # "0,1"; empty means all
+CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 RESTART = "STRETTO_RESTART"  # 0 at first, then 1, 2, ... under --restarts
 
 # Between the supervisor and its agents only; scripts never see them.
@@ -146,15 +147,14 @@ def for_worker(host_environ: Mapping[str, str], sent: Mapping[str, str]) -> dict
     return {**own, **sent}
 
 
-def for_layout(*, platform: str, num_local_devices: int) -> dict[str, str]:
-    """Variables by which JAX gets the platform and the number of CPU devices of a layout."""
-    if platform != "cpu":
-        return {}
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(num_local_devices),
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    }
+def for_platform(environ: Mapping[str, str], platform: str) -> dict[str, str]:
+    """Variables by which JAX gets the platform of a job.
+
+    On GPUs it is named so that JAX fails without them, and does not fall back to the CPU.
+    """
+    if platform == "gpu":
+        return {"JAX_PLATFORMS": environ.get("JAX_PLATFORMS") or "cuda,cpu"}
+    return {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
 
 
 # Children write lines as they come, and never import a stray file of the working directory.

@@ -13,7 +13,7 @@ from typing import Literal
 from stretto.launch.errors import LaunchError
 
 Platform = Literal["cpu", "gpu"]
-ProcessesPer = Literal["node", "gpu"]
+ProcessesPer = Literal["node", "gpu"] | int
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Layout:
         return counts
 
 
-def default_processes_per(platform: Platform) -> ProcessesPer:
+def default_processes_per(platform: Platform) -> Literal["node", "gpu"]:
     """GPUs of a node in one process (peers are plain pointers); a CPU device in each."""
     return "node" if platform == "gpu" else "gpu"
 
@@ -95,12 +95,26 @@ def share_devices(n: int | None, hosts: Sequence[HostDevices]) -> list[HostDevic
 def plan(
     hosts: Sequence[HostDevices], platform: Platform, processes_per: ProcessesPer | None
 ) -> Layout:
-    """The processes for hosts whose ``num_devices`` are all used."""
-    per = processes_per or default_processes_per(platform)
+    """The processes for hosts whose ``num_devices`` are all used.
+
+    Args:
+      processes_per: ``"node"``, ``"gpu"``, or how many processes share the devices of each node.
+
+    Raises:
+      LaunchError: the devices of a host cannot be shared evenly.
+    """
+    per = default_processes_per(platform) if processes_per is None else processes_per
     processes: list[ProcessPlan] = []
     for host in hosts:
         devices = tuple(range(host.num_devices))
-        groups = [devices] if per == "node" else [(device,) for device in devices]
+        count = {"node": 1, "gpu": len(devices)}[per] if isinstance(per, str) else per
+        if count < 1 or len(devices) % count:
+            raise LaunchError(
+                f"--processes-per {per} cannot share the {len(devices)} devices of {host.name} "
+                "evenly; choose a divisor, node or gpu"
+            )
+        share = len(devices) // count
+        groups = [devices[i : i + share] for i in range(0, len(devices), share)]
         for local_id, group in enumerate(groups):
             processes.append(ProcessPlan(len(processes), host.name, local_id, len(groups), group))
     return Layout(platform, per, tuple(processes))

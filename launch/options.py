@@ -30,8 +30,8 @@ class RunOptions:
     num_devices: Annotated[int | None, arg(name="num-devices", aliases=["-n"])] = None
     """Devices of the whole job. All GPUs if not given; 1 where there are none."""
 
-    processes_per: Literal["node", "gpu"] | None = None
-    """One process per node with all its devices, or one per device."""
+    processes_per: Literal["node", "gpu"] | int | None = None
+    """One process per node with all its devices, one per device, or so many a node."""
 
     hostfile: Path | None = None
     """File with a host a line: NAME slots=DEVICES."""

@@ -41,9 +41,13 @@ def begin(session: Session) -> None:
             environment.COORDINATOR: coordinator,
             environment.RESTART: str(job.attempt),
         }
+        devices = {}
         if job.layout.platform == "gpu":
             own[environment.LOCAL_DEVICE_IDS] = ",".join(map(str, process.device_ids))
-        member.send("start", arguments=job.arguments, cwd=job.cwd, environ={**job.environ, **own})
+        else:
+            devices[environment.CPU_DEVICES] = str(len(process.device_ids))
+        environ = {**devices, **job.environ, **own}
+        member.send("start", arguments=job.arguments, cwd=job.cwd, environ=environ)
 
 
 def _gather(session: Session) -> None:

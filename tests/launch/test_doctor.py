@@ -330,4 +330,6 @@ def test_run_refuses_one_process_per_gpu_with_an_old_nccl(tmp_path, monkeypatch,
     assert "NCCL 2.28.9" in line
     assert "nvidia-nccl-cu13>=2.29" in line
     assert cli.main(["run", "--dry-run", script]) == 0
-    assert "process 0 on localhost: GPU 0, 1" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "process 0 on localhost: GPU 0, 1" in shown
+    assert "JAX_PLATFORMS='cuda,cpu'" in shown

@@ -30,6 +30,13 @@ def test_one_process_per_gpu():
     assert layout.hosts == {"a": 2, "b": 1}
 
 
+def test_processes_that_share_a_node():
+    layout = plan([HostDevices("a", 4)], "gpu", 2)
+    assert rows(layout) == [(0, "a", 0, 2, (0, 1)), (1, "a", 1, 2, (2, 3))]
+    with pytest.raises(LaunchError, match=r"--processes-per 3 cannot share the 4 devices of a"):
+        plan([HostDevices("a", 4)], "gpu", 3)
+
+
 def test_cpu_devices_are_processes_by_default():
     assert len(plan([HostDevices("localhost", 4)], "cpu", None).processes) == 4
     assert len(plan([HostDevices("localhost", 4)], "cpu", "node").processes) == 1

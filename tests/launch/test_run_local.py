@@ -71,6 +71,22 @@ def test_environment_is_an_allow_list_byte_for_byte(run_job):
         assert got["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ((), ["1", "1"]),
+        (("--processes-per", "node"), ["2"]),
+        (("--env", "JAX_NUM_CPU_DEVICES=5"), ["5", "5"]),
+    ],
+)
+def test_number_of_cpu_devices_is_the_layouts(run_job, options, counts):
+    show = "print(os.environ['JAX_NUM_CPU_DEVICES'], os.environ['JAX_PLATFORMS'])"
+    env = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    result = run_job(PREAMBLE + show, *LOCAL, "-n", "2", *options, env=env)
+    lines = sorted(result.stdout.splitlines())
+    assert lines == [f"[{i}] {count} cpu" for i, count in enumerate(counts)]
+
+
 def test_script_imports_its_neighbours_and_not_the_working_directory(run_job, tmp_path):
     (tmp_path / "neighbour.py").write_text("value = 7")
     result = run_job("import neighbour; print(neighbour.value)", *LOCAL, "-n", "1")
