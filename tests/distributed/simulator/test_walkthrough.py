@@ -41,7 +41,7 @@ def test_the_race_is_found_and_told_as_on_the_page(run):
     _, first, second, *_ = told("[race]").splitlines()
     for line in (first, second):  # Which devices are told of depends on the seed.
         pattern = r"device \d".join(map(re.escape, re.split(r"device \d", line.strip())))
-        assert re.search(pattern, text), (line, text)
+        assert re.search(pattern, text), text
 
 
 def test_the_wait_before_the_signal_mends_it(run, capsys):
