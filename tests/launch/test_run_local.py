@@ -18,6 +18,12 @@ PREAMBLE = "import json, os, signal, sys, time\nme = int(os.environ['STRETTO_PRO
 BEGUN = "open(f'begun{me}', 'w').write(str(os.getpid()))\n"
 
 
+def after(*process_ids: int) -> str:
+    """A line that waits until other processes have begun, however slow the machine is."""
+    files = [f"begun{i}" for i in process_ids]
+    return f"while not all(map(os.path.exists, {files})): time.sleep(0.02)\n"
+
+
 def has_begun(folder: Path, *process_ids: int):
     return lambda: all((folder / f"begun{i}").exists() for i in process_ids)
 
@@ -146,7 +152,7 @@ def test_syntax_error_is_the_scripts_own(run_job):
 
 def test_process_that_ignores_sigterm_is_killed(run_job):
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    script += "if me == 0: time.sleep(1); sys.exit(4)\ntime.sleep(60)"
+    script += BEGUN + f"if me == 0:\n    {after(1)}    sys.exit(4)\ntime.sleep(60)"
     result = run_job(PREAMBLE + script, *LOCAL, "-n", "2")
     assert result.status == 4
     assert result.seconds < 12
@@ -160,11 +166,11 @@ def test_what_a_process_started_ends_with_it(run_job):
 
 def test_time_limit_shows_where_each_process_is(run_job):
     script = "def wait():\n    time.sleep(60)  # waits\nif me == 1:\n    time.sleep(61)\nwait()"
-    result = run_job(PREAMBLE + script, *LOCAL, "-n", "3", "--timeout", "2")
+    result = run_job(PREAMBLE + script, *LOCAL, "-n", "3", "--timeout", "4")
     assert result.status == 124
-    assert result.seconds < 2 + 10
+    assert result.seconds < 4 + 10
     lines = result.stderr.rstrip().splitlines()
-    assert "time limit of 2 s" in lines[-3]
+    assert "time limit of 4 s" in lines[-3]
     assert "process 1: at " in lines[-2] and lines[-2].endswith(":6: time.sleep(61)")
     assert "processes 0, 2: at " in lines[-1] and "time.sleep(60)  # waits" in lines[-1]
 
@@ -172,7 +178,8 @@ def test_time_limit_shows_where_each_process_is(run_job):
 def test_failure_shows_where_the_others_are(run_job):
     """Progress that scripts note, and the line they are at; the cause stays the last thing."""
     script = "import stretto.launch\nstretto.launch.progress(3 + me, 'gather' * (me != 1))\n"
-    script += "if me == 1:\n    time.sleep(0.5)\n    raise ValueError('boom')\ntime.sleep(60)"
+    script += BEGUN + f"if me == 1:\n    {after(0, 2)}    time.sleep(0.3)\n"
+    script += "    raise ValueError('boom')\ntime.sleep(60)"
     result = run_job(PREAMBLE + script, *LOCAL, "-n", "3")
     assert result.status == 1
     report = result.stderr[result.stderr.index("stretto: when process 1 failed") :].splitlines()
