@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int, PullPlan, div, rem, share
+from stretto.distributed.schedule import Int, PullPlan, ceil_div, div, rem, share
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.team import Team
 
@@ -112,3 +112,77 @@ class Pull:
     def _signal(self, i: jax.Array, block: jax.Array) -> None:
         source, _, _, chunk = self._place(i, block)
         self.received.at[source, chunk].signal()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Push:
+    """One warpgroup of every block sends local arrays to where they are wanted.
+
+    A piece is loaded once and stored to all of its destinations from there.
+
+    Attributes:
+      sources: local `[rows, columns]` refs.
+      destinations: for each source the `[rows, columns]` refs, here or on peers, that it goes to.
+      buffers: shared memory `[slots, piece_rows, columns]`.
+      barriers: one a slot, each completed by the arrival of a piece.
+      num_blocks: blocks that share the work.
+    """
+
+    sources: Sequence[Any]
+    destinations: Sequence[Sequence[Any]]
+    buffers: Any
+    barriers: Any
+    num_blocks: int
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of one source."""
+        return ceil_div(self.sources[0].shape[0], self.buffers.shape[1])
+
+    def run(self, block: jax.Array) -> None:
+        """Sends this block's pieces; on return the stores are on their way, not waited for."""
+        slots = self.buffers.shape[0]
+        own = share(len(self.sources) * self.pieces, block, self.num_blocks)
+        for slot in range(slots):
+            pl.when(slot < own)(lambda slot=slot: self._fetch(jnp.int32(slot), block))
+
+        def step(i, _):
+            self._send(i, block)
+
+            # At most the newest piece's stores are unfinished: the one before has left its slot.
+            @pl.when((i > 0) & (i - 1 + slots < own))
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                self._fetch(i - 1 + slots, block)
+
+        lax.fori_loop(0, own, step, None)
+
+    def _place(self, i: jax.Array, block: jax.Array) -> tuple[Int, Int]:
+        """(source, first row) of this block's `i`-th piece."""
+        piece = block + i * self.num_blocks
+        source = div(piece, self.pieces)
+        return source, (piece - source * self.pieces) * self.buffers.shape[1]
+
+    def _fetch(self, i: jax.Array, block: jax.Array) -> None:
+        source, row = self._place(i, block)
+        slot = rem(i, self.buffers.shape[0])
+        for index, ref in enumerate(self.sources):
+
+            @pl.when(source == index)
+            def _(ref=ref):
+                window = ref.at[pl.ds(row, self.buffers.shape[1])]
+                plgpu.copy_gmem_to_smem(window, self.buffers.at[slot], self.barriers.at[slot])
+
+    def _send(self, i: jax.Array, block: jax.Array) -> None:
+        source, row = self._place(i, block)
+        slot = rem(i, self.buffers.shape[0])
+        plgpu.barrier_wait(self.barriers.at[slot])
+        for index, refs in enumerate(self.destinations):
+
+            @pl.when(source == index)
+            def _(refs=refs):
+                for ref in refs:
+                    window = ref.at[pl.ds(row, self.buffers.shape[1])]
+                    plgpu.copy_smem_to_gmem(self.buffers.at[slot], window, commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()

@@ -36,6 +36,7 @@ def launch(
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
     closing_barrier: bool = True,
+    invariant: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: Any = None,
 ) -> list[jax.Array]:
@@ -63,11 +64,14 @@ def launch(
       scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
       closing_barrier: False only for a body that itself makes sure, before it ends, that no peer
         still uses this device's buffers.
+      invariant: all members of the team compute bitwise the same results, which are then typed as
+        not varying over the team's axes.
       compiler_params: passed on to Pallas.
       interpret: `simulator.SimulatorParams()` to run this one kernel in the simulator.
 
     Returns:
-      The results, in the order of `out_type`; varying over the team's axes.
+      The results, in the order of `out_type`; typed as varying over the team's axes, and over those
+      that any operand varies over.
 
     Raises:
       ValueError: a number of blocks that cannot be resident together.
@@ -109,6 +113,8 @@ def launch(
     info = TeamKernelInfo(name=name, axes=axes)
     outs = jax_compat.bind_team_kernel(call, operands, info)[: len(out_type)]
     varying = frozenset(axes).union(*map(varying_axes, operands))
+    if invariant:
+        varying -= frozenset(axes)
     return [make_varying(out, varying) for out in outs]
 
 

@@ -9,7 +9,7 @@ at the end, that a peer's operand is no longer needed.
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `gathered[i]` | the pulling warps | | | shard of the `i + 1`-th successor |
-| `received[i, c]` | each pulling warp, per piece | the loading warps, step `i + 1` | pieces in chunk `c` | columns `c` of `gathered[i]` are in place |
+| `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of `gathered[i]` are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
 Peers' operands are ready when a kernel starts, by XLA's barrier before every collective kernel.
@@ -29,10 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels import costs, matmul, tiles
+from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem
-from stretto.kernels.matmul import TileConfig
 from stretto.kernels.reference import Epilogue
+from stretto.kernels.tile_config import TileConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class Config:
                 f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
             )
         needed = self.smem_bytes(itemsize)
-        if needed > matmul.SMEM_BYTES:
+        if needed > tile_config.SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {matmul.SMEM_BYTES}; take fewer stages or smaller pieces."
+                f" {tile_config.SMEM_BYTES}; take fewer stages or smaller pieces."
             )
 
     def smem_bytes(self, itemsize: int) -> int:
@@ -90,7 +90,7 @@ class Config:
 
 def unsupported(problem: Problem, config: Config | None) -> str | None:
     """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
-    obstacle = matmul.unsupported(problem)
+    obstacle = tile_config.unsupported(problem)
     if obstacle is None and config is not None:
         config.check(2)
     return obstacle
@@ -179,7 +179,7 @@ def launch(
         out_type=[jax.ShapeDtypeStruct((team.size, m_shard, n_shard), out_dtype)],
         symmetric=[jax.ShapeDtypeStruct((peers, m_shard, k), lhs.dtype)],
         num_blocks=num_blocks,
-        num_threads=matmul.NUM_WARPGROUPS,
+        num_threads=tile_config.NUM_WARPGROUPS,
         cluster_size=config.tiles.cluster_size,
         semaphore_arrays=dict(
             received=SemaphoreArray((peers, plan.chunks), local=True), released=SemaphoreArray()
@@ -187,7 +187,8 @@ def launch(
         scratch=dict(
             pulled=plgpu.SMEM(pieces, lhs.dtype),
             arrived=plgpu.Barrier(num_barriers=config.pull_slots),
-            **matmul.scratch(config.tiles, lhs.dtype, out_dtype),
+            **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
+            **tile_config.gate_scratch(),
         ),
         closing_barrier=False,  # `released` does it, long before the matmul is over.
         interpret=interpret,
@@ -210,18 +211,20 @@ def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received,
 
         @pl.when(step > 0)
         def _():
-            @pl.when(schedule.rem(column, plan.chunk_columns) == 0)
-            def _():
-                chunk = schedule.div(column, plan.chunk_columns)
-                received.at[step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
-
             plgpu.copy_gmem_to_smem(gathered_ref.at[step - 1, *window], slot, barrier)
+
+    def wait_for_chunk(tile, chunk):
+        step, _, _ = tile
+
+        @pl.when(step > 0)
+        def _():
+            received.at[step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
 
     def load_rhs(tile, k_index, slot, barrier):
         _, _, n = tile
         rows = pl.ds(k_index * config.tile_k, config.tile_k)
         window = rows, pl.ds(n * config.tile_n, config.tile_n)
-        matmul.copy_rhs(rhs_ref.at[window], slot, barrier, config)
+        tile_config.copy_rhs(rhs_ref.at[window], slot, barrier, config)
 
     def finish(tile, product, buffers, part_row):
         step, m, n = tile
@@ -235,5 +238,9 @@ def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received,
         matmul.store(product, buffers, windows, epilogue and (lambda piece, *_: epilogue(piece)))
 
     return matmul.Hooks(
-        locate=matmul.locate_in(order), load_lhs=load_lhs, load_rhs=load_rhs, finish=finish
+        locate=matmul.locate_in(order),
+        load_lhs=load_lhs,
+        load_rhs=load_rhs,
+        finish=finish,
+        gate=matmul.Gate(columns=plan.chunk_columns, wait=wait_for_chunk),
     )

@@ -1,49 +1,200 @@
-"""The public collectives: what they compute, what they refuse, and which implementation serves."""
+"""The public collectives: what they compute, what they refuse, and which implementation serves.
+
+All take any shape and are reverse-differentiable. The fused kernels move whole contiguous parts, so
+an array axis that is not the first costs a copy on either side (`flat`).
+"""
 
 from __future__ import annotations
 
-import jax
+import functools
+import math
+from collections.abc import Hashable
+from typing import Any
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels import checks, reference
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
+from stretto.distributed.team import Team
+from stretto.kernels import (
+    checks,
+    dispatch,
+    exchange,
+    flat,
+    gradients,
+    moving,
+    reference,
+    summation,
+)
+from stretto.kernels.dispatch import Choice, Problem
+
+type Axes = tuple[Hashable, ...]
 
 
 def all_gather(
     x: jax.Array, axis_name: AxisNames, *, axis: int = 0, backend: str = "auto"
 ) -> jax.Array:
-    """Concatenation along `axis` of every device's `x`."""
-    checks.check_backend(backend)
-    axes = canonical_axes(axis_name)
-    axis = checks.check_array_axis("all_gather", "axis", axis, x.ndim)
-    return reference.all_gather(x, axes, axis=axis)
+    """Concatenation along `axis` of every device's `x`, inside `jax.shard_map`; bit for bit.
+
+    `x` `[..., s, ...]` per device -> `[..., D * s, ...]`, the same on every device of a team of D.
+    Equals `lax.all_gather(x, axis_name, axis=axis, tiled=True)`.
+
+    Args:
+      x: an array of any type.
+      axis_name: mesh axis, or tuple of axes, to gather over.
+      axis: of the array; may be negative.
+      backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
+        error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
+
+    Raises:
+      ValueError: `axis` is out of range, an unknown mesh axis or backend, a call outside
+        `shard_map`, or a backend that cannot serve the call.
+
+    Synchronisation: every device of the team must make the call.
+    """
+    axes, axis = (
+        canonical_axes(axis_name),
+        checks.check_array_axis("all_gather", "axis", axis, x.ndim),
+    )
+    choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER)
+    if choice.backend == "xla":
+        return reference.all_gather(x, axes, axis=axis)
+    call = functools.partial(_all_gather, axes=axes, axis=axis, interpret=choice.interpret)
+    back = functools.partial(reduce_scatter, axis_name=axes, axis=axis, backend=backend)
+    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
 
 def reduce_scatter(
     x: jax.Array, axis_name: AxisNames, *, axis: int = 0, backend: str = "auto"
 ) -> jax.Array:
-    """This device's part along `axis` of the sum of every device's `x`."""
-    checks.check_backend(backend)
-    axes = canonical_axes(axis_name)
-    axis = checks.check_array_axis("reduce_scatter", "axis", axis, x.ndim)
-    checks.check_divisible("reduce_scatter", f"dimension {axis}", x.shape[axis], axis_size(axes))
-    return reference.reduce_scatter(x, axes, axis=axis)
+    """This device's part along `axis` of the sum of every device's `x`, inside `jax.shard_map`.
+
+    `x` `[..., D * s, ...]` per device -> `[..., s, ...]`. Equals `lax.psum_scatter(x, axis_name,
+    scatter_dimension=axis, tiled=True)`; the fused kernel adds narrow floats in float32, in the
+    order of the devices, and rounds once.
+
+    Args, raises, synchronisation: as for `all_gather`; also ValueError where the array's axis is
+    not a multiple of D. The fused kernel adds bfloat16, float16, float32 and int32.
+    """
+    op = "reduce_scatter"
+    axes, axis = canonical_axes(axis_name), checks.check_array_axis(op, "axis", axis, x.ndim)
+    checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
+    choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER)
+    if choice.backend == "xla":
+        return reference.reduce_scatter(x, axes, axis=axis)
+    call = functools.partial(_reduce_scatter, axes=axes, axis=axis, interpret=choice.interpret)
+    back = functools.partial(all_gather, axis_name=axes, axis=axis, backend=backend)
+    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
 
 def all_reduce(x: jax.Array, axis_name: AxisNames, *, backend: str = "auto") -> jax.Array:
-    """Sum of every device's `x`."""
-    checks.check_backend(backend)
-    return reference.all_reduce(x, canonical_axes(axis_name))
+    """Sum of every device's `x`, inside `jax.shard_map`; bitwise the same on every device.
+
+    `x` of any shape per device -> the same shape. Equals `lax.psum(x, axis_name)`; the fused kernel
+    adds narrow floats in float32, in the order of the devices, and rounds once.
+
+    Args, raises, synchronisation: as for `all_gather`. The fused kernel adds bfloat16, float16,
+    float32 and int32.
+    """
+    axes = canonical_axes(axis_name)
+    choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE)
+    if choice.backend == "xla":
+        return reference.all_reduce(x, axes)
+    call = functools.partial(_all_reduce, axes=axes, interpret=choice.interpret)
+    (x,) = gradients.vary_alike(axes, x)
+    back = functools.partial(gradients.sum_of_replicated, axes=axes, typed=bool(varying_axes(x)))
+    return gradients.linear(x, gradients.Linear(call, back))
 
 
 def all_to_all(
     x: jax.Array, axis_name: AxisNames, *, split_axis: int, concat_axis: int, backend: str = "auto"
 ) -> jax.Array:
-    """Part `i` of `x` along `split_axis` goes to device `i`; parts join on `concat_axis`."""
-    checks.check_backend(backend)
+    """Part `i` of `x` along `split_axis` goes to device `i`; what arrives joins on `concat_axis`.
+
+    Equals `lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)`, bit for bit.
+
+    Args, raises, synchronisation: as for `all_gather`; also ValueError where the array's split
+    axis is not a multiple of the team's size.
+    """
+    op = "all_to_all"
     axes = canonical_axes(axis_name)
-    split_axis = checks.check_array_axis("all_to_all", "split_axis", split_axis, x.ndim)
-    concat_axis = checks.check_array_axis("all_to_all", "concat_axis", concat_axis, x.ndim)
-    checks.check_divisible(
-        "all_to_all", f"dimension {split_axis}", x.shape[split_axis], axis_size(axes)
+    split_axis = checks.check_array_axis(op, "split_axis", split_axis, x.ndim)
+    concat_axis = checks.check_array_axis(op, "concat_axis", concat_axis, x.ndim)
+    checks.check_divisible(op, f"dimension {split_axis}", x.shape[split_axis], axis_size(axes))
+    choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL)
+    if choice.backend == "xla":
+        return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
+    call = functools.partial(
+        _all_to_all,
+        axes=axes,
+        split_axis=split_axis,
+        concat_axis=concat_axis,
+        interpret=choice.interpret,
     )
-    return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
+    back = functools.partial(
+        all_to_all, axis_name=axes, split_axis=concat_axis, concat_axis=split_axis, backend=backend
+    )
+    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
+
+
+def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any) -> Choice:
+    platform, device_kind = dispatch.platform_of_mesh()
+    problem = Problem(
+        op=op,
+        m=x.shape[0] if x.ndim else 1,
+        k=0,
+        n=math.prod(x.shape[1:]),
+        dtype=str(x.dtype),
+        out_dtype=str(x.dtype),
+        devices=axis_size(axes),
+        platform=platform,
+        device_kind=device_kind,
+    )
+    return dispatch.choose(problem, backend, kernel)
+
+
+def _all_gather(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:
+    team = Team.along(axes)
+    words = flat.as_words(x)
+    rows = exchange.all_gather(flat.to_rows(words, 1), team, interpret=interpret)
+    parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
+    return jnp.moveaxis(parts, 0, axis).reshape(
+        *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
+    )
+
+
+def _split(x: jax.Array, axis: int, parts: int) -> jax.Array:
+    """`x` with its `axis` cut into `parts`, which come first: `[parts, ..., s, ...]`."""
+    shape = (*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _reduce_scatter(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:
+    team = Team.along(axes)
+    parts = _split(x, axis, team.size)
+    rows = summation.reduce_scatter(flat.to_rows(parts, team.size), team, interpret=interpret)
+    return flat.from_rows(rows, parts.shape[1:])[0]
+
+
+def _all_reduce(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
+    team = Team.along(axes)
+    one_shot = x.nbytes <= moving.ONE_SHOT_BYTES
+    parts = 1 if one_shot else team.size
+    flat_x = x.reshape(-1)
+    missing = -flat_x.size % parts
+    if missing:
+        flat_x = jnp.pad(flat_x, (0, missing))
+    rows = summation.all_reduce(flat.to_rows(flat_x, parts), team, interpret=interpret)
+    return flat.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
+
+
+def _all_to_all(
+    x: jax.Array, *, axes: Axes, split_axis: int, concat_axis: int, interpret: Any
+) -> jax.Array:
+    team = Team.along(axes)
+    words = flat.as_words(_split(x, split_axis, team.size))
+    rows = exchange.all_to_all(flat.to_rows(words, team.size), team, interpret=interpret)
+    parts = flat.from_words(flat.from_rows(rows, words.shape[1:]), x.dtype)
+    shape = list(parts.shape[1:])
+    shape[concat_axis] *= team.size
+    return jnp.moveaxis(parts, 0, concat_axis).reshape(shape)

@@ -10,6 +10,7 @@ from stretto.kernels.dispatch import Problem
 
 MATMUL_FLOPS = 700e12  # per second and device, bf16
 FUSED_BYTES = 250e9  # per second, sent by one device beside a matmul
+PUSHED_BYTES = 300e9  # per second, sent by one device alone
 XLA_BYTES = 270e9  # per second, NCCL alone
 FUSED_LAUNCH_US = 20.0
 XLA_LAUNCH_US = 12.0
@@ -41,6 +42,12 @@ def matmul_all_reduce(problem: Problem) -> tuple[float, float]:
     """(fused, XLA unfused) times of a matmul all-reduce, in microseconds."""
     moved = 2 * moved_bytes(problem.m, problem.n, 2, problem.devices)
     return _fused_and_not(problem, moved)
+
+
+def collective(sent: float, devices: int) -> tuple[float, float]:
+    """(fused, XLA) times of a collective that moves `sent` bytes of the whole team's array."""
+    moved = 1e6 * sent * (devices - 1) / devices
+    return moved / PUSHED_BYTES + FUSED_LAUNCH_US, moved / XLA_BYTES + XLA_LAUNCH_US
 
 
 def _fused_and_not(problem: Problem, moved: float) -> tuple[float, float]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from stretto.distributed import simulator
 from stretto.distributed.errors import BackendUnavailableError
+from stretto.kernels import tables
 from stretto.kernels.checks import check_backend
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -97,19 +102,43 @@ def _canonical(platform: str) -> str:
     return "gpu" if platform in ("cuda", "gpu") else platform
 
 
+_recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Keeps every choice that is made inside it, in order."""
+    choices: list[Choice] = []
+    token = _recorded.set(choices)
+    try:
+        yield choices
+    finally:
+        _recorded.reset(token)
+
+
 def choose(problem: Problem, backend: str, kernel: Kernel, config: Any = None) -> Choice:
     """Decides the implementation of `problem`.
 
     Args:
       problem: the call.
       backend: what the caller asked for.
-      kernel: the module of the fused kernel.
+      kernel: the module of the fused kernel, or an object like one.
       config: the caller's configuration of it, or None.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
       BackendUnavailableError: `backend` names an implementation that cannot serve the problem.
     """
+    choice = _choose(problem, backend, kernel, config)
+    choices = _recorded.get()
+    if choices is not None:
+        choices.append(choice)
+    return choice
+
+
+def _choose(problem: Problem, backend: str, kernel: Kernel, config: Any) -> Choice:
     check_backend(backend)
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
@@ -138,7 +167,12 @@ def choose(problem: Problem, backend: str, kernel: Kernel, config: Any = None) -
 
 
 def _faster(problem: Problem, kernel: Kernel) -> Choice:
-    """The implementation that should be faster, by the estimate of sizes and rates."""
+    """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
+    config_type = getattr(kernel, "Config", None)
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    found = config_type and tables.look_up(problem, config_type, itemsize)
+    if found:
+        return Choice(problem=problem, **dataclasses.asdict(found) | {"config": found.config})
     fused_us, xla_us = kernel.estimate(problem)
     backend = "pallas" if fused_us < xla_us else "xla"
     return Choice(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.axes import make_varying, varying_axes
+from stretto.kernels import reference
 from stretto.kernels.reference import Epilogue, matmul
 
 type Primitive = Callable[..., jax.Array]
@@ -34,12 +35,12 @@ class Call:
     config: Any
     fused: Primitive
     all_gather: Primitive
-    all_reduce: Primitive
     all_gather_matmul: Primitive
     matmul_reduce_scatter: Primitive
     epilogue: Epilogue | None = None
     keep_gathered: bool = False
     interpret: Any = None
+    typed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,43 @@ def vary_alike(axes: tuple[Hashable, ...], *operands: jax.Array) -> list[jax.Arr
     """
     varying = frozenset(axes).union(*map(varying_axes, operands))
     return [make_varying(x, varying) for x in operands]
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A linear operation of one array, and its transpose."""
+
+    apply: Primitive
+    transpose: Primitive
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def linear(x: jax.Array, call: Linear) -> jax.Array:
+    """`call.apply(x)`, with the derivative `call.transpose`."""
+    return call.apply(x)
+
+
+def _linear_forward(x, call):
+    return call.apply(x), None
+
+
+def _linear_backward(call, residuals, out_bar):
+    del residuals
+    return (call.transpose(out_bar),)
+
+
+linear.defvjp(_linear_forward, _linear_backward)
+
+
+def sum_of_replicated(x: jax.Array, *, axes: tuple[Hashable, ...], typed: bool) -> jax.Array:
+    """What the derivative of a replicated result is worth on each device.
+
+    Where `shard_map` types its values (`check_vma=True`) it is replicated too, and counts once, as
+    it is. Where it does not, each device holds a share of it, and they have to be added up.
+    """
+    if typed:
+        return make_varying(x, axes)
+    return reference.all_reduce(x, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -125,9 +163,9 @@ def matmul_all_reduce(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
 
 
 def _matmul_all_reduce_backward(call, residuals, out_bar):
-    """lhs_bar = all_reduce(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_reduce(out_bar)."""
+    """lhs_bar = out_bar @ rhs^T, rhs_bar = lhs^T @ out_bar."""
     lhs, rhs = residuals
-    out_bar = call.all_reduce(out_bar).astype(lhs.dtype)
+    out_bar = sum_of_replicated(out_bar, axes=call.axes, typed=call.typed).astype(lhs.dtype)
     lhs_bar = matmul(out_bar, rhs.T)
     rhs_bar = matmul(lhs.T, out_bar)
     return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)

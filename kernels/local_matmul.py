@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import kernel
-from stretto.kernels import matmul, padding, tiles
-from stretto.kernels.matmul import TileConfig
+from stretto.kernels import matmul, padding, tile_config, tiles
+from stretto.kernels.tile_config import TileConfig
 
 
 def local_matmul(
@@ -72,9 +72,9 @@ def local_matmul(
         team=None,
         out_type=[jax.ShapeDtypeStruct((m, n), out_dtype)],
         num_blocks=num_blocks,
-        num_threads=matmul.NUM_WARPGROUPS,
+        num_threads=tile_config.NUM_WARPGROUPS,
         cluster_size=config.cluster_size,
-        scratch=matmul.scratch(config, lhs.dtype, out_dtype),
+        scratch=tile_config.scratch(config, lhs.dtype, out_dtype),
         interpret=interpret,
     )
     return out
@@ -93,7 +93,7 @@ def _hooks(order: tiles.ShardOrder, lhs_ref: Any, rhs_ref: Any, out_ref: Any) ->
         _, _, n = tile
         rows = pl.ds(k_index * config.tile_k, config.tile_k)
         window = rows, pl.ds(n * config.tile_n, config.tile_n)
-        matmul.copy_rhs(rhs_ref.at[window], slot, barrier, config)
+        tile_config.copy_rhs(rhs_ref.at[window], slot, barrier, config)
 
     def finish(tile, product, buffer, part_row):
         _, m, n = tile

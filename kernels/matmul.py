@@ -267,11 +267,14 @@ class _Roles:
         self.hooks.settle(self.tile(i), lax.axis_index(THREAD_AXIS))
 
 
+type Windows = Callable[[int, int, int, int], Sequence[Any]]
+
+
 def store(
     product: jax.Array,
     buffers: Any,
-    windows: Callable[[int, int, int, int], Sequence[Any]],
-    epilogue: Callable[[jax.Array, int, int], jax.Array] | None = None,
+    windows: Windows,
+    epilogue: Callable[[jax.Array], jax.Array] | None = None,
 ) -> None:
     """Stores a warpgroup's part of a tile through its buffers, a piece at a time.
 
@@ -280,22 +283,31 @@ def store(
       buffers: shared memory of the result's type, `[store_buffers, 64, 128 bytes]`.
       windows: (first row, rows, first column, columns), relative to the part -> the views of global
         memory, here or on peers, where that piece of the result goes.
-      epilogue: (piece, first row, first column) -> what is stored in its place.
+      epilogue: applied to each piece, in float32.
     """
-    rows, columns = product.shape
-    count, piece_rows, piece_columns = buffers.shape
-    corners = itertools.product(range(0, rows, piece_rows), range(0, columns, piece_columns))
-    for number, (row, column) in enumerate(corners):
-        piece = product[row : row + piece_rows, column : column + piece_columns]
-        if epilogue is not None:
-            piece = epilogue(piece, row, column)
-        buffer = buffers.at[number % count]
-        plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)  # This buffer has been read.
-        buffer[...] = piece.astype(buffer.dtype)
-        plgpu.commit_smem()
-        for window in windows(row, piece_rows, column, piece_columns):
-            plgpu.copy_smem_to_gmem(buffer, window, commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+    count = buffers.shape[0]
+    for number, (row, column, piece) in enumerate(pieces_of(product, buffers)):
+        plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)  # The buffer has been read.
+        kept = piece if epilogue is None else epilogue(piece)
+        store_piece(kept, buffers.at[number % count], windows, row, column)
+
+
+def pieces_of(product: jax.Array, buffers: Any) -> list[tuple[int, int, jax.Array]]:
+    """(first row, first column, values) of the pieces of `product` that fit into a buffer."""
+    rows, columns = buffers.shape[1:]
+    corners = itertools.product(
+        range(0, product.shape[0], rows), range(0, product.shape[1], columns)
+    )
+    return [(r, c, product[r : r + rows, c : c + columns]) for r, c in corners]
+
+
+def store_piece(piece: jax.Array, buffer: Any, windows: Windows, row: int, column: int) -> None:
+    """Starts the copies of one piece, through a buffer that is free, as one group of copies."""
+    buffer[...] = piece.astype(buffer.dtype)
+    plgpu.commit_smem()
+    for window in windows(row, piece.shape[0], column, piece.shape[1]):
+        plgpu.copy_smem_to_gmem(buffer, window, commit_group=False)
+    plgpu.commit_smem_to_gmem_group()
 
 
 def _next(stage, num_stages):

@@ -30,9 +30,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels import costs, matmul, tiles
+from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem
-from stretto.kernels.matmul import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class Config:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
         self.tiles.check()
         needed = self.tiles.smem_bytes(itemsize)
-        if needed > matmul.SMEM_BYTES:
+        if needed > tile_config.SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {matmul.SMEM_BYTES}; take fewer stages."
+                f" {tile_config.SMEM_BYTES}; take fewer stages."
             )
 
     @staticmethod
@@ -68,7 +68,7 @@ class Config:
 
 def unsupported(problem: Problem, config: Config | None) -> str | None:
     """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
-    obstacle = matmul.unsupported(problem)
+    obstacle = tile_config.unsupported(problem)
     if obstacle is None and config is not None:
         config.check(2)
     return obstacle
@@ -105,8 +105,8 @@ def launch(
     peers = team.size - 1
     slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
 
-    def body(lhs_ref, rhs_ref, out_ref, partial_ref, *, received, finished=None, **own):
-        refs = _Refs(lhs_ref, rhs_ref, out_ref, partial_ref, received, finished)
+    def body(lhs_ref, rhs_ref, out_ref, partial_ref, *, received, fetched, finished=None, **own):
+        refs = _Refs(lhs_ref, rhs_ref, out_ref, partial_ref, received, fetched, finished)
 
         def communicate():
             @pl.when(kernel.block_id(config.tiles.cluster_size) == 0)
@@ -142,11 +142,15 @@ def launch(
         out_type=[jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)],
         symmetric=[jax.ShapeDtypeStruct(slots, out_dtype)],
         num_blocks=num_blocks,
-        num_threads=matmul.NUM_WARPGROUPS,
+        num_threads=tile_config.NUM_WARPGROUPS,
         cluster_size=config.tiles.cluster_size,
         semaphore_arrays=arrays,
-        scratch=matmul.scratch(config.tiles, lhs.dtype, out_dtype),
+        scratch=dict(
+            fetched=plgpu.Barrier(num_barriers=MULTIPLYING_WARPGROUPS * config.tiles.store_buffers),
+            **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
+        ),
         closing_barrier=False,  # Every signal is waited for.
+        invariant=everywhere,
         interpret=interpret,
     )
     return out
@@ -161,6 +165,7 @@ class _Refs:
     out: Any
     partial: Any
     received: Any
+    fetched: Any
     finished: Any
 
 
@@ -180,7 +185,7 @@ def _load_rhs(config, refs, tile, k_index, slot, barrier):
     _, _, n = tile
     rows = pl.ds(k_index * config.tile_k, config.tile_k)
     columns = pl.ds(n * config.tile_n, config.tile_n)
-    matmul.copy_rhs(refs.rhs.at[rows, columns], slot, barrier, config)
+    tile_config.copy_rhs(refs.rhs.at[rows, columns], slot, barrier, config)
 
 
 def _finish(team, order, refs, tile, product, buffers, part_row):
@@ -199,26 +204,48 @@ def _finish(team, order, refs, tile, product, buffers, part_row):
             slots = copies.remote(refs.partial, team, team.neighbour(offset))
             matmul.store(product, buffers, lambda *where: [window(slots, offset - 1, *where)])
 
-    @pl.when(step == team.size - 1)
+    peers = team.size - 1
+
+    @pl.when(step == peers)
     def _():
         warpgroup = lax.axis_index(kernel.THREAD_AXIS)
-        refs.received.at[order.index(m, n), warpgroup].wait(team.size - 1)
-
-        def add_partials(piece, row, column):
-            for slot in range(team.size - 1):
-                source = window(refs.partial, slot, row, piece.shape[0], column, piece.shape[1])
-                piece += plgpu.load(source, (), layout=plgpu.Layout.WGMMA, optimized=False).astype(
-                    jnp.float32
-                )
-            return piece
+        refs.received.at[order.index(m, n), warpgroup].wait(peers)
 
         index = team.device_id() if refs.finished is not None else 0
         outs = [refs.out]
         if refs.finished is not None:
             outs += [copies.remote(refs.out, team, team.neighbour(i)) for i in team.peer_offsets]
-        matmul.store(
-            product, buffers, lambda *where: [window(o, index, *where) for o in outs], add_partials
+        _add_and_store(
+            product,
+            buffers,
+            [refs.fetched.at[warpgroup * buffers.shape[0] + i] for i in range(buffers.shape[0])],
+            [lambda *where, slot=slot: window(refs.partial, slot, *where) for slot in range(peers)],
+            lambda *where: [window(o, index, *where) for o in outs],
         )
+
+
+def _add_and_store(product, buffers, fetched, partials, windows):
+    """Adds the peers' parts to the own product, piece by piece, and stores the sum.
+
+    The last buffer is for the stores, the others for the fetches (where there are others).
+    """
+    fetching = max(buffers.shape[0] - 1, 1)
+    stored = buffers.shape[0] - 1
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The buffers have been read.
+    for row, column, piece in matmul.pieces_of(product, buffers):
+        where = row, piece.shape[0], column, piece.shape[1]
+        for first in range(0, len(partials), fetching):
+            batch = partials[first : first + fetching]
+            for index, partial in enumerate(batch):
+                if stored == 0:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.copy_gmem_to_smem(partial(*where), buffers.at[index], fetched[index])
+            for index in range(len(batch)):
+                plgpu.barrier_wait(fetched[index])
+                piece += buffers.at[index][...].astype(jnp.float32)
+            plgpu.commit_smem()  # All threads have read before the buffers are filled again.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        matmul.store_piece(piece, buffers.at[stored], windows, row, column)
 
 
 def _settle(team, order, refs, tile, warpgroup):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from stretto.distributed import schedule
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
+from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
 from stretto.distributed.team import Team
 from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels import checks, dispatch, gradients, padding, reference
 from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
-from stretto.kernels.collectives import all_gather, all_reduce
+from stretto.kernels.collectives import all_gather
 from stretto.kernels.dispatch import Choice, Problem
 from stretto.kernels.gradients import Call, bound, vary_alike
 from stretto.kernels.reference import Epilogue
@@ -160,8 +162,10 @@ def matmul_all_reduce(
     choice = dispatch.choose(problem, backend, matmul_all_reduce_kernel, config)
     if choice.backend == "xla":
         return reference.matmul_all_reduce(lhs, rhs, axes, out_dtype=dtype)
+    lhs, rhs = vary_alike(axes, lhs, rhs)
     call = _call(axes, dtype, choice, backend, _fused_matmul_all_reduce)
-    return gradients.matmul_all_reduce(*vary_alike(axes, lhs, rhs), call)
+    call = dataclasses.replace(call, typed=bool(varying_axes(lhs)))
+    return gradients.matmul_all_reduce(lhs, rhs, call)
 
 
 def _problem(op, lhs, rhs, out_dtype, devices, *, m=1, k=1, n=1) -> Problem:
@@ -191,7 +195,6 @@ def _call(axes, out_dtype, choice: Choice, backend, fused, epilogue=None, keep_g
         epilogue=epilogue,
         keep_gathered=keep_gathered,
         all_gather=bound(all_gather, axes, backend),
-        all_reduce=bound(all_reduce, axes, backend),
         all_gather_matmul=bound(all_gather_matmul, axes, backend),
         matmul_reduce_scatter=bound(matmul_reduce_scatter, axes, backend),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from stretto.distributed.schedule import Int, ceil_div, div, rem, where
-from stretto.kernels.matmul import TileConfig
+from stretto.kernels.tile_config import TileConfig
 
 
 def raster(index: Int, m_tiles: int, n_tiles: int, width: int) -> tuple[Int, Int]:

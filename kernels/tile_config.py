@@ -1,0 +1,130 @@
+"""How a matmul is cut up for Hopper: tiles, the ring in shared memory, and its constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import CLUSTER_AXIS
+from stretto.kernels.dispatch import Problem
+
+MULTIPLYING_WARPGROUPS = 2
+NUM_WARPGROUPS = MULTIPLYING_WARPGROUPS + 1
+SMEM_BYTES = 232_448 - 1024  # of a Hopper block, less what barriers and alignment take
+SWIZZLE_BYTES = 128
+# Registers of a thread: the file of 65536 is shared by 128 loading and 256 multiplying threads.
+LOADING_REGISTERS = 40
+MULTIPLYING_REGISTERS = 232
+# Gates that the looking-out warp may be ahead of the loading warp.
+GATE_SLOTS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """How a matmul is cut up.
+
+    Attributes:
+      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the two
+        multiplying warpgroups.
+      num_stages: depth of the ring of lhs and rhs tiles.
+      raster_width: groups of tiles down a band of the raster (`tiles.raster`).
+      cluster_size: 2 for pairs of blocks that work on tiles one above the other and load their
+        common columns of rhs once for both, which spares the L2 cache; 1 for blocks on their own.
+      store_buffers: buffers of 64 rows x 128 bytes that a multiplying warpgroup stores through;
+        with enough for a whole tile, its stores go on while the next tile is multiplied.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    num_stages: int = 4
+    raster_width: int = 16
+    cluster_size: int = 1
+    store_buffers: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
+        if self.tile_m % (64 * MULTIPLYING_WARPGROUPS):
+            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128.")
+        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
+        if self.tile_k != 64:
+            raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
+        if self.cluster_size not in (1, 2):
+            raise ValueError(f"cluster_size={self.cluster_size} must be 1 or 2.")
+        if self.tile_m * self.tile_n > 128 * 256:
+            raise ValueError(
+                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two"
+                " warpgroups have; at most 128 x 256."
+            )
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of the ring and of the epilogue's buffers, in bytes."""
+        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * 64 * SWIZZLE_BYTES
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why the matmul cannot serve `problem`, or None if it can."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"the kernel takes bfloat16 and float16, not {problem.dtype}."
+    if problem.out_dtype not in ("bfloat16", "float16", "float32"):
+        return f"the kernel stores bfloat16, float16 and float32, not {problem.out_dtype}."
+    if 0 in (problem.m, problem.k, problem.n):
+        return "an operand is empty."
+    return None
+
+
+def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
+    """Layout of a shared memory tile whose rows are 128 bytes: what wgmma and the engine want."""
+    row = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+
+
+def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of the matmul, by name, for `kernel.launch`."""
+    stages = config.num_stages
+    out_columns = SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
+    return dict(
+        lhs_smem=plgpu.SMEM(
+            (stages, config.tile_m, config.tile_k), dtype, transforms=swizzled(dtype)
+        ),
+        rhs_smem=plgpu.SMEM(
+            (stages, config.tile_k, config.tile_n), dtype, transforms=swizzled(dtype)
+        ),
+        out_smem=plgpu.SMEM(
+            (MULTIPLYING_WARPGROUPS, config.store_buffers, 64, out_columns),
+            out_dtype,
+            transforms=swizzled(out_dtype),
+        ),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        empty=_empty_barrier(config),
+    )
+
+
+def gate_scratch() -> dict[str, Any]:
+    """Barriers of a `Gate`, by name, for a kernel whose hooks have one."""
+    return dict(
+        opened=plgpu.Barrier(num_barriers=GATE_SLOTS), passed=plgpu.Barrier(num_barriers=GATE_SLOTS)
+    )
+
+
+def _empty_barrier(config: TileConfig) -> Any:
+    """Neighbours in a cluster write each other's slots, so a slot is free once both have read."""
+    kind = plgpu.Barrier
+    if config.cluster_size > 1:
+        kind = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER_AXIS,))
+    return kind(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.num_stages)
+
+
+def copy_rhs(window: Any, slot: Any, barrier: Any, config: TileConfig) -> None:
+    """Loads a tile of rhs, for both blocks of a cluster at once."""
+    axes = CLUSTER_AXIS if config.cluster_size > 1 else None
+    plgpu.copy_gmem_to_smem(window, slot, barrier, collective_axes=axes)
