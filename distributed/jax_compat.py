@@ -242,7 +242,7 @@ def _team_kernel_abstract_eval(*_, jaxpr, info):
 
 def _team_kernel_batching(args, dims, *, jaxpr, info):
     """One launch per batch entry, in order: the same on every device of the team."""
-    mapped = [d is not batching.not_mapped for d in dims]
+    mapped = [d is not None for d in dims]
     moved = [
         batching.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)
     ]
