@@ -1,0 +1,129 @@
+"""What is trained (`Sizes`), how long (`Training`), and how it is computed (`Execution`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+VOCABULARY = 256  # the model reads and writes bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a decoder: `hidden` wide, `layers` deep, reading `sequence` bytes at once.
+
+    Attributes:
+      heads: heads of queries; `head_dim` is `hidden / heads`.
+      kv_heads: heads of keys and values, each shared by `heads / kv_heads` heads of queries.
+      feed_forward: width of the SwiGLU layer between its two projections.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    sequence: int
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or self.head_dim % 2:
+            raise ValueError(
+                f"hidden={self.hidden} must be a multiple of 2 * heads={2 * self.heads}: every"
+                " head has an even number of columns, which rotary positions turn in pairs."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}.")
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Heads of queries that share one head of keys and values."""
+        return self.heads // self.kv_heads
+
+    def check_fits(self, dp: int, tp: int, batch: int) -> None:
+        """Raises ValueError unless `batch` sequences can be computed on a `dp` x `tp` mesh."""
+        for name in ("kv_heads", "feed_forward"):
+            if getattr(self, name) % tp:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a multiple of tp={tp}, which splits it;"
+                    " pass a smaller --tp and the rest of the devices as --dp."
+                )
+        if batch % dp:
+            raise ValueError(
+                f"batch={batch} must be a multiple of dp={dp}, which splits it; pass another"
+                " --batch."
+            )
+        if batch // dp * self.sequence % tp:
+            raise ValueError(
+                f"a group's {batch // dp} x {self.sequence} bytes must be a multiple of tp={tp},"
+                " which splits them; pass another --sequence or --batch."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run's length and its optimiser: AdamW, warmed up, then on half a cosine to a tenth.
+
+    `batch` counts sequences, over all devices. Validation and checkpoints come every
+    `evaluate_every` steps and after the last one. `warmup` is a share of the steps.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float
+    evaluate_every: int = 100
+    warmup: float = 0.1
+    evaluation_batches: int = 4
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the model is computed: nothing here changes more than rounding.
+
+    Attributes:
+      backend: of the four projections, as `stretto.all_gather_matmul` takes it.
+      dtype: of the projections' and the attention's operands; weights are float32.
+      attention: implementation of `jax.nn.dot_product_attention`, "xla" or "cudnn".
+      remat: compute each layer again in the backward pass in place of keeping what it made.
+    """
+
+    backend: str = "auto"
+    dtype: str = "float32"
+    attention: str = "xla"
+    remat: bool = True
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("xla", "cudnn"):
+            raise ValueError(f"attention={self.attention!r} must be 'xla' or 'cudnn'.")
+
+    @staticmethod
+    def suited_to(platform: str, backend: str, dtype: str | None = None) -> Execution:
+        """The defaults for "gpu" or "cpu": 16 bits wherever a fused kernel may serve."""
+        fused = platform == "gpu" or backend in ("pallas", "simulator")
+        dtype = dtype or ("bfloat16" if fused else "float32")
+        cudnn = platform == "gpu" and dtype != "float32"
+        return Execution(backend=backend, dtype=dtype, attention="cudnn" if cudnn else "xla")
+
+
+SIZES = {
+    "tiny": Sizes(layers=4, hidden=128, heads=8, kv_heads=4, feed_forward=384, sequence=128),
+    # A few layers of models that need tensor parallelism, to measure them.
+    "7b-layer": Sizes(
+        layers=4, hidden=4096, heads=32, kv_heads=8, feed_forward=14336, sequence=4096
+    ),
+    "70b-layer": Sizes(
+        layers=2, hidden=8192, heads=64, kv_heads=8, feed_forward=28672, sequence=4096
+    ),
+}
+
+TRAININGS = {
+    "tiny": Training(steps=400, batch=16, learning_rate=3e-3),
+    "7b-layer": Training(steps=200, batch=4, learning_rate=3e-4),
+    "70b-layer": Training(steps=200, batch=4, learning_rate=1.5e-4),
+}
