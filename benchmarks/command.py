@@ -13,7 +13,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from stretto.benchmarks import table
+from stretto.benchmarks import predict, table
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
 from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.measure import Settings, first_line
@@ -68,6 +68,8 @@ class BenchOptions:
     """Exit with status 1 if `auto` is slower than XLA by more than this many percent."""
     link_gb_per_s: float = 350.0
     """Bandwidth of a device's links that the floor assumes, in GB/s."""
+    predict: str = ""
+    """Device counts to predict times for, comma separated, beside those that are measured."""
     torch: bool = True
     """Time PyTorch's peers as well, in a helper process, where it is installed."""
     torch_python: pathlib.Path | None = None
@@ -127,6 +129,7 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
     status = _execute(run, work, options, console)
     if not first:
         return status
+    _predict(run, work, options, console)
     if worst := table.never_slower_line(run.results.measurements):
         console.print(worst, highlight=False)
     _pictures(run, options)
@@ -162,14 +165,10 @@ def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:
         return read_sweeps(options.config)
     if not options.kernels:
         raise BenchmarkError("no kernel; name some, `all`, or a --config file.")
-    try:
-        devices = tuple(int(count) for count in split(options.devices))
-    except ValueError:
-        raise BenchmarkError(f"--devices {options.devices!r} is not like 1,2,4.") from None
     sweep = Sweep(
         kernels=() if "all" in options.kernels else options.kernels,
         shapes=split(options.shapes),
-        devices=devices,
+        devices=counts_of(options.devices),
         dtypes=split(options.dtypes),
         peers=split(options.peers),
         scaling=options.scaling,
@@ -183,10 +182,19 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def counts_of(text: str) -> tuple[int, ...]:
+    """Device counts in a comma-separated list; BenchmarkError if that is not what it is."""
+    try:
+        return tuple(int(count) for count in split(text))
+    except ValueError:
+        raise BenchmarkError(f"device counts {text!r} are not like 1,2,4.") from None
+
+
 def _check_outputs(options: BenchOptions) -> None:
     """Says before hours of measuring that pictures cannot be drawn."""
     if options.repeats < 1:
         raise BenchmarkError(f"--repeats {options.repeats} must be at least 1.")
+    predict.check_counts(counts_of(options.predict))
     if options.plot is not None:
         from stretto.benchmarks import plots
 
@@ -245,6 +253,22 @@ def progress() -> Iterator[Callable[[str], None]]:
         return
     with console.status("starting") as status:
         yield status.update
+
+
+def _predict(run: Run, work: list[Work], options: BenchOptions, console: Console) -> None:
+    if not options.predict:
+        return
+    cases = {(item.case.operation.name, item.case.shape, item.case.dtype): item for item in work}
+    counts = sorted({*counts_of(options.predict), *(item.case.devices for item in work)})
+    wanted = [
+        dataclasses.replace(item.case, devices=count)
+        for item in cases.values()
+        for count in counts
+        if count > 1
+    ]
+    run.results.predictions = predict.predict_all(wanted, run.results.machine.card)
+    predict.print_predictions(console, run.results.predictions, run.results.measurements)
+    run.save()
 
 
 def _pictures(run: Run, options: BenchOptions) -> None:

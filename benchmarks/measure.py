@@ -52,6 +52,7 @@ class _Entry:
     peer: Peer
     timer: Timer
     config: str = ""
+    backend: str = ""
     error: float | None = None
     samples: list[float] = dataclasses.field(default_factory=list)
 
@@ -133,11 +134,19 @@ def _from_jax(
 ) -> _Entry:
     if isinstance(found, Exception):
         raise found
-    error = None
-    if peer.role == FUSED and settings.check:
-        error = bench.check(found[0].candidate)
     best = fastest(found)
-    return _Entry(peer, best.timer, config=best.candidate.config, error=error)
+    if peer.role != FUSED:
+        return _Entry(peer, best.timer, config=best.candidate.config)
+    # A team of one has nobody to talk to, and is served by XLA.
+    if (
+        peer.name == "fused"
+        and bench.on_gpu
+        and best.backend != "pallas"
+        and bench.case.devices > 1
+    ):
+        raise UnavailableError("the call launched no kernel of ours")
+    error = bench.check(best.candidate) if settings.check else None
+    return _Entry(peer, best.timer, config=best.candidate.config, backend=best.backend, error=error)
 
 
 def fastest(found: list[Ready]) -> Ready:
@@ -182,6 +191,7 @@ def _timed(entry: _Entry, case: Case) -> Timed:
         samples=[round(sample, 3) for sample in entry.samples],
         calls=entry.timer.calls,
         config=entry.config,
+        backend=entry.backend,
         relative_error=entry.error,
     )
 

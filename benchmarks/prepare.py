@@ -24,10 +24,11 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 2e-3, "float64": 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A candidate that can be timed."""
+    """A candidate that can be timed; `backend` is what serves it, "pallas" or "xla"."""
 
     candidate: Candidate
     timer: LoopTimer
+    backend: str
 
 
 class Bench:
@@ -46,12 +47,14 @@ class Bench:
         calls = calls_per_run(floors.expected_us(self.case), self.sets, self.on_gpu)
         sets = self.operands.sets(candidate, self.sets)
         program = programs.lowered(candidate, self.mesh, sets, calls // self.sets)
+        backend = "pallas" if programs.holds_kernel(program) else "xla"
         flat = [operand for operands in sets for operand in operands]
         token = programs.first_token(self.mesh)
 
         def compile_it() -> Ready:
             run = programs.compiled(candidate, program)
-            return Ready(candidate, LoopTimer(run, token, flat, calls, queued=self.on_gpu))
+            timer = LoopTimer(run, token, flat, calls, queued=self.on_gpu)
+            return Ready(candidate, timer, backend)
 
         return compile_it
 

@@ -84,6 +84,19 @@ class Measurement(msgspec.Struct, kw_only=True, omit_defaults=True):
         return next((timed for timed in self.timed if timed.peer == peer), None)
 
 
+class Prediction(msgspec.Struct, kw_only=True, frozen=True):
+    """Times of a case by the kernel's own estimate, in microseconds: no measurement."""
+
+    kernel: str
+    m: int
+    k: int
+    n: int
+    type: str
+    devices: int
+    fused: float
+    xla: float
+
+
 class Machine(msgspec.Struct, kw_only=True):
     """Where and with what the times were taken."""
 
@@ -108,6 +121,7 @@ class Results(msgspec.Struct, kw_only=True):
     measurement_of_speed: bool
     link_gb_per_s: float
     measurements: list[Measurement] = []
+    predictions: list[Prediction] = []
 
 
 def write(results: Results, path: pathlib.Path) -> None:

@@ -159,7 +159,11 @@ class Run:
         if jax.process_index() != 0:
             return
         table.print_measurement(console, measurement)
-        if self._path is not None:
+        self.save()
+
+    def save(self) -> None:
+        """Writes the results so far, where there is a file for them."""
+        if self._path is not None and jax.process_index() == 0:
             results.write(self.results, self._path)
 
 

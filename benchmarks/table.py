@@ -54,8 +54,9 @@ def columns(collective: bool) -> list[str]:
 
 
 def label(timed: Timed) -> str:
-    """The peer's name as people write it."""
-    return peer_label(timed.peer)
+    """The peer's name as people write it, with what serves it where that is a choice."""
+    chosen = f" ({timed.backend})" if timed.peer == "auto" and timed.backend else ""
+    return peer_label(timed.peer) + chosen
 
 
 def peer_label(peer: str) -> str:

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from stretto.benchmarks import machine, table, tuned_file
-from stretto.benchmarks.command import progress, split, start_devices
+from stretto.benchmarks.command import counts_of, progress, split, start_devices
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measure import Settings, first_line
 from stretto.benchmarks.operations import Case
@@ -120,14 +120,10 @@ def _one(case, config_type, options, on_gpu, tell, console) -> Entry | None:
 
 def sweep_of(options: TuneOptions) -> Sweep:
     """The cases that the options ask for, checked; BenchmarkError says what is wrong."""
-    try:
-        devices = tuple(int(count) for count in split(options.devices))
-    except ValueError:
-        raise BenchmarkError(f"--devices {options.devices!r} is not like 2,4.") from None
     sweep = Sweep(
         kernels=(options.kernel,),
         shapes=split(options.shapes),
-        devices=devices,
+        devices=counts_of(options.devices),
         dtypes=split(options.dtypes),
     )
     sweep.check()

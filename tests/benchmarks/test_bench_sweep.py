@@ -122,7 +122,7 @@ def test_a_slow_auto_fails_the_run(tmp_path, monkeypatch):
         (["all", "--shapes", "llama"], "neither a set .*llama-70b"),
         (["all_gather", "--shapes", "2x2x2"], "all_gather takes MxN"),
         (["all_gather", "--devices", "64"], "devices=64 and 8 are present"),
-        (["all_gather", "--devices", "two"], "not like 1,2,4"),
+        (["all_gather", "--devices", "two"], "are not like 1,2,4"),
         (["all_gather", "--devices", "0"], "at least 1"),
         (["all_gather", "--peers", "nccl"], "peer 'nccl' is not one of fused"),
         (["all_gather", "--dtypes", "int8"], "dtype 'int8' is not one of"),
@@ -215,6 +215,18 @@ def test_the_fastest_candidate_is_kept(monkeypatch):
 
     several = dataclasses.replace(PEERS["jax-pallas"], candidates=candidates)
     assert measured([several]).timed[0].config == "quick"
+
+
+def test_xlas_time_does_not_pass_for_our_kernels(monkeypatch):
+    """`backend="pallas"` that in truth launches no kernel."""
+    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.prepare"), "is_gpu", bool)
+    ours = peer_of("fused", OPERATIONS["all_gather_matmul"].unfused)
+    found = measured([ours], check=False)
+    assert found.missing[0].reason == "the call launched no kernel of ours"
+
+
+def test_what_serves_auto_is_recorded():
+    assert measured(["auto"]).of("auto").backend == "xla"
 
 
 def test_lost_devices_end_the_run_and_keep_what_was_measured(tmp_path, monkeypatch, capsys):

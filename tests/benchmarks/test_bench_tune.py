@@ -90,7 +90,7 @@ def test_a_table_is_filled_and_gone_on_with(tmp_path, capsys):
     ("options", "message"),
     [
         (["nothing"], "kernel 'nothing' is not one of"),
-        (["all_gather_matmul", "--devices", "x"], "not like 2,4"),
+        (["all_gather_matmul", "--devices", "x"], "are not like 1,2,4"),
         (["all_gather_matmul", "--devices", "64", "--output", "x.toml"], "64 and 8 are present"),
         (["all_gather_matmul"], "there are no GPUs to tune for"),
     ],
@@ -155,9 +155,9 @@ def test_candidates_may_depend_on_the_problem_or_not():
     assert candidates_of(Config, problem) == list(Config.candidates())
 
 
-@pytest.mark.parametrize("path", sorted(tables.folder().glob("*.toml")), ids=lambda p: p.stem)
-def test_the_shipped_tables_can_be_read_and_fit_their_kernels(path):
-    table = tables.read(path)
-    assert tables.file_name(table.device_kind) == path.name
-    for entry in table.entries:
-        tables.config_from_data(config_type_of(entry.op), entry.config).check(2)
+def test_the_shipped_tables_can_be_read_and_fit_their_kernels():
+    for path in sorted(tables.folder().glob("*.toml")):
+        table = tables.read(path)
+        assert tables.file_name(table.device_kind) == path.name
+        for entry in table.entries:
+            tables.config_from_data(config_type_of(entry.op), entry.config).check(2)

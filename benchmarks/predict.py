@@ -1,0 +1,103 @@
+"""Times predicted for device counts that are not there, beside the measured ones.
+
+The prediction is the kernels' own estimate from sizes and rates, the one that `backend="auto"`
+falls back on. Shown beside measurements, so that one sees how far to trust it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stretto.benchmarks import table
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.operations import Case
+from stretto.benchmarks.results import Measurement, Prediction
+from stretto.kernels.dispatch import Problem
+
+MOST_DEVICES = 64
+
+
+def predict(case: Case, device_kind: str) -> Prediction:
+    """The fused kernel's and XLA's times for `case`.
+
+    Raises:
+      UnavailableError: the case cannot be cut into blocks, or its kernel makes no estimate.
+    """
+    case.check()
+    try:
+        estimate = importlib.import_module(f"stretto.kernels.{case.operation.name}").estimate
+    except (ImportError, AttributeError):
+        raise UnavailableError(f"{case.operation.name} makes no estimate") from None
+    shape = case.shape
+    problem = Problem(
+        op=case.operation.name,
+        m=shape.m,
+        k=shape.k,
+        n=shape.n,
+        dtype=case.dtype,
+        out_dtype=case.dtype,
+        devices=case.devices,
+        platform="gpu",
+        device_kind=device_kind,
+    )
+    fused_us, xla_us = estimate(problem)
+    return Prediction(
+        kernel=case.operation.name,
+        m=shape.m,
+        k=shape.k,
+        n=shape.n,
+        type=case.dtype,
+        devices=case.devices,
+        fused=fused_us,
+        xla=xla_us,
+    )
+
+
+def predict_all(cases: Sequence[Case], device_kind: str) -> list[Prediction]:
+    """Predictions of those of `cases` that have one."""
+    found = []
+    for case in cases:
+        try:
+            found.append(predict(case, device_kind))
+        except UnavailableError:
+            continue
+    return found
+
+
+def check_counts(counts: Sequence[int]) -> None:
+    """Raises BenchmarkError for a device count that makes no sense."""
+    for count in counts:
+        if not 2 <= count <= MOST_DEVICES:
+            raise BenchmarkError(f"--predict {count} must be between 2 and {MOST_DEVICES}.")
+
+
+def print_predictions(
+    console: Console, predictions: Sequence[Prediction], measurements: Sequence[Measurement]
+) -> None:
+    """Predicted and, where there is one, measured time of every case."""
+    measured = {measurement.key: measurement for measurement in measurements}
+    rows = Table(
+        title="predicted, in us", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for column in ("kernel", "shape", "devices", "Stretto", "measured", "XLA", "measured"):
+        rows.add_column(column, justify="left" if column in ("kernel", "shape") else "right")
+    for one in sorted(predictions, key=lambda p: (p.kernel, p.m * p.k * p.n, p.devices)):
+        real = measured.get((one.kernel, one.m, one.k, one.n, one.type, one.devices))
+        times = [real.of(peer) if real is not None else None for peer in ("fused", "xla")]
+        fused, xla = (table.number(timed.time) if timed is not None else "" for timed in times)
+        shape = f"{one.m}x{one.k}x{one.n}"
+        rows.add_row(
+            one.kernel,
+            shape,
+            str(one.devices),
+            table.number(one.fused),
+            fused,
+            table.number(one.xla),
+            xla,
+        )
+    console.print(rows)

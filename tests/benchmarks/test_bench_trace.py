@@ -1,0 +1,100 @@
+"""Timelines and predictions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stretto.benchmarks import command, predict, results, timeline, trace
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.operations import OPERATIONS, Case
+from stretto.benchmarks.shapes import Shape
+
+
+def case_of(kernel="all_gather_matmul", shape=None, devices=2) -> Case:
+    shape = shape or Shape(256, 128, 256)
+    return Case(operation=OPERATIONS[kernel], shape=shape, dtype="bfloat16", devices=devices)
+
+
+def test_a_timeline_is_predicted_where_there_are_no_gpus(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    options = ["all_gather_matmul", "--shapes", "256x128x256", "--devices", "1,2"]
+    assert command.main([*options, "--trace", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "256x128x256 bfloat16 on 2, predicted by the simulator" in out
+    data = json.loads(path.read_text())
+    assert data["otherData"]["about"] == "predicted by the simulator"
+    block, spans = trace.spans_of_one_block(data)
+    assert block.startswith("device 0 block ")
+    assert {timeline.kind_of(span.what) for span in spans} >= {"wait", "multiply", "load, copy"}
+    assert min(span.begin for span in spans) == 0
+    assert all(span.end >= span.begin for span in spans)
+    assert path.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+def test_a_kernels_own_events_are_read():
+    """Begin and end events, nested, of two multiprocessors; an end that is missing is dropped."""
+
+    def event(phase, name, pid, tid, ts):
+        return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": ts}
+
+    events = [
+        event("B", "multiply", 5, 1, 10.0),
+        event("B", "store", 5, 1, 12.0),
+        event("E", "store", 5, 1, 13.0),
+        event("E", "multiply", 5, 1, 14.0),
+        event("B", "load", 5, 2, 11.0),
+        event("E", "load", 5, 2, 15.0),
+        event("B", "load", 6, 1, 1.0),
+        event("E", "load", 6, 1, 2.0),
+        event("B", "multiply", 5, 2, 16.0),
+    ]
+    block, spans = trace.spans_of_one_block({"traceEvents": events})
+    assert block == "multiprocessor 5"
+    assert [(s.row, s.what, s.begin, s.end) for s in spans] == [
+        ("warp 1", "multiply", 0.0, 4.0),
+        ("warp 1", "store", 2.0, 3.0),
+        ("warp 2", "load", 1.0, 5.0),
+    ]
+    assert trace.spans_of_one_block({"traceEvents": []}) == ("", [])
+
+
+def test_every_event_has_a_kind():
+    assert timeline.kind_of("wait full[0]") == "wait"
+    assert timeline.kind_of("wgmma") == "multiply"
+    assert timeline.kind_of("something new") == "other"
+
+
+def test_no_timeline_without_a_second_device(tmp_path, capsys):
+    options = ["all_gather_matmul", "--shapes", "64x64x64", "--devices", "1"]
+    assert command.main([*options, "--trace", str(tmp_path / "t.json")]) == 2
+    assert "over several devices" in capsys.readouterr().err
+
+
+def test_predictions_are_shown_beside_measurements_and_kept(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    options = ["all_gather_matmul", "--shapes", "64x64x64", "--devices", "2", "--repeats", "1"]
+    options += ["--peers", "xla", "--no-torch", "--json", str(path), "--predict", "4,8"]
+    assert command.main(options) == 0
+    found = results.read(path)
+    assert [one.devices for one in found.predictions] == [2, 4, 8]
+    assert len(found.measurements) == 1
+    assert "predicted" in capsys.readouterr().out
+
+
+def test_a_larger_problem_is_predicted_to_take_longer():
+    small, large = (
+        predict.predict(case_of(shape=Shape(size, size, size)), "NVIDIA H100")
+        for size in (4096, 8192)
+    )
+    assert 0 < small.fused < large.fused
+    assert 0 < small.xla < large.xla
+
+
+def test_what_cannot_be_predicted():
+    with pytest.raises(UnavailableError, match="not a multiple of 3"):
+        predict.predict(case_of(devices=3), "NVIDIA H100")
+    assert predict.predict_all([case_of(devices=3), case_of()], "NVIDIA H100")[0].devices == 2
+    with pytest.raises(BenchmarkError, match="--predict 1 must be between 2 and 64"):
+        predict.check_counts([8, 1])
