@@ -9,6 +9,7 @@ shows where each of its processes is.
 import time
 
 from stretto.launch.console import Console
+from stretto.launch.errors import LaunchError
 from stretto.launch.job import Job
 from stretto.launch.report import (
     TIMEOUT_STATUS,
@@ -23,6 +24,7 @@ from stretto.launch.start import begin
 _SETTLE_S = 0.7
 _STACKS_WAIT_S = 1.5
 _STOPPED_LIMIT_S = 8.0
+_ABANDONED_LIMIT_S = 3.0
 
 
 def run(job: Job, console: Console) -> int:
@@ -56,13 +58,21 @@ def run(job: Job, console: Console) -> int:
 
 
 def _follow(session: Session) -> bool:
-    """Until all processes have ended or the first failure is understood; True at the limit."""
+    """Until all processes have ended or the first failure is understood; True at the limit.
+
+    Raises:
+      LaunchError: mpirun or srun is gone, though its processes are not.
+    """
     limit_s = session.job.timeout_s
     deadline = None if limit_s is None else time.monotonic() + limit_s
-    settled_at = None
+    settled_at = abandoned_at = None
     while not all(member.over for member in session.members):
         session.wait()
         now = time.monotonic()
+        if session.launchers_ended():
+            abandoned_at = abandoned_at or now + _ABANDONED_LIMIT_S
+            if now >= abandoned_at:
+                raise LaunchError("mpirun or srun was ended, though not its processes", status=1)
         if session.failures:
             if settled_at is None:
                 settled_at = now + _SETTLE_S

@@ -109,3 +109,25 @@ def test_exception_under_bare_mpirun(start_job):
     assert "KeyError: 'gone'" in result.stderr
     assert result.seconds < 40
     assert result.left == []
+
+
+@pytest.mark.slow
+def test_process_that_never_arrives(run_job):
+    """The report tells it from those that wait for it, by step and by line."""
+    stuck = SUM.replace("import sys\n", "import sys, time\n", 1).partition("total =")[0]
+    stuck += """
+for step in range(9):
+    stretto.launch.progress(step, "psum")
+    if step == 5 and process.process_id == 1:
+        stretto.launch.progress(step)
+        time.sleep(1000)
+    float(add(x).addressable_data(0)[0])
+"""
+    result = run_job(stuck, "-n", "3", "--timeout", "30")
+    assert result.status == 124
+    assert result.seconds < 30 + 15
+    missing, waiting = result.stderr.rstrip().splitlines()[-2:]
+    assert missing.startswith("  process 1: at step 5, at ")
+    assert missing.endswith("time.sleep(1000)")
+    assert waiting.startswith("  processes 0, 2: at step 5 in psum, at ")
+    assert waiting.endswith("float(add(x).addressable_data(0)[0])")

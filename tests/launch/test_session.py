@@ -40,15 +40,24 @@ def run(work: Job) -> int:
 
 def test_launcher_that_hangs_at_the_end_is_killed(tmp_path, capfd):
     """As mpirun does when a network breaks: it stays, and ignores SIGTERM."""
-    stays = shell("trap '' TERM; echo $$ > pid; \"$@\"; sleep 60 & wait; sleep 60")
+    pid_file = tmp_path / "pid"
+    stays = shell(f"trap '' TERM; echo $$ > {pid_file}; \"$@\"; sleep 60 & wait; sleep 60")
     began = time.monotonic()
-    script = "import os; open('agent', 'w').write(str(os.getppid()))"
-    (tmp_path / "here").mkdir()
-    work = job(tmp_path, script, shell(stays.argv[2].replace("pid", f"{tmp_path}/pid")))
+    work = job(tmp_path, "", stays)
     assert run(work) == 0
     assert time.monotonic() - began < 10
-    pid = int((tmp_path / "pid").read_text())
+    pid = int(pid_file.read_text())
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_launcher_that_is_killed_takes_its_job_along(tmp_path, capfd):
+    """As by `kill -9` on mpirun, which leaves its processes behind."""
+    launcher = shell('"$@" & sleep 1; kill -9 $$')
+    work = job(tmp_path, "import time; time.sleep(60)", launcher)
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="mpirun or srun was ended"):
+        run(work)
+    assert time.monotonic() - began < 20
 
 
 def test_agent_that_never_comes(tmp_path, capfd):
