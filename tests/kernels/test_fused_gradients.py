@@ -185,7 +185,7 @@ def test_vmap_of_one_operand_and_of_gradients(name):
 @everywhere
 def test_forward_mode_is_refused(name):
     xs = operands(name)
-    with pytest.raises(TypeError, match="forward-mode.*custom_vjp"):
+    with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
         jax.jit(lambda *xs: jax.jvp(fused(name), xs, xs))(*xs)
 
 

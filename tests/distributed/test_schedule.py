@@ -1,0 +1,121 @@
+"""The integers of the protocols: who works on which shard when, and how shards are cut up."""
+
+from __future__ import annotations
+
+import collections
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from stretto.distributed import schedule
+from stretto.distributed.schedule import PullPlan
+
+sizes = some.integers(1, 64)
+
+
+@given(sizes)
+def test_every_device_works_on_every_shard_once_and_on_its_own_first(size):
+    for device in range(size):
+        shards = [schedule.shard_of_step(device, step, size) for step in range(size)]
+        assert sorted(shards) == list(range(size))
+        assert shards[0] == device
+
+
+@given(sizes)
+def test_no_two_devices_ask_one_peer_at_the_same_step(size):
+    for step in range(size):
+        assert len({schedule.shard_of_step(device, step, size) for device in range(size)}) == size
+
+
+@given(sizes, some.data())
+def test_step_of_shard_is_the_inverse(size, data):
+    device = data.draw(some.integers(0, size - 1))
+    for step in range(size):
+        shard = schedule.shard_of_step(device, step, size)
+        assert schedule.step_of_shard(device, shard, size) == step
+
+
+@given(some.integers(0, 10_000), some.integers(1, 200))
+def test_shares_add_up_and_differ_by_one_at_most(total, parts):
+    shares = [schedule.share(total, part, parts) for part in range(parts)]
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+    assert shares == [len(range(part, total, parts)) for part in range(parts)]
+
+
+@given(some.integers(0, 2**31 - 1), some.integers(1, 2**31 - 1))
+def test_division_in_a_kernel_is_that_of_python(a, b):
+    assert int(schedule.div(jnp.int32(a), b)) == schedule.div(a, b) == a // b
+    assert int(schedule.rem(jnp.int32(a), b)) == schedule.rem(a, b) == a % b
+    assert schedule.ceil_div(a, b) == (a + b - 1) // b
+
+
+@given(some.booleans(), some.integers(-9, 9), some.integers(-9, 9))
+def test_where_in_a_kernel_is_that_of_python(condition, a, b):
+    want = a if condition else b
+    assert schedule.where(condition, a, b) == want
+    assert int(schedule.where(jnp.bool_(condition), a, jnp.int32(b))) == want
+
+
+@some.composite
+def plans(draw):
+    """Plans of any size, also of pieces that are larger than the shard."""
+    piece_columns = draw(some.integers(1, 40))
+    return PullPlan(
+        rows=draw(some.integers(1, 90)),
+        columns=draw(some.integers(1, 200)),
+        piece_rows=draw(some.integers(1, 40)),
+        piece_columns=piece_columns,
+        chunk_columns=piece_columns * draw(some.integers(1, 5)),
+    )
+
+
+@given(plans())
+def test_pieces_tile_the_shard_exactly(plan):
+    corners = [plan.locate(piece)[:2] for piece in range(plan.pieces)]
+    rows = range(0, plan.rows, plan.piece_rows)
+    columns = range(0, plan.columns, plan.piece_columns)
+    assert sorted(corners) == [(r, c) for r in rows for c in columns]
+
+
+@given(plans())
+def test_pieces_of_a_chunk_add_up(plan):
+    found = collections.Counter(plan.locate(piece)[2] for piece in range(plan.pieces))
+    assert found == {chunk: plan.pieces_in_chunk(chunk) for chunk in range(plan.chunks)}
+
+
+@given(plans())
+def test_chunks_are_their_columns_and_come_in_order(plan):
+    chunks = []
+    for piece in range(plan.pieces):
+        _, column, chunk = plan.locate(piece)
+        assert chunk == column // plan.chunk_columns
+        assert column + plan.piece_columns <= (chunk + 1) * plan.chunk_columns
+        chunks.append(chunk)
+    assert chunks == sorted(chunks)
+
+
+@given(plans(), some.data())
+def test_a_plan_in_a_kernel_is_that_of_python(plan, data):
+    piece = data.draw(some.integers(0, plan.pieces - 1))
+    assert tuple(map(int, plan.locate(jnp.int32(piece)))) == plan.locate(piece)
+    chunk = data.draw(some.integers(0, plan.chunks - 1))
+    assert int(plan.pieces_in_chunk(jnp.int32(chunk))) == plan.pieces_in_chunk(chunk)
+
+
+def test_offsets_of_a_shard_of_more_than_2_to_the_31_elements():
+    """Places are counted in rows and columns, which fit an int32 where elements do not (B47)."""
+    plan = PullPlan(
+        rows=1 << 20, columns=1 << 14, piece_rows=64, piece_columns=256, chunk_columns=1024
+    )
+    last = plan.pieces - 1
+    want = ((1 << 20) - 64, (1 << 14) - 256, plan.chunks - 1)
+    assert plan.locate(last) == want
+    assert tuple(map(int, plan.locate(jnp.int32(last)))) == want
+
+
+def test_a_chunk_of_broken_pieces_is_refused():
+    with pytest.raises(ValueError, match=r"chunk_columns=100 must be a multiple of piece_col"):
+        PullPlan(rows=1, columns=1, piece_rows=1, piece_columns=64, chunk_columns=100)

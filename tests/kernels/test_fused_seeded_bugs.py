@@ -1,0 +1,153 @@
+"""Each step of the fused protocols is needed: without it the simulator finds what goes wrong.
+
+A step is left out by replacing the function of the distributed layer that it goes through; the
+kernels themselves are the ones that ship.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F32
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import stretto as st
+from stretto.distributed.semaphores import Semaphore
+from stretto.distributed.simulator import DeadlockError, SimulationError
+
+DEVICES = 3
+SEEDS = range(3)
+SCHEDULES = ("random", "pct", "round_robin")
+# Semaphores of each kernel, and what is found if nobody waits for them.
+PROTOCOLS = {
+    "all_gather_matmul": {"received": "race", "released": "after end"},
+    "matmul_reduce_scatter": {"received": "race"},
+    "matmul_all_reduce": {"received": "race", "finished": "after end"},
+}
+EACH = [(name, semaphore) for name, found in PROTOCOLS.items() for semaphore in found]
+each_semaphore = pytest.mark.parametrize(("name", "semaphore"), EACH)
+
+
+@pytest.fixture(autouse=True)
+def fresh_traces():
+    """Nothing that was traced with a bug is used without it, nor the other way round."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def simulate(name, seed, **settings):
+    """Runs the kernel; returns whether the numbers are right, and the simulator's report."""
+    lhs, rhs = cases.operands(*cases.whole(name, DEVICES, 64, 64, 64), seed=seed)
+    program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), out_dtype=F32))
+    settings = dict(seed=seed, schedule=SCHEDULES[seed % 3], core_count=2) | settings
+    with st.simulate(on_finding="record", **settings) as report:
+        out = np.asarray(program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)))
+    return np.array_equal(out, lhs @ rhs), report
+
+
+def leave_out(monkeypatch, method, semaphore, where=lambda: True):
+    """Semaphore `semaphore` neither waits nor signals, as `method` says."""
+    original = getattr(Semaphore, method)
+
+    def maybe(self, *args, **kwargs):
+        if self.site.semaphore != semaphore:
+            original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Semaphore, method, maybe)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_without_a_bug_nothing_is_found(name):
+    for seed in SEEDS:
+        right, report = simulate(name, seed)
+        assert right and report.ok, str(report)
+
+
+@each_semaphore
+def test_a_dropped_signal_is_a_deadlock(monkeypatch, name, semaphore):
+    leave_out(monkeypatch, "signal", semaphore)
+    for seed in SEEDS:
+        with pytest.raises(DeadlockError, match=rf"semaphore {semaphore}\S* >= "):
+            simulate(name, seed)
+
+
+@each_semaphore
+def test_one_devices_dropped_signal_is_a_deadlock(monkeypatch, name, semaphore):
+    original = Semaphore.signal
+
+    def maybe(self, *args, **kwargs):
+        if self.site.semaphore != semaphore:
+            original(self, *args, **kwargs)
+        else:
+            pl.when(lax.axis_index("x") != 1)(lambda: original(self, *args, **kwargs))
+
+    monkeypatch.setattr(Semaphore, "signal", maybe)
+    with pytest.raises(DeadlockError, match=rf"semaphore {semaphore}\S* >= "):
+        simulate(name, 0)
+
+
+@each_semaphore
+def test_a_dropped_wait_is_found(monkeypatch, name, semaphore):
+    """Nobody waits for data (a race), or for peers that still use one's memory (after the end)."""
+    leave_out(monkeypatch, "wait", semaphore)
+    for seed in SEEDS:
+        _, report = simulate(name, seed)
+        assert PROTOCOLS[name][semaphore] in report.kinds(), str(report)
+
+
+@each_semaphore
+def test_a_wait_for_one_too_few_is_found(monkeypatch, name, semaphore):
+    original = Semaphore.wait
+
+    def impatient(self, value=1, **kwargs):
+        fewer = 1 if self.site.semaphore == semaphore else 0
+        original(self, value - fewer, **kwargs)
+
+    monkeypatch.setattr(Semaphore, "wait", impatient)
+    kinds = set().union(*(simulate(name, seed)[1].kinds() for seed in SEEDS))
+    assert PROTOCOLS[name][semaphore] in kinds
+
+
+@each_semaphore
+def test_a_wait_for_one_too_many_is_a_deadlock(monkeypatch, name, semaphore):
+    original = Semaphore.wait
+
+    def greedy(self, value=1, **kwargs):
+        more = 1 if self.site.semaphore == semaphore else 0
+        original(self, value + more, **kwargs)
+
+    monkeypatch.setattr(Semaphore, "wait", greedy)
+    with pytest.raises(DeadlockError, match=rf"semaphore {semaphore}\S* >= "):
+        simulate(name, 0)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_signal_before_its_data_is_found(monkeypatch, name):
+    """Stores are waited for until they have been read, not until they are in place."""
+    original = plgpu.wait_smem_to_gmem
+    only_read = functools.partial(original, wait_read_only=True)
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only=False: only_read(n))
+    for seed in SEEDS:
+        try:
+            right, report = simulate(name, seed)
+        except SimulationError as error:
+            right, report = False, error.report
+        assert report is not None and not report.ok, right
+
+
+def test_data_from_the_wrong_device_is_wrong_numbers(monkeypatch):
+    """The inputs tell devices apart: a peer too far along the ring gives another result."""
+    from stretto.distributed.team import Team
+
+    original = Team.neighbour
+    monkeypatch.setattr(Team, "neighbour", lambda self, offset: original(self, -offset))
+    right, _ = simulate("all_gather_matmul", 0)
+    assert not right
