@@ -80,14 +80,26 @@ def plain_logits(images, w1, w2, *, dtype):
     return jnp.matmul(hidden, w2.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def on_mesh(mesh: Mesh, *, dtype, backend: str):
-    """`sharded_logits` as a function of whole arrays, each split over `mesh` as the table says."""
+def on_mesh(mesh: Mesh, function):
+    """`function` of one device's images and weights as one of whole arrays, split over `mesh`."""
     return jax.shard_map(
-        partial(sharded_logits, dtype=dtype, backend=backend),
+        function,
         mesh=mesh,
         in_specs=(P("x", None), P(None, "x"), P("x", None)),
         out_specs=P("x", None),
     )
+
+
+def print_choice(mesh: Mesh, function) -> None:
+    """Says what serves the first operation of `function` on these devices, and why."""
+
+    def show(*operands):
+        print(st.explain(function, *operands))
+        return operands[0]
+
+    shapes = (BATCH, PIXELS), (PIXELS, HIDDEN), (HIDDEN, CLASSES)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jax.eval_shape(on_mesh(mesh, show), *operands)  # traces, and computes nothing
 
 
 # --- Training: it does not know on how many devices it runs. --------------------------------------
@@ -202,18 +214,16 @@ def main(argv: list[str] | None = None) -> None:
 
     mesh = Mesh(np.array(devices), ("x",))
     weights, data = first_weights(), load_data()
-    logits = on_mesh(mesh, dtype=dtype, backend=args.backend)
-    epochs = train(logits, *shard(mesh, weights, data), args.epochs)
+    logits = partial(sharded_logits, dtype=dtype, backend=args.backend)
+    epochs = train(on_mesh(mesh, logits), *shard(mesh, weights, data), args.epochs)
 
     if process.process_id != 0:  # only the first process compares and prints
         for _ in epochs:
             pass
         return
 
-    print(
-        f"devices: {len(devices)} x {devices[0].device_kind}, processes: {process.num_processes},"
-        f" type: {dtype}, backend: {args.backend}"
-    )
+    print(f"devices: {len(devices)} x {devices[0].device_kind}, processes: {process.num_processes}")
+    print_choice(mesh, logits)
     print("epoch    loss  test accuracy  loss minus one device's", flush=True)
     on_one = train(partial(plain_logits, dtype=dtype), weights, data, args.epochs)
     for number, (epoch, other) in enumerate(zip(epochs, on_one, strict=True), start=1):

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -28,9 +29,14 @@ def example() -> ModuleType:
     return module
 
 
+def on_mesh(example: ModuleType, mesh: jax.sharding.Mesh, dtype: str, backend: str) -> Callable:
+    logits = functools.partial(example.sharded_logits, dtype=dtype, backend=backend)
+    return example.on_mesh(mesh, logits)
+
+
 def train(example: ModuleType, devices: int, epochs: int, dtype: str = "float32") -> list:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    logits = example.on_mesh(mesh, dtype=dtype, backend="auto")
+    logits = on_mesh(example, mesh, dtype, "auto")
     weights, data = example.shard(mesh, example.first_weights(), example.load_data())
     return list(example.train(logits, weights, data, epochs))
 
@@ -65,7 +71,7 @@ def test_fused_kernels_train_the_same_in_the_simulator(example: ModuleType) -> N
     data = example.load_data()
     data = data._replace(images=data.images[:2], labels=data.labels[:2])  # two batches
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-    logits = example.on_mesh(mesh, dtype="bfloat16", backend="simulator")
+    logits = on_mesh(example, mesh, "bfloat16", "simulator")
     weights, shards = example.shard(mesh, example.first_weights(), data)
     (ours,) = example.train(logits, weights, shards, 1)
 
@@ -93,7 +99,7 @@ def run(processes: int, *options: str) -> list[tuple[float, float, float]]:
         [*command, str(SCRIPT), *options], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"processes: {processes}," in done.stdout
+    assert f"processes: {processes}\n" in done.stdout
     rows = re.findall(r"(\d+)  ([\d.]+)  +([\d.]+)%  +(-?[\d.e+-]+)$", done.stdout, re.MULTILINE)
     assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
     return [(float(loss), float(accuracy), float(off)) for _, loss, accuracy, off in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -27,9 +28,14 @@ def example() -> ModuleType:
     return module
 
 
+def on_mesh(example: ModuleType, mesh: jax.sharding.Mesh, dtype: str, backend: str) -> Callable:
+    logits = functools.partial(example.sharded_logits, dtype=dtype, backend=backend)
+    return example.on_mesh(mesh, logits)
+
+
 def train(example: ModuleType, devices: int, backend: str) -> list:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    logits = example.on_mesh(mesh, dtype="bfloat16", backend=backend)
+    logits = on_mesh(example, mesh, "bfloat16", backend)
     weights, data = example.shard(mesh, example.first_weights(), example.load_data())
     return list(example.train(logits, weights, data, EPOCHS))
 
