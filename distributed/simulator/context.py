@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections import Counter
 from collections.abc import Generator
 from typing import Any, Literal
 
@@ -34,8 +33,16 @@ class _Simulation:
         self.settings = settings
         self.report = report
         self.error: Exception | None = None
-        self.launches: Counter[int] = Counter()
+        self.rendezvous: dict[int, Rendezvous] = {}
         self.lock = threading.Lock()
+        self._making = threading.Lock()
+
+    def rendezvous_of(self, kernel: KernelCall) -> Rendezvous:
+        """Where the devices meet for `kernel`, in this simulation alone."""
+        with self._making:
+            mesh = kernel.mesh
+            place = Rendezvous(kernel.name, mesh.num_devices, mesh.describe)
+            return self.rendezvous.setdefault(id(kernel), place)
 
 
 # Callbacks run on XLA's threads, so what they use is global, not per thread. A program that was
@@ -153,18 +160,16 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
-    rendezvous = Rendezvous(call.name, mesh.num_devices, mesh.describe)
 
     def callback(device: Any, *operands: Any) -> list[Any]:
         simulation = _current()
 
-        def run(all_operands: list[list[Any]]) -> list[list[Any]]:
+        def run(number: int, all_operands: list[list[Any]]) -> list[list[Any]]:
             with simulation.lock:
-                number = simulation.launches[id(kernel)]
-                simulation.launches[id(kernel)] += 1
                 settings = simulation.settings.for_launch(kernel.name, number)
                 return kernel.run(all_operands, settings, simulation.report)
 
+        rendezvous = simulation.rendezvous_of(kernel)
         timeout = simulation.settings.rendezvous_timeout
         try:
             return rendezvous.meet(int(device), list(operands), run, timeout)

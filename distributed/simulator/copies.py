@@ -40,8 +40,8 @@ class Copy:
     """
 
     __slots__ = (
-        "_clock", "body", "destination", "issuer", "polled", "read_done", "reading", "site", "time",
-        "waiters", "waiting", "write_done", "writing",
+        "_clock", "body", "destination", "issuer", "polled", "priority", "read_done", "reading",
+        "site", "time", "waiters", "waiting", "write_done", "writing",
     )  # fmt: skip
 
     def __init__(self, issuer: Any, site: Site, destination: Region):
@@ -59,6 +59,7 @@ class Copy:
         self.waiters: list[Any] = []
         self.waiting: Any = None
         self.polled = False
+        self.priority: float | None = None
         self.time = issuer.time
         self.body: Generator[Any, None, Any]
 

@@ -18,8 +18,14 @@ from stretto.distributed.simulator import (  # noqa: F401  (the rules register t
     rules_shapes,
     rules_sync,
 )
+from stretto.distributed.simulator.allocations import is_semaphore
 from stretto.distributed.simulator.deadlock import describe_deadlock
-from stretto.distributed.simulator.errors import DeadlockError, FindingError, SimulationError
+from stretto.distributed.simulator.errors import (
+    DeadlockError,
+    FindingError,
+    SimulationError,
+    UnsupportedKernelError,
+)
 from stretto.distributed.simulator.machine import Device, Machine
 from stretto.distributed.simulator.memory import Buffer, poison
 from stretto.distributed.simulator.mesh import DeviceMesh
@@ -54,6 +60,11 @@ class KernelCall:
 
     @cached_property
     def _prepared(self) -> tuple[KernelInfo, Program]:
+        if any(is_semaphore(v.aval) for v in self.jaxpr.invars):
+            raise UnsupportedKernelError(
+                f"kernel {self.name} takes semaphores as operands; the simulator knows those that a"
+                " kernel allocates itself."
+            )
         sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
         kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
         return kernel, Compiler(kernel, self.jaxpr).program

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.distributed.simulator import clocks
+from stretto.distributed.simulator.allocations import like, shared_bytes
 from stretto.distributed.simulator.barriers import BarrierArray
 from stretto.distributed.simulator.checks import Checks
 from stretto.distributed.simulator.cost_model import Clock, CostModel
@@ -230,10 +231,16 @@ class Machine:
 
     def allocate(self, block: Block, ref: Any) -> Any:
         """What a block that has not entered the scope yet will find there."""
-        from stretto.distributed.simulator.rules_scope import like
-
-        block.shared[ref.key] = made = like(self, block, ref)
+        made = like(self, block, ref)
+        self.add_shared(block, ref.key, made)
         return made
+
+    def add_shared(self, block: Block, key: Hashable, made: Any) -> None:
+        """Gives `block` a shared allocation."""
+        block.shared[key] = made
+        block.shared_bytes += shared_bytes(made)
+        statistics = self.report.statistics
+        statistics.peak_shared_bytes = max(statistics.peak_shared_bytes, block.shared_bytes)
 
     # What is told.
 

@@ -48,7 +48,7 @@ class Rendezvous:
         self,
         device: int,
         operands: list[Any],
-        run: Callable[[list[list[Any]]], list[list[Any]]],
+        run: Callable[[int, list[list[Any]]], list[list[Any]]],
         timeout: float,
     ) -> list[Any]:
         """Brings `operands` of `device`, and returns its results.
@@ -56,7 +56,8 @@ class Rendezvous:
         Args:
           device: who comes.
           operands: what it brings.
-          run: called once, by the last to come, with the operands of all devices.
+          run: called once, by the last to come, with the number of the meeting and the operands of
+            all devices.
           timeout: seconds to wait for the others to come (running does not count).
 
         Raises:
@@ -72,7 +73,7 @@ class Rendezvous:
             if is_last:
                 meeting.running = True
         if is_last:
-            self._run(meeting, run)
+            self._run(meeting, lambda operands: run(number, operands))
         with self._changed:
             self._changed.wait_for(lambda: meeting.is_over or meeting.running, timeout)
             if not meeting.is_over and not meeting.running:

@@ -4,78 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stretto.distributed.simulator.barriers import BarrierArray
+from stretto.distributed.simulator.allocations import (
+    Allocation,
+    allocation_of,
+    is_semaphore,
+    make_shared,
+)
 from stretto.distributed.simulator.errors import UnsupportedKernelError
-from stretto.distributed.simulator.memory import Buffer, poison
+from stretto.distributed.simulator.memory import Buffer
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.sites import assigned_name
 from stretto.distributed.simulator.tasks import Task
 from stretto.distributed.simulator.waiting import Wait, wake
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """One thing that a scope allocates.
-
-    Attributes:
-      kind: "shared", "union", "barrier", "semaphore" or "registers".
-      name: what reports call it.
-      shape: logical shape (bytes of a union).
-      dtype: of the elements; None for barriers and semaphores.
-      arrivals: of a barrier.
-      cluster_axes: of a cluster barrier.
-    """
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any = None
-    arrivals: int = 0
-    cluster_axes: tuple = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Shared memory that it takes."""
-        if self.kind == "barrier":
-            return 8 * math.prod(self.shape)
-        if self.kind in ("shared", "union"):
-            return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-        return 0
-
-
-def is_semaphore(aval: Any) -> bool:
-    """Whether a ref's abstract value is of semaphores."""
-    return type(aval.dtype).__name__ in ("Semaphore", "BarrierSemaphore")
-
-
-def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
-    """What an abstract ref of a scope allocates."""
-    kind = type(aval).__name__
-    if kind == "WGMMAAbstractAccumulatorRef":
-        return Allocation("registers", name, aval.shape, aval.dtype)
-    if kind == "AbstractRefUnion":
-        return Allocation("union", name, aval.shape, np.int8)
-    if is_semaphore(aval):
-        return Allocation("semaphore", name, aval.shape)
-    dtype = aval.dtype
-    if type(dtype).__name__ == "BarrierType":
-        return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals)
-    if type(dtype).__name__ == "ClusterBarrierType":
-        axes = tuple(dtype.collective_axes)
-        return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals, axes)
-    space = str(aval.memory_space)
-    for transform in transforms:
-        aval = transform.transform_type(aval)
-    if space == "smem":
-        return Allocation("shared", name, aval.shape, np.dtype(dtype))
-    if space == "regs":
-        return Allocation("registers", name, aval.shape, np.dtype(dtype))
-    raise UnsupportedKernelError(f"an allocation in memory space {space}")
 
 
 def _names(jaxpr: Any, count: int) -> list[str]:
@@ -114,7 +58,7 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
         results = yield from body.run(task, [env[i] for i in ins] + refs)
         task.semaphore_top = tops
         if shared:
-            _leave(task, number, sum(s.num_bytes for s in specs))
+            task.block.leave_scope(number, task.machine.num_warpgroups)
         for out, value in zip(outs, results, strict=True):
             env[out] = value
 
@@ -157,59 +101,9 @@ def _allocate(task: Task, spec: Allocation, key: tuple, axes: tuple, shared: boo
         key = (*key, "of warpgroup", task.warpgroup)
     found = block.shared.get(key)
     if found is None:
-        found = block.shared[key] = _make(machine, block, spec, key)
-    if key[0] not in block.scope_bytes or spec.num_bytes:
-        _count_bytes(task, key, spec.num_bytes)
+        found = make_shared(machine, block, spec, key)
+        machine.add_shared(block, key, found)
     return found
-
-
-def _make(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
-    if spec.kind == "barrier":
-        expected, axes = spec.arrivals, spec.cluster_axes
-        if axes:
-            expected *= len(machine.cluster_blocks(block, axes))
-        return BarrierArray(spec.name, spec.shape, expected, machine.scheduler, key, axes)
-    return Buffer(
-        poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,
-        block=block.index, key=key, written=False, is_union=spec.kind == "union",
-    )  # fmt: skip
-
-
-def like(machine: Any, block: Any, ref: Any) -> Any:
-    """For `block`, the same allocation as `ref` is for another block of its cluster."""
-    if isinstance(ref, BarrierArray):
-        expected = ref.items[0].expected
-        name = ref.ids.name
-        return BarrierArray(
-            name, ref.ids.data.shape, expected, machine.scheduler, ref.key, ref.cluster_axes
-        )
-    return Buffer(
-        poison(ref.data.shape, ref.data.dtype), name=ref.name, space="smem",
-        device=block.device.index, block=block.index, key=ref.key, written=False,
-        is_union=ref.is_union,
-    )  # fmt: skip
-
-
-def _count_bytes(task: Task, key: tuple, num_bytes: int) -> None:
-    """Adds the bytes of an allocation once a block, whoever of its warpgroups comes first."""
-    block = task.block
-    if block.scope_exits.get(("counted", *key)):
-        return
-    block.scope_exits["counted", *key] = 1
-    block.shared_bytes += num_bytes
-    statistics = task.machine.report.statistics
-    statistics.peak_shared_bytes = max(statistics.peak_shared_bytes, block.shared_bytes)
-
-
-def _leave(task: Task, number: int, num_bytes: int) -> None:
-    """The last warpgroup to leave a shared scope gives its memory back."""
-    block = task.block
-    block.scope_exits[number] = block.scope_exits.get(number, 0) + 1
-    if block.scope_exits[number] < task.machine.num_warpgroups:
-        return
-    block.shared_bytes -= num_bytes
-    for key in [k for k in block.shared if k[0] == number]:
-        del block.shared[key]
 
 
 @rule("get_global")
@@ -235,7 +129,6 @@ def _run_state(compiler: Compiler, eqn: Any) -> Step:
     jaxpr = eqn.params["jaxpr"]
     body = compiler.sub(jaxpr, eqn.invars)
     ins, outs = compiler.ins(eqn), compiler.outs(eqn)
-    site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
         refs = []
@@ -253,7 +146,6 @@ def _run_state(compiler: Compiler, eqn: Any) -> Step:
         for slot, out, ref in zip(ins, outs, refs, strict=True):
             env[out] = ref.data if ref is not env[slot] else ref
 
-    del site
     return True, step
 
 

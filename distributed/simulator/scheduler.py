@@ -79,22 +79,19 @@ class PriorityOrder:
     def __init__(self, seed: int):
         self._rng = random.Random(seed)
         self._heap: list[tuple[float, int, Any]] = []
-        self._priority: dict[int, float] = {}
         self._pushes = 0
         self._lowest = 1.0
 
     def push(self, task: Any) -> None:
         """Adds a task at its priority."""
-        key = id(task)
-        if key not in self._priority:
-            self._priority[key] = self._rng.random()
-        polled = task.polled
-        if polled or self._rng.random() * self._MEAN_STEPS_BETWEEN_CHANGES < 1:
+        if task.priority is None:
+            task.priority = self._rng.random()
+        if task.polled or self._rng.random() * self._MEAN_STEPS_BETWEEN_CHANGES < 1:
             self._lowest += 1.0
-            self._priority[key] = self._lowest
+            task.priority = self._lowest
             task.polled = False
         self._pushes += 1
-        heapq.heappush(self._heap, (self._priority[key], self._pushes, task))
+        heapq.heappush(self._heap, (task.priority, self._pushes, task))
 
     def pop(self) -> Any:
         """Takes out the task of highest priority."""

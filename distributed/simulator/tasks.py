@@ -6,6 +6,7 @@ from collections.abc import Generator, Hashable
 from typing import Any
 
 from stretto.distributed.simulator import clocks
+from stretto.distributed.simulator.allocations import shared_bytes
 from stretto.distributed.simulator.races import Access
 from stretto.distributed.simulator.sites import Site
 
@@ -28,12 +29,13 @@ class Task:
       semaphore_top: semaphores that its open scopes hold, by collective axes.
       time: by the cost model.
       polled: it has just looked at a value without waiting, so others should run.
+      priority: what the scheduler's order keeps of it.
     """
 
     __slots__ = (
         "asyncs", "block", "body", "clock", "committed", "device", "groups", "machine", "matmuls",
-        "phases", "polled", "read_awaited", "scopes", "semaphore_top", "time", "timeline",
-        "uncommitted", "waiting", "warp", "warpgroup",
+        "phases", "polled", "priority", "read_awaited", "scopes", "semaphore_top", "time",
+        "timeline", "uncommitted", "waiting", "warp", "warpgroup",
     )  # fmt: skip
 
     def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
@@ -56,6 +58,7 @@ class Task:
         self.waiting: Any = None
         self.time = 0.0
         self.polled = False
+        self.priority: float | None = None
         self.body: Generator[Any, None, Any]
 
     def axis_index(self, name: Hashable) -> int:
@@ -131,6 +134,7 @@ class Block:
       shared: shared allocations, by the number of the scope and the position in it.
       barrier: what its warpgroups meet at when they enter a shared scope.
       shared_bytes: shared memory that it holds now.
+      scope_exits: how many of its warpgroups have left each shared scope.
       running: tasks not done.
       clock: what all its finished tasks knew.
       time: when its last finished task ended, by the cost model.
@@ -138,7 +142,7 @@ class Block:
     """
 
     __slots__ = (
-        "barrier", "clock", "coords", "device", "index", "running", "scope_bytes", "scope_exits",
+        "barrier", "clock", "coords", "device", "index", "running", "scope_exits",
         "shared", "shared_bytes", "tensor_free", "time",
     )  # fmt: skip
 
@@ -149,12 +153,19 @@ class Block:
         self.shared: dict[Any, Any] = {}
         self.barrier: Any = None
         self.shared_bytes = 0
-        self.scope_bytes: dict[int, int] = {}
         self.scope_exits: dict[int, int] = {}
         self.running = 0
         self.clock = clocks.empty()
         self.time = 0.0
         self.tensor_free = 0.0
+
+    def leave_scope(self, number: int, num_warpgroups: int) -> None:
+        """A warpgroup leaves the shared scope `number`; the last one gives its memory back."""
+        self.scope_exits[number] = self.scope_exits.get(number, 0) + 1
+        if self.scope_exits[number] < num_warpgroups:
+            return
+        for key in [k for k in self.shared if k[0] == number]:
+            self.shared_bytes -= shared_bytes(self.shared.pop(key))
 
     def axis_index(self, name: Hashable) -> int | None:
         """The block's index along an axis of the kernel's mesh; None if it is not one of its."""
