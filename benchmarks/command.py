@@ -206,8 +206,8 @@ def start_devices() -> None:
     from stretto.launch import initialize
 
     process = initialize()
-    if process.num_processes == 1:
-        # Read only when the CPU is the backend; on GPUs it changes nothing.
+    if process.num_processes == 1 and jax.config.jax_num_cpu_devices < 0:
+        # Nobody has said how many. On GPUs it changes nothing.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,29 @@ class Ready:
     backend: str
 
 
+class _Once:
+    """What was made for a key, made by the first thread that asks; the others wait for it.
+
+    `auto` is always the same program as another peer.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._made: dict[Hashable, Future[Any]] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned for `key`, or the exception that it raised."""
+        with self._lock:
+            is_first = key not in self._made
+            future = self._made.setdefault(key, Future())
+        if is_first:
+            try:
+                future.set_result(make())
+            except Exception as error:
+                future.set_exception(error)
+        return future.result()
+
+
 class Bench:
     """One case on one mesh: its operands, and how its candidates become timers."""
 
@@ -41,18 +66,21 @@ class Bench:
         self.operands = Operands(mesh, case.dtype, seed)
         self.sets = programs.number_of_sets(case.footprint) if self.on_gpu else 2
         self._reference: jax.Array | None = None
+        self._compiled = _Once()
 
     def lower(self, candidate: Candidate) -> Callable[[], Ready]:
         """Traces `candidate`'s loop; what it returns compiles it, on any thread."""
         calls = calls_per_run(floors.expected_us(self.case), self.sets, self.on_gpu)
         sets = self.operands.sets(candidate, self.sets)
         program = programs.lowered(candidate, self.mesh, sets, calls // self.sets)
-        backend = "pallas" if programs.holds_kernel(program) else "xla"
+        text = program.as_text()
+        backend = "pallas" if "mosaic_gpu" in text else "xla"
+        key = (text, str(candidate.compiler_options))
         flat = [operand for operands in sets for operand in operands]
         token = programs.first_token(self.mesh)
 
         def compile_it() -> Ready:
-            run = programs.compiled(candidate, program)
+            run = self._compiled.get(key, lambda: programs.compiled(candidate, program))
             timer = LoopTimer(run, token, flat, calls, queued=self.on_gpu)
             return Ready(candidate, timer, backend)
 

@@ -159,11 +159,6 @@ def lowered(
     return jax.jit(looped(candidate, mesh, len(sets), rounds)).lower(first_token(mesh), *flat)
 
 
-def holds_kernel(program: Any) -> bool:
-    """Whether a lowered program launches a Pallas kernel, ours or another's."""
-    return "mosaic_gpu" in program.as_text()
-
-
 def compiled(candidate: Candidate, program: Any) -> Callable[..., jax.Array]:
     """A lowered program, compiled with the candidate's compiler options."""
     return program.compile(compiler_options=dict(candidate.compiler_options) or None)

@@ -139,7 +139,10 @@ def test_misuse_is_one_line_and_status_2(options, message, capsys):
     assert command.main(options) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
+    assert [line for line in captured.err.splitlines() if line.startswith("stretto ")] == [
+        captured.err.splitlines()[-1]
+    ]
+    assert "Traceback" not in captured.err
     assert pytest.raises(AssertionError, match=message).matches(AssertionError(captured.err))
 
 
@@ -227,6 +230,21 @@ def test_xlas_time_does_not_pass_for_our_kernels(monkeypatch):
 
 def test_what_serves_auto_is_recorded():
     assert measured(["auto"]).of("auto").backend == "xla"
+
+
+def test_the_same_program_is_compiled_once(monkeypatch):
+    made = []
+    programs = importlib.import_module("stretto.benchmarks.programs")
+    compiled = programs.compiled
+
+    def count(candidate, program):
+        made.append(program)
+        return compiled(candidate, program)
+
+    monkeypatch.setattr(programs, "compiled", count)
+    found = measured(["auto", "xla", "matmul"], check=False)
+    assert len(found.timed) == 3
+    assert len(made) == 2  # here `auto` is XLA's
 
 
 def test_lost_devices_end_the_run_and_keep_what_was_measured(tmp_path, monkeypatch, capsys):

