@@ -319,7 +319,7 @@ def varying_axes(x: jax.Array) -> frozenset[Hashable]:
 # --- Kernels on a CPU -----------------------------------------------------------------------------
 # Mosaic GPU kernels arrive as `mpmd_map`, which JAX can lower for CPU only in its own interpreter.
 # The simulator needs to lower it to a callback that brings the device's position and its operands.
-# Checked on 0.11.2.
+# Checked on 0.11.2 and 0.12.0.1.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
