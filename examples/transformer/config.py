@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 VOCABULARY = 256  # the model reads and writes bytes
 
@@ -95,7 +96,7 @@ class Execution:
 
     backend: str = "auto"
     dtype: str = "float32"
-    attention: str = "xla"
+    attention: Literal["xla", "cudnn"] = "xla"
     remat: bool = True
 
     def __post_init__(self) -> None:
@@ -109,6 +110,12 @@ class Execution:
         dtype = dtype or ("bfloat16" if fused else "float32")
         cudnn = platform == "gpu" and dtype != "float32"
         return Execution(backend=backend, dtype=dtype, attention="cudnn" if cudnn else "xla")
+
+
+def replaced[T](record: T, **changes: object) -> T:
+    """`record` with those changes that are not None."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(record, **given)  # type: ignore[type-var]
 
 
 SIZES = {

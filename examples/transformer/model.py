@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import stretto as st
 
@@ -78,6 +79,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, how: config.Execution) -> jax.Array:
         """`[rows / tp, hidden]` to the same."""
         x = x + self.attention(rms_norm(x, self.attention_norm[...]), how)
+        x = checkpoint_name(x, "after_attention")
         return x + self.feed_forward(rms_norm(x, self.mlp_norm[...]), how)
 
     def attention(self, x: jax.Array, how: config.Execution) -> jax.Array:
@@ -134,7 +136,11 @@ class Transformer(nnx.Module):
             return block(x, how), None
 
         if how.remat:
-            layer = jax.checkpoint(layer, prevent_cse=False)  # a scan prevents it already
+            # Two sums a layer are kept, and from them the rest is computed again: of the forward
+            # pass' four matmuls and transfers, three. A scan prevents the merging that
+            # `prevent_cse` is about.
+            keep = jax.checkpoint_policies.save_only_these_names("after_attention")
+            layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
         x, _ = lax.scan(layer, x, self.blocks)
         return jnp.matmul(
             rms_norm(x, self.norm[...]), self.head[...], preferred_element_type=jnp.float32

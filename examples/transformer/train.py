@@ -68,11 +68,6 @@ def choose_mesh(dp: int | None, tp: int | None, kv_heads: int) -> Mesh:
     return parallel.make_mesh(dp or max(1, devices // tp), tp)
 
 
-def replaced(record, **changes):
-    """`record` with those changes that are not None."""
-    return dataclasses.replace(record, **{k: v for k, v in changes.items() if v is not None})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """What a run is made of, and where."""
@@ -161,8 +156,8 @@ def make_run(args: argparse.Namespace, process_id: int, num_processes: int) -> R
     """
     if args.backend == "simulator" and num_processes > 1:
         raise SystemExit("Simulated GPUs share a process: stretto run --processes-per node.")
-    sizes = replaced(config.SIZES[args.config], sequence=args.sequence)
-    training = replaced(
+    sizes = config.replaced(config.SIZES[args.config], sequence=args.sequence)
+    training = config.replaced(
         config.TRAININGS[args.config],
         steps=args.steps,
         batch=args.batch,
@@ -192,7 +187,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     weights = sum(math.prod(w.shape) for w in jax.tree.leaves(parallel.structure(run.sizes)[1]))
     run.say(
         f"mesh: {mesh.shape['dp']} x {mesh.shape['tp']} (dp x tp), devices:"
-        f" {mesh.devices.flat[0].device_kind}, processes: {process.num_processes}, type: {how.dtype}, backend: {how.backend}"
+        f" {mesh.devices.flat[0].device_kind}, processes: {process.num_processes},"
+        f" type: {how.dtype}, backend: {how.backend}"
     )
     run.say(f"weights: {weights:,}, text: {len(run.corpus.training):,} bytes")
 

@@ -1,0 +1,110 @@
+"""List the collectives of the compiled training step: which, how many, over whom, and from where.
+
+    python examples/transformer/collectives.py --dp 2 --tp 2
+    python examples/transformer/collectives.py --config 7b-layer --tp 4 --target h100
+
+The step is compiled for CPU devices or, with `--target`, for GPUs that need not be there (see
+CONTRIBUTING.md for the packages). docs/models.md explains each line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import config
+import jax
+import jax.numpy as jnp
+import parallel
+from jax.sharding import Mesh, NamedSharding
+from step import make_train_step, state_shapes
+
+from stretto.distributed import aot
+
+_INSTRUCTION = re.compile(
+    r" = (?P<types>.+?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    r"|custom-call)(?P<start>-start)?\(.*?op_name=\"(?P<source>[^\"]*)\""
+)
+_ARRAY = re.compile(r"\b[a-z]+\d+\[[\d,]*\]")
+_GROUPS = re.compile(r"replica_groups=(.*?), (?=[a-z_]+=)")
+_AXES = re.compile(r"'(\w+)'(?!=)")  # of a mesh['dp'=2,'tp'=2] {'tp'}
+
+
+class Collective(NamedTuple):
+    """One in the program, or a kernel that is one; results are a device's own."""
+
+    where: str
+    kind: str
+    over: str
+    results: str
+
+
+def collectives(hlo: str) -> Counter[Collective]:
+    """Those of an optimised program, and how often each stands in it."""
+    found: Counter[Collective] = Counter()
+    for line in hlo.splitlines():
+        match = _INSTRUCTION.search(line)
+        if match is None or (match["kind"] == "custom-call" and "mosaic_gpu" not in line):
+            continue
+        arrays = _ARRAY.findall(match["types"])
+        if match["kind"] == "custom-call":  # the first result; others are the kernel's own
+            kind, over, arrays = f"kernel {match['source'].split('/')[-2]}", "tp", arrays[:1]
+        else:
+            groups = _GROUPS.search(line)
+            kind, over = match["kind"], groups[1] if groups else ""
+            over = ", ".join(_AXES.findall(over)) or over
+            arrays = arrays[len(arrays) // 2 :] if match["start"] else arrays
+        found[Collective(_place(match["source"]), kind, over, " ".join(arrays))] += 1
+    return found
+
+
+def _place(source: str) -> str:
+    """Where in the step an instruction belongs, from the name that JAX gave it."""
+    if "while/body" not in source:
+        return "once"
+    if "rematted_computation" in source:
+        return "layer, again"
+    return "layer, backward" if "transpose(" in source else "layer, forward"
+
+
+def compiled_step(
+    mesh: Mesh, sizes: config.Sizes, training: config.Training, how: config.Execution
+) -> str:
+    """The training step's optimised HLO for the devices of `mesh`, with nothing allocated."""
+    rows = jax.ShapeDtypeStruct(
+        (training.batch * sizes.sequence,), jnp.int32, sharding=NamedSharding(mesh, parallel.ROWS)
+    )
+    step = make_train_step(mesh, sizes, training, how)
+    return step.lower(state_shapes(mesh, sizes, training), rows, rows).compile().as_text()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compiles the step and prints the table."""
+    parser = argparse.ArgumentParser(description="List the collectives of the training step.")
+    parser.add_argument("--config", choices=config.SIZES, default="tiny")
+    parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto")
+    parser.add_argument("--target", help="a GPU to compile for, such as h100")
+    args = parser.parse_args(argv)
+    sizes, training = config.SIZES[args.config], config.TRAININGS[args.config]
+    if args.target:
+        mesh = aot.mesh_of_gpus((args.dp, args.tp), parallel.AXES, target=args.target)
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.dp * args.tp)
+        mesh = parallel.make_mesh(args.dp, args.tp)
+    dtype = "bfloat16" if args.target else "float32"
+    how = config.Execution(backend=args.backend, dtype=dtype)
+    sizes.check_fits(args.dp, args.tp, training.batch)
+    found = collectives(compiled_step(mesh, sizes, training, how))
+    print("  n  where            what                          over    results on a device")
+    for (where, kind, over, results), count in sorted(found.items()):
+        print(f"{count:3d}  {where:15}  {kind:28}  {over:6}  {results}")
+
+
+if __name__ == "__main__":
+    main()
