@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int, PullPlan, ceil_div, div, rem, share
-from stretto.distributed.semaphores import Semaphore
+from stretto.distributed.schedule import Int, ceil_div, div, rem, share
 from stretto.distributed.team import Team
 
 
@@ -26,92 +25,95 @@ def remote(ref: Any, team: Team, peer_id: int | jax.Array) -> Any:
     return plgpu.remote_ref(ref, team.address(peer_id))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pull:
-    """One warp of every block fetches shards from peers into local memory.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a piece of a pull lies: in `sources[source]`, from (`row`, `column`) on.
 
-    Attributes:
-      plan: the pieces.
-      sources: one `[rows, columns]` ref a shard, in the order in which shards are wanted.
-      destination: (index of the source) -> the local `[rows, columns]` ref it goes to.
-      received: `received.at[i, chunk]` counts the pieces of source `i` that are in place; local.
-      buffers: shared memory `[slots, piece_rows, piece_columns]`.
-      barriers: one a slot, each completed by the arrival of a piece.
-      num_blocks: blocks that share the work; each runs one warp of it.
+    `key` is whatever the kernel wants to know of it, such as the semaphore that counts it.
     """
 
-    plan: PullPlan
+    source: Int
+    row: Int
+    column: Int
+    key: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pull:
+    """One warp of a block fetches pieces of peers' arrays into local memory.
+
+    A piece goes through a slot of shared memory. While one is stored the next ones are on their
+    way: a slot is filled again as soon as the store before last is over.
+
+    A piece that reaches over the edge of its array is cut off, both ways, but only if it is
+    narrower than the array or the array has no further dimensions: Mosaic GPU copies a contiguous
+    window in one go, up to the end of the whole ref.
+
+    Attributes:
+      pieces: how many this block fetches.
+      place: the block's `i`-th piece -> its `Place`.
+      sources: `[rows, columns]` refs, on peers.
+      destination: index of the source -> the local `[rows, columns]` ref it goes to.
+      arrived: called with the `Place` of each piece that is in place, if given.
+      buffers: shared memory `[slots, piece_rows, piece_columns]`.
+      barriers: one a slot, each completed by the arrival of a piece.
+    """
+
+    pieces: Int
+    place: Callable[[jax.Array], Place]
     sources: Sequence[Any]
     destination: Callable[[Int], Any]
-    received: Semaphore
+    arrived: Callable[[Place], None] | None = None
     buffers: Any
     barriers: Any
-    num_blocks: int
 
-    def run(self, block: jax.Array) -> None:
-        """Fetches this block's pieces. On return they are in place and have been signalled.
-
-        A piece goes through a slot of shared memory. While one is stored the next ones are on
-        their way: a slot is filled again as soon as the store before last is over.
-        """
+    def run(self) -> None:
+        """Fetches the pieces; on return all are in place and `arrived` has been called for each."""
         slots = self.buffers.shape[0]
-        own = share(len(self.sources) * self.plan.pieces, block, self.num_blocks)
         for slot in range(slots):
-
-            @pl.when(slot < own)
-            def _(slot=slot):
-                self._fetch(jnp.int32(slot), block)
+            pl.when(jnp.bool(slot < self.pieces))(lambda slot=slot: self._fetch(jnp.int32(slot)))
 
         def step(i, _):
-            self._keep(i, block)
+            self._keep(i)
 
             # At most the newest store is unfinished: the one before has left its slot.
             @pl.when(i > 0)
             def _():
                 plgpu.wait_smem_to_gmem(1, wait_read_only=False)
-                self._signal(i - 1, block)
+                self._tell(i - 1)
+                pl.when(i - 1 + slots < self.pieces)(lambda: self._fetch(i - 1 + slots))
 
-                @pl.when(i - 1 + slots < own)
-                def _():
-                    self._fetch(i - 1 + slots, block)
+        lax.fori_loop(0, self.pieces, step, None)
 
-        lax.fori_loop(0, own, step, None)
-
-        @pl.when(own > 0)
+        @pl.when(jnp.bool(self.pieces > 0))
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-            self._signal(own - 1, block)
+            self._tell(self.pieces - 1)
 
-    def _place(self, i: jax.Array, block: jax.Array) -> tuple[Int, Int, Int, Int]:
-        """(source, first row, first column, chunk) of this block's `i`-th piece."""
-        piece = block + i * self.num_blocks
-        source = div(piece, self.plan.pieces)
-        return source, *self.plan.locate(piece - source * self.plan.pieces)
+    def _tell(self, i: Int) -> None:
+        if self.arrived is not None:
+            self.arrived(self.place(i))
 
-    def _fetch(self, i: jax.Array, block: jax.Array) -> None:
-        source, row, column, _ = self._place(i, block)
+    def _window(self, ref: Any, place: Place) -> Any:
+        _, rows, columns = self.buffers.shape
+        return ref.at[pl.ds(place.row, rows), pl.ds(place.column, columns)]
+
+    def _fetch(self, i: jax.Array) -> None:
+        place = self.place(i)
         slot = rem(i, self.buffers.shape[0])
         for index, ref in enumerate(self.sources):
 
-            @pl.when(source == index)
+            @pl.when(place.source == index)
             def _(ref=ref):
-                window = ref.at[
-                    pl.ds(row, self.plan.piece_rows), pl.ds(column, self.plan.piece_columns)
-                ]
+                window = self._window(ref, place)
                 plgpu.copy_gmem_to_smem(window, self.buffers.at[slot], self.barriers.at[slot])
 
-    def _keep(self, i: jax.Array, block: jax.Array) -> None:
-        source, row, column, _ = self._place(i, block)
+    def _keep(self, i: jax.Array) -> None:
+        place = self.place(i)
         slot = rem(i, self.buffers.shape[0])
         plgpu.barrier_wait(self.barriers.at[slot])
-        window = self.destination(source).at[
-            pl.ds(row, self.plan.piece_rows), pl.ds(column, self.plan.piece_columns)
-        ]
+        window = self._window(self.destination(place.source), place)
         plgpu.copy_smem_to_gmem(self.buffers.at[slot], window)
-
-    def _signal(self, i: jax.Array, block: jax.Array) -> None:
-        source, _, _, chunk = self._place(i, block)
-        self.received.at[source, chunk].signal()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
 
 GRID_AXIS = "grid"
-CLUSTER_AXIS = "cluster"
 THREAD_AXIS = "warpgroup"
 # Of a CPU device that simulates one kernel outside `simulate`, which has a setting for it.
 SIMULATED_MULTIPROCESSORS = 4
@@ -31,7 +30,6 @@ def launch(
     out_type: Sequence[jax.ShapeDtypeStruct],
     num_blocks: int,
     num_threads: int = 1,
-    cluster_size: int = 1,
     symmetric: Sequence[jax.ShapeDtypeStruct] = (),
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
@@ -43,7 +41,7 @@ def launch(
     """Runs `body` in `num_blocks` blocks of `num_threads` warpgroups on every device of `team`.
 
     `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
-    inside it `block_id(cluster_size)` is the block and `lax.axis_index(THREAD_AXIS)` the
+    inside it `block_id()` is the block and `lax.axis_index(THREAD_AXIS)` the
     warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
     by peers through `copies.remote`. When `body` starts, every peer has started too: their
     operands are ready to be read. When it ends, and before anybody's buffers are used again, a
@@ -58,7 +56,6 @@ def launch(
       num_blocks: at most the number of multiprocessors, so that all blocks are resident: blocks
         wait for each other.
       num_threads: warpgroups in a block.
-      cluster_size: neighbouring blocks that share a cluster, and copies; divides `num_blocks`.
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
       scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
@@ -76,7 +73,7 @@ def launch(
     Raises:
       ValueError: a number of blocks that cannot be resident together.
     """
-    _check_resident(name, num_blocks, cluster_size)
+    _check_resident(name, num_blocks)
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
     closes = team is not None and not team.is_alone and closing_barrier
@@ -92,17 +89,15 @@ def launch(
         closing_sem = sems.pop("closing_sem")
         block_done = scratch_refs.pop("closing_barrier")
         body(*refs, **sems, **scratch_refs)
-        _close(team, closing_sem, block_done, num_blocks, cluster_size)
+        _close(team, closing_sem, block_done, num_blocks)
 
     whole_body.__name__ = name
     call = plgpu.kernel(
         whole_body,
         out_type=[*out_type, *symmetric],
         scratch_types=scratch,
-        grid=(num_blocks // cluster_size,),
+        grid=(num_blocks,),
         grid_names=(GRID_AXIS,),
-        cluster=(cluster_size,),
-        cluster_names=(CLUSTER_AXIS,),
         num_threads=num_threads,
         thread_name=THREAD_AXIS,
         kernel_name=name,
@@ -118,16 +113,12 @@ def launch(
     return [make_varying(out, varying) for out in outs]
 
 
-def block_id(cluster_size: int = 1) -> jax.Array:
-    """The block that runs this code, from 0; neighbours of a cluster follow one another."""
-    if cluster_size == 1:
-        return lax.axis_index(GRID_AXIS)
-    return lax.axis_index(GRID_AXIS) * cluster_size + lax.axis_index(CLUSTER_AXIS)
+def block_id() -> jax.Array:
+    """The block that runs this code, from 0 to `num_blocks - 1`."""
+    return lax.axis_index(GRID_AXIS)
 
 
-def _close(
-    team: Team, closing_sem: Semaphore, block_done: Any, num_blocks: int, cluster_size: int
-) -> None:
+def _close(team: Team, closing_sem: Semaphore, block_done: Any, num_blocks: int) -> None:
     """Tells every peer that this block is done, and waits in block 0 until all theirs are.
 
     A kernel ends when its last block does, so one waiting block holds the whole kernel.
@@ -142,7 +133,7 @@ def _close(
         for offset in team.peer_offsets:
             closing_sem.signal(peer_id=team.neighbour(offset))
 
-    @functools.partial(_when, is_first_thread & (block_id(cluster_size) == 0))
+    @functools.partial(_when, is_first_thread & (block_id() == 0))
     def _():
         closing_sem.wait(num_blocks * (team.size - 1))
 
@@ -163,15 +154,10 @@ def num_multiprocessors() -> int:
     return count or SIMULATED_MULTIPROCESSORS
 
 
-def _check_resident(name: str, num_blocks: int, cluster_size: int) -> None:
+def _check_resident(name: str, num_blocks: int) -> None:
     limit = num_multiprocessors()
     if not 1 <= num_blocks <= limit:
         raise ValueError(
             f"kernel {name}: num_blocks={num_blocks} must be between 1 and {limit}, the number of"
             " multiprocessors: its blocks wait for each other and must all be resident."
-        )
-    if num_blocks % cluster_size:
-        raise ValueError(
-            f"kernel {name}: num_blocks={num_blocks} must be a multiple of"
-            f" cluster_size={cluster_size}."
         )

@@ -98,6 +98,11 @@ class PullPlan:
         """Chunks of one shard."""
         return ceil_div(self.columns, self.chunk_columns)
 
+    def piece_of(self, index: Int) -> tuple[Int, Int]:
+        """(shard, piece within it) of the piece at `index`, shard after shard."""
+        shard = div(index, self.pieces)
+        return shard, index - shard * self.pieces
+
     def locate(self, piece: Int) -> tuple[Int, Int, Int]:
         """(first row, first column, chunk) of a piece of a shard."""
         across = div(piece, self.pieces_down)

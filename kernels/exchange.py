@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.team import Team
+from stretto.kernels import flat
 from stretto.kernels.flat import ROW_BYTES
 
 
@@ -87,7 +88,7 @@ def all_to_all(
 def _push(name, x, team, routes, config, interpret):
     """Launches a kernel of pushes; `routes` gives the sources and their destinations."""
     _, rows, columns = x.shape
-    piece_rows = min(config.piece_rows, rows)
+    piece_rows = flat.piece_rows(rows, config.piece_rows)
     sources = 1 if name == "all_gather" else team.size
     pieces = sources * schedule.ceil_div(rows, piece_rows)
     num_blocks = min(config.num_blocks, pieces, kernel.num_multiprocessors())

@@ -1,8 +1,9 @@
 """Arrays as the collectives move them: parts of whole rows of 512 bytes.
 
 A collective is a matter of contiguous parts, one for each device: whatever the shape, the operand
-is seen as `[parts, rows, columns]`, where a row is 512 bytes. A part that does not fill its last
-row is padded, which copies the operand; so does an axis that is not the first, or not alone.
+is seen as `[parts, rows, columns]`, where a row is 512 bytes (256 of a type of one byte). A part
+that does not fill its rows is padded, which copies the operand; so does an axis that is not the
+first, or not alone.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from jax import lax
 from stretto.distributed.schedule import ceil_div
 
 ROW_BYTES = 512
+MAX_COLUMNS = 256  # of the copy engine
+# More rows than this are padded to a multiple of `ROWS`, so that they divide into equal pieces.
+FEW_ROWS = 64
+ROWS = 16
 
 
 def columns_of(dtype: jax.typing.DTypeLike) -> int:
     """Elements in a row."""
-    return ROW_BYTES // jnp.dtype(dtype).itemsize
+    return min(ROW_BYTES // jnp.dtype(dtype).itemsize, MAX_COLUMNS)
 
 
 def to_rows(x: jax.Array, parts: int) -> jax.Array:
-    """`x`, whose elements are `parts` equal parts one after another, as `[parts, rows, columns]`."""
+    """`x`, of `parts` equal parts one after another, as `[parts, rows, columns]`."""
     columns = columns_of(x.dtype)
     size = x.size // parts
     rows = ceil_div(size, columns)
+    if rows > FEW_ROWS:
+        rows = ceil_div(rows, ROWS) * ROWS
     flat = x.reshape(parts, size)
     if rows * columns != size:
         flat = jnp.pad(flat, ((0, 0), (0, rows * columns - size)))
@@ -59,3 +66,12 @@ def from_words(words: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if dtype == jnp.bool_:
         return words.astype(jnp.bool_)
     return lax.bitcast_convert_type(words, dtype)
+
+
+def piece_rows(rows: int, most: int) -> int:
+    """Rows of a piece: as many as allowed that divide `rows`.
+
+    Pieces must not reach over the end of a part: Mosaic GPU copies a contiguous window in one go,
+    on into the next part (seen on H100s with JAX 0.11.2).
+    """
+    return max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)

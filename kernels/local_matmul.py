@@ -58,7 +58,7 @@ def local_matmul(
         matmul.run(
             _hooks(order, lhs_ref, rhs_ref, out_ref),
             config,
-            num_groups=order.m_groups * order.n_tiles,
+            num_tiles=order.tiles_per_shard,
             k=k,
             num_blocks=num_blocks,
             **own,
@@ -73,7 +73,6 @@ def local_matmul(
         out_type=[jax.ShapeDtypeStruct((m, n), out_dtype)],
         num_blocks=num_blocks,
         num_threads=tile_config.NUM_WARPGROUPS,
-        cluster_size=config.cluster_size,
         scratch=tile_config.scratch(config, lhs.dtype, out_dtype),
         interpret=interpret,
     )
@@ -93,7 +92,7 @@ def _hooks(order: tiles.ShardOrder, lhs_ref: Any, rhs_ref: Any, out_ref: Any) ->
         _, _, n = tile
         rows = pl.ds(k_index * config.tile_k, config.tile_k)
         window = rows, pl.ds(n * config.tile_n, config.tile_n)
-        tile_config.copy_rhs(rhs_ref.at[window], slot, barrier, config)
+        plgpu.copy_gmem_to_smem(rhs_ref.at[window], slot, barrier)
 
     def finish(tile, product, buffer, part_row):
         _, m, n = tile
@@ -105,6 +104,4 @@ def _hooks(order: tiles.ShardOrder, lhs_ref: Any, rhs_ref: Any, out_ref: Any) ->
 
         matmul.store(product, buffer, windows)
 
-    return matmul.Hooks(
-        locate=matmul.locate_in(order), load_lhs=load_lhs, load_rhs=load_rhs, finish=finish
-    )
+    return matmul.Hooks(locate=order.locate, load_lhs=load_lhs, load_rhs=load_rhs, finish=finish)

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import CLUSTER_AXIS, GRID_AXIS, THREAD_AXIS
+from stretto.distributed.kernel import THREAD_AXIS, block_id
 from stretto.distributed.schedule import ceil_div, rem, share
 from stretto.kernels.tile_config import (
     GATE_SLOTS,
@@ -60,7 +60,7 @@ class Hooks:
     """What a kernel makes of the matmul. A `tile` is whatever `locate` returns.
 
     Attributes:
-      locate: index of a group of tiles, in the order of work -> this block's tile of it.
+      locate: index of a tile, in the order of work -> tile.
       load_lhs, load_rhs: called in the loading warp with (tile, index along k, slot of shared
         memory, barrier); starts the copy that fills the slot and arrives at the barrier.
       finish: called in each multiplying warpgroup with (tile, its float32 part of the product,
@@ -80,33 +80,24 @@ class Hooks:
     gate: Gate | None = None
 
 
-def locate_in(order: Any) -> Callable[[jax.Array], Any]:
-    """`Hooks.locate` for an order of tiles with a `locate(group, rank)`."""
-    if order.config.cluster_size == 1:
-        return order.locate
-    return lambda group: order.locate(group, lax.axis_index(CLUSTER_AXIS))
-
-
 def run(
-    hooks: Hooks, config: TileConfig, *, num_groups: int, k: int, num_blocks: int, **scratch: Any
+    hooks: Hooks, config: TileConfig, *, num_tiles: int, k: int, num_blocks: int, **scratch: Any
 ) -> None:
     """The body of a matmul kernel: every warpgroup of every block calls it once.
 
     Args:
       hooks: what this kernel makes of it.
       config: the tiles.
-      num_groups: groups of `cluster_size` tiles, of the whole device; cluster `c` takes groups
-        `c`, `c + clusters`, ...
+      num_tiles: of the whole device; block `b` takes tiles `b`, `b + num_blocks`, ...
       k: length of the contraction.
       num_blocks: blocks of the grid.
       **scratch: the refs of `tile_config.scratch`, and with a gate of `tile_config.gate_scratch`.
     """
-    clusters = num_blocks // config.cluster_size
     roles = _Roles(
         hooks=hooks,
         config=config,
-        clusters=clusters,
-        own_tiles=share(num_groups, lax.axis_index(GRID_AXIS), clusters),
+        num_blocks=num_blocks,
+        own_tiles=share(num_tiles, block_id(), num_blocks),
         k_tiles=ceil_div(k, config.tile_k),
         **scratch,
     )
@@ -138,7 +129,7 @@ class _Roles:
 
     hooks: Hooks
     config: TileConfig
-    clusters: int
+    num_blocks: int
     own_tiles: jax.Array
     k_tiles: int
     lhs_smem: Any
@@ -156,7 +147,7 @@ class _Roles:
 
     def tile(self, i: jax.Array) -> Any:
         """This block's `i`-th tile."""
-        return self.hooks.locate(lax.axis_index(GRID_AXIS) + i * self.clusters)
+        return self.hooks.locate(block_id() + i * self.num_blocks)
 
     def gate_slot(self, i: jax.Array, gate: jax.Array) -> jax.Array:
         """The barriers' slot for a gate of the `i`-th tile."""
@@ -205,11 +196,6 @@ class _Roles:
                 return lax.fori_loop(0, self.k_tiles, k_loop, stage)
 
         lax.fori_loop(0, self.own_tiles, tile_loop, jnp.int32(0))
-
-        # A neighbour's last arrivals must find this block still there.
-        if self.config.cluster_size > 1:
-            for stage in range(self.config.num_stages):
-                plgpu.barrier_wait(self.empty.at[stage])
 
     def _pass_gate(self, i: jax.Array, k_index: jax.Array) -> None:
         @pl.when(rem(k_index, self.tiles_per_gate) == 0)

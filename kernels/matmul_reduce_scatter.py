@@ -1,18 +1,22 @@
 """`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
 
-Each device multiplies the rows that its peers own before its own (`tiles.ScatterOrder`). A tile of somebody else's
-rows is stored straight into a slot of its owner's memory, over NVLink, by the same bulk copy that
-would store it at home. When the owner comes to the tile itself, it adds what the peers have sent to
-its own product in float32 and stores the sum: at home, or for an all-reduce on every device.
+Each device multiplies the rows that its peers own before its own (`tiles.ScatterOrder`), and keeps
+the products at home. A spare warp of every block fetches the peers' products for the own rows,
+straight from where the peers keep them, as they come to be. When the device comes to a tile of its
+own rows, it adds what was fetched to its product in float32 and stores the sum: at home, or for an
+all-reduce on every device.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `partial[s]` | device `owner - 1 - s` | | | its product for the owner's rows |
-| `received[tile, w]` | warpgroup `w` of each peer, once | the owner's warpgroup `w` | peers | its rows of the tile are in all slots |
-| `finished` | the owner's warpgroups, once a tile | block 0 of every peer | see `launch` | all of `out` is in place (all-reduce) |
+| `partial[s]` | the multiplying warpgroups | | | the product for the `s + 1`-th successor |
+| `produced[s, tile]` | the warpgroups of the device at `-(s + 1)` | pulling warps | 2 | its `partial[s]` holds the tile |
+| `fetched[s]` | the pulling warps | | | the product of the device at `-(s + 1)` |
+| `arrived[tile]` | the pulling warps | multiplying warpgroups, own rows | peers | the tile is in all of `fetched` |
+| `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
+| `finished` | owners' warpgroups, per tile | block 0's pulling warp | see `launch` | all of `out` is in place (all-reduce) |
 
 A store is complete, not only read, before its signal: it is waited for while the next tile is
-multiplied. Every signal is waited for, so nobody ends while a peer still writes to it.
+multiplied.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem
 from stretto.kernels.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 
+PIECE_ROWS = 64
+PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -42,19 +49,21 @@ class Config:
     Attributes:
       tiles: of the matmul.
       rounds: at most how often a device turns to its own rows (`tiles.ScatterOrder`).
+      pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
     """
 
     tiles: TileConfig = TileConfig(num_stages=3, store_buffers=4)  # noqa: RUF009 - frozen
     rounds: int = 4
+    pull_slots: int = 2
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
         self.tiles.check()
-        needed = self.tiles.smem_bytes(itemsize)
+        needed = self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
         if needed > tile_config.SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {tile_config.SMEM_BYTES}; take fewer stages."
+                f" {tile_config.SMEM_BYTES}; take fewer stages or buffers."
             )
 
     @staticmethod
@@ -104,33 +113,49 @@ def launch(
     num_blocks = kernel.num_multiprocessors()
     peers = team.size - 1
     slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
+    piece = (PIECE_ROWS, tile_config.SWIZZLE_BYTES // out_dtype.itemsize)
 
-    def body(lhs_ref, rhs_ref, out_ref, partial_ref, *, received, fetched, finished=None, **own):
-        refs = _Refs(lhs_ref, rhs_ref, out_ref, partial_ref, received, fetched, finished)
+    def body(lhs_ref, rhs_ref, out_ref, partial_ref, fetched_ref, *, pulled, pulled_bar, **rest):
+        names = ("produced", "arrived", "released", "finished", "added")
+        sems = {name: rest.pop(name, None) for name in names}
+        refs = _Refs(
+            lhs=lhs_ref, rhs=rhs_ref, out=out_ref, partial=partial_ref, fetched=fetched_ref, **sems
+        )
 
         def communicate():
-            @pl.when(kernel.block_id(config.tiles.cluster_size) == 0)
+            _pull(team, order, refs, num_blocks, pulled, pulled_bar)
+            for offset in team.peer_offsets:
+                refs.released.signal(peer_id=team.neighbour(offset))
+
+            @pl.when(kernel.block_id() == 0)
             def _():
-                finished.wait(peers * order.tiles_per_shard * MULTIPLYING_WARPGROUPS)
+                refs.released.wait(num_blocks * peers)
+                if everywhere:
+                    refs.finished.wait(peers * order.tiles_per_shard * MULTIPLYING_WARPGROUPS)
 
         hooks = matmul.Hooks(
-            locate=matmul.locate_in(order),
+            locate=order.locate,
             load_lhs=lambda *args: _load_lhs(team, config.tiles, refs, *args),
             load_rhs=lambda *args: _load_rhs(config.tiles, refs, *args),
             finish=lambda *args: _finish(team, order, refs, *args),
             settle=lambda *args: _settle(team, order, refs, *args),
-            communicate=communicate if everywhere else None,
+            communicate=communicate,
         )
+        num_tiles = team.size * order.tiles_per_shard
         matmul.run(
             hooks,
             config.tiles,
-            num_groups=team.size * order.m_groups * order.n_tiles,
+            num_tiles=num_tiles,
             k=rhs.shape[0],
             num_blocks=num_blocks,
-            **own,
+            **rest,
         )
 
-    arrays = dict(received=SemaphoreArray((order.tiles_per_shard, MULTIPLYING_WARPGROUPS)))
+    arrays = dict(
+        produced=SemaphoreArray((peers, order.tiles_per_shard)),
+        arrived=SemaphoreArray((order.tiles_per_shard,), local=True),
+        released=SemaphoreArray(),
+    )
     if everywhere:
         arrays["finished"] = SemaphoreArray()
     (out,) = kernel.launch(
@@ -140,23 +165,24 @@ def launch(
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
         out_type=[jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)],
-        symmetric=[jax.ShapeDtypeStruct(slots, out_dtype)],
+        symmetric=[jax.ShapeDtypeStruct(slots, out_dtype)] * 2,
         num_blocks=num_blocks,
         num_threads=tile_config.NUM_WARPGROUPS,
-        cluster_size=config.tiles.cluster_size,
         semaphore_arrays=arrays,
         scratch=dict(
-            fetched=plgpu.Barrier(num_barriers=MULTIPLYING_WARPGROUPS * config.tiles.store_buffers),
+            pulled=plgpu.SMEM((config.pull_slots, *piece), out_dtype),
+            pulled_bar=plgpu.Barrier(num_barriers=config.pull_slots),
+            added=plgpu.Barrier(num_barriers=MULTIPLYING_WARPGROUPS * config.tiles.store_buffers),
             **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
         ),
-        closing_barrier=False,  # Every signal is waited for.
+        closing_barrier=False,  # `released` and `finished` do it.
         invariant=everywhere,
         interpret=interpret,
     )
     return out
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Refs:
     """What the device functions share; `finished` is None unless the result goes everywhere."""
 
@@ -164,9 +190,56 @@ class _Refs:
     rhs: Any
     out: Any
     partial: Any
-    received: Any
     fetched: Any
+    produced: Any
+    arrived: Any
+    released: Any
     finished: Any
+    added: Any
+
+
+def _pull(team, order, refs, num_blocks, buffers, barriers):
+    """The pulling warp: fetches whole tiles, one after another, in the order peers make them in.
+
+    The peers' tiles for this device are those of its own list that are not its own. A tile is in
+    place before the next one is waited for: a device that made the next one only after it had got
+    this one would never make it.
+    """
+    config, (_, piece_rows, piece_columns) = order.config, buffers.shape
+    across, down = config.tile_n // piece_columns, config.tile_m // piece_rows
+    block = kernel.block_id()
+
+    def source(step):
+        return copies.remote(refs.partial, team, team.neighbour(-step - 1)).at[step]
+
+    sources = [source(step) for step in range(team.size - 1)]
+
+    def fetch_tile(i, _):
+        step, m, n = order.locate_of_peers(block + i * num_blocks)
+        tile = order.index(m, n)
+        refs.produced.at[step, tile].wait(MULTIPLYING_WARPGROUPS)
+
+        def place(piece):
+            row = schedule.div(piece, across)
+            column = piece - row * across
+            return copies.Place(
+                step,
+                m * config.tile_m + row * piece_rows,
+                n * config.tile_n + column * piece_columns,
+            )
+
+        copies.Pull(
+            pieces=across * down,
+            place=place,
+            sources=sources,
+            destination=lambda step: refs.fetched.at[step],
+            buffers=buffers,
+            barriers=barriers,
+        ).run()
+        refs.arrived.at[tile].signal()
+
+    tiles_of_peers = (team.size - 1) * order.tiles_per_shard
+    lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
 
 
 def _owner(team: Team, step: schedule.Int) -> jax.Array:
@@ -185,42 +258,36 @@ def _load_rhs(config, refs, tile, k_index, slot, barrier):
     _, _, n = tile
     rows = pl.ds(k_index * config.tile_k, config.tile_k)
     columns = pl.ds(n * config.tile_n, config.tile_n)
-    tile_config.copy_rhs(refs.rhs.at[rows, columns], slot, barrier, config)
+    plgpu.copy_gmem_to_smem(refs.rhs.at[rows, columns], slot, barrier)
 
 
 def _finish(team, order, refs, tile, product, buffers, part_row):
-    """Stores a part of a tile: in a slot of its owner, or with the peers' parts added, as result."""
+    """Stores a part of a tile: for its owner to fetch, or with the peers' parts added, as result."""
     step, m, n = tile
-    first_row = m * order.config.tile_m + part_row
-    first_column = n * order.config.tile_n
+    config, peers = order.config, team.size - 1
+    first_row, first_column = m * config.tile_m + part_row, n * config.tile_n
 
     def window(ref, index, row, rows, column, columns):
         return ref.at[index, pl.ds(first_row + row, rows), pl.ds(first_column + column, columns)]
 
-    for offset in team.peer_offsets:
-
-        @pl.when(step == offset - 1)
-        def _(offset=offset):
-            slots = copies.remote(refs.partial, team, team.neighbour(offset))
-            matmul.store(product, buffers, lambda *where: [window(slots, offset - 1, *where)])
-
-    peers = team.size - 1
+    @pl.when(step < peers)
+    def _():
+        matmul.store(product, buffers, lambda *where: [window(refs.partial, step, *where)])
 
     @pl.when(step == peers)
     def _():
-        warpgroup = lax.axis_index(kernel.THREAD_AXIS)
-        refs.received.at[order.index(m, n), warpgroup].wait(peers)
-
-        index = team.device_id() if refs.finished is not None else 0
-        outs = [refs.out]
+        refs.arrived.at[order.index(m, n)].wait(peers)
+        index, outs = 0, [refs.out]
         if refs.finished is not None:
+            index = team.device_id()
             outs += [copies.remote(refs.out, team, team.neighbour(i)) for i in team.peer_offsets]
+        first = lax.axis_index(kernel.THREAD_AXIS) * buffers.shape[0]
         _add_and_store(
             product,
             buffers,
-            [refs.fetched.at[warpgroup * buffers.shape[0] + i] for i in range(buffers.shape[0])],
-            [lambda *where, slot=slot: window(refs.partial, slot, *where) for slot in range(peers)],
-            lambda *where: [window(o, index, *where) for o in outs],
+            [refs.added.at[first + i] for i in range(buffers.shape[0])],
+            [lambda *where, s=s: window(refs.fetched, s, *where) for s in range(peers)],
+            lambda *where: [window(out, index, *where) for out in outs],
         )
 
 
@@ -250,12 +317,14 @@ def _add_and_store(product, buffers, fetched, partials, windows):
 
 def _settle(team, order, refs, tile, warpgroup):
     """Tells of a tile that is in place: its owner, or every peer of a finished one."""
+    del warpgroup
     step, m, n = tile
     for offset in team.peer_offsets:
 
         @pl.when(step == offset - 1)
         def _(offset=offset):
-            refs.received.at[order.index(m, n), warpgroup].signal(peer_id=team.neighbour(offset))
+            sem = refs.produced.at[offset - 1, order.index(m, n)]
+            sem.signal(peer_id=team.neighbour(offset))
 
     if refs.finished is not None:
 

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.team import Team
+from stretto.kernels import flat
 from stretto.kernels.flat import ROW_BYTES
 
 SMEM_BYTES = 220_000
@@ -63,7 +64,7 @@ class Config:
 def reduce_scatter(
     x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
 ) -> jax.Array:
-    """`[size, rows, columns]` -> `[1, rows, columns]`: the sum of everybody's part for this device."""
+    """`[size, rows, columns]` -> `[1, rows, columns]`: the sum of all parts for this device."""
     return _launch("reduce_scatter", x, team, 1, config, interpret)
 
 
@@ -76,7 +77,7 @@ def all_reduce(
 
 def _launch(name, x, team, out_parts, config, interpret):
     parts, rows, columns = x.shape
-    piece_rows = min(config.piece_rows, rows)
+    piece_rows = flat.piece_rows(rows, config.piece_rows)
     stages = config.stages_for(team.size)
     pieces = schedule.ceil_div(rows, piece_rows)
     num_blocks = min(config.num_blocks, pieces, kernel.num_multiprocessors())

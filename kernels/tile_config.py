@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import CLUSTER_AXIS
 from stretto.kernels.dispatch import Problem
 
 MULTIPLYING_WARPGROUPS = 2
@@ -32,9 +30,7 @@ class TileConfig:
       tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the two
         multiplying warpgroups.
       num_stages: depth of the ring of lhs and rhs tiles.
-      raster_width: groups of tiles down a band of the raster (`tiles.raster`).
-      cluster_size: 2 for pairs of blocks that work on tiles one above the other and load their
-        common columns of rhs once for both, which spares the L2 cache; 1 for blocks on their own.
+      raster_width: tiles down a band of the raster (`tiles.raster`).
       store_buffers: buffers of 64 rows x 128 bytes that a multiplying warpgroup stores through;
         with enough for a whole tile, its stores go on while the next tile is multiplied.
     """
@@ -44,7 +40,6 @@ class TileConfig:
     tile_k: int = 64
     num_stages: int = 4
     raster_width: int = 16
-    cluster_size: int = 1
     store_buffers: int = 1
 
     def check(self) -> None:
@@ -57,8 +52,6 @@ class TileConfig:
             raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
         if self.num_stages < 2:
             raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
-        if self.cluster_size not in (1, 2):
-            raise ValueError(f"cluster_size={self.cluster_size} must be 1 or 2.")
         if self.tile_m * self.tile_n > 128 * 256:
             raise ValueError(
                 f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two"
@@ -105,7 +98,7 @@ def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
             transforms=swizzled(out_dtype),
         ),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        empty=_empty_barrier(config),
+        empty=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=stages),
     )
 
 
@@ -114,17 +107,3 @@ def gate_scratch() -> dict[str, Any]:
     return dict(
         opened=plgpu.Barrier(num_barriers=GATE_SLOTS), passed=plgpu.Barrier(num_barriers=GATE_SLOTS)
     )
-
-
-def _empty_barrier(config: TileConfig) -> Any:
-    """Neighbours in a cluster write each other's slots, so a slot is free once both have read."""
-    kind = plgpu.Barrier
-    if config.cluster_size > 1:
-        kind = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER_AXIS,))
-    return kind(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.num_stages)
-
-
-def copy_rhs(window: Any, slot: Any, barrier: Any, config: TileConfig) -> None:
-    """Loads a tile of rhs, for both blocks of a cluster at once."""
-    axes = CLUSTER_AXIS if config.cluster_size > 1 else None
-    plgpu.copy_gmem_to_smem(window, slot, barrier, collective_axes=axes)

@@ -45,14 +45,9 @@ class ShardOrder:
     config: TileConfig
 
     @property
-    def m_groups(self) -> int:
-        """Groups of tiles along the rows of a shard: a group is what a cluster of blocks does."""
-        return ceil_div(self.m_shard, self.config.tile_m * self.config.cluster_size)
-
-    @property
     def m_tiles(self) -> int:
-        """Tiles along the rows of a shard; the last may hold no rows."""
-        return self.m_groups * self.config.cluster_size
+        """Tiles along the rows of a shard."""
+        return ceil_div(self.m_shard, self.config.tile_m)
 
     @property
     def n_tiles(self) -> int:
@@ -64,18 +59,11 @@ class ShardOrder:
         """Tiles of one shard."""
         return self.m_tiles * self.n_tiles
 
-    def locate(self, group: Int, rank: Int = 0) -> tuple[Int, Int, Int]:
-        """(step, row of tiles within the shard, column of tiles) of a tile.
-
-        Args:
-          group: index of the group of tiles, in the order of work.
-          rank: of the block within its cluster.
-        """
-        groups_per_shard = self.m_groups * self.n_tiles
-        step = div(group, groups_per_shard)
-        within = group - step * groups_per_shard
-        m, n = raster(within, self.m_groups, self.n_tiles, self.config.raster_width)
-        return step, m * self.config.cluster_size + rank, n
+    def locate(self, index: Int) -> tuple[Int, Int, Int]:
+        """(step, row of tiles within the shard, column of tiles) of the tile at `index`."""
+        step = div(index, self.tiles_per_shard)
+        within = index - step * self.tiles_per_shard
+        return step, *raster(within, self.m_tiles, self.n_tiles, self.config.raster_width)
 
     def index(self, m: Int, n: Int) -> Int:
         """A number for the tile at row `m` and column `n` of a shard's tiles."""
@@ -98,17 +86,16 @@ class ScatterOrder(ShardOrder):
     @property
     def rounds(self) -> int:
         """Number of rounds: the most up to `max_rounds` that divide a shard's rows of tiles."""
-        return max(r for r in range(1, self.max_rounds + 1) if self.m_groups % r == 0)
+        return max(r for r in range(1, self.max_rounds + 1) if self.m_tiles % r == 0)
 
-    def locate(self, group: Int, rank: Int = 0) -> tuple[Int, Int, Int]:
-        """(step, row of tiles within the shard, column of tiles) of a tile."""
-        peers, height = self.size - 1, self.m_groups // self.rounds
+    def locate(self, index: Int) -> tuple[Int, Int, Int]:
+        """(step, row of tiles within the shard, column of tiles) of the tile at `index`."""
+        peers, height = self.size - 1, self.m_tiles // self.rounds
         band = height * self.n_tiles
-        later = group - peers * band
-        is_first = later < 0
-        index = where(is_first, 0, later)
-        number = where(is_first, 0, 1 + div(index, self.size * band))
-        position = where(is_first, group, rem(index, self.size * band))
+        is_first = index < peers * band
+        later = where(is_first, 0, index - peers * band)
+        number = where(is_first, 0, 1 + div(later, self.size * band))
+        position = where(is_first, index, rem(later, self.size * band))
         is_own = (position >= peers * band) | (number == self.rounds)
         in_band = where(number == self.rounds, position, position - peers * band)
         peer_step = div(position, band)
@@ -116,4 +103,13 @@ class ScatterOrder(ShardOrder):
         step = where(is_own, peers, peer_step)
         m, n = raster(within, height, self.n_tiles, self.config.raster_width)
         m = m + height * where(is_own, number - 1, number)
-        return step, m * self.config.cluster_size + rank, n
+        return step, m, n
+
+    def locate_of_peers(self, index: Int) -> tuple[Int, Int, Int]:
+        """As `locate`, of the tile at `index` among those that are not of the own shard."""
+        band = self.m_tiles // self.rounds * self.n_tiles
+        per_round = (self.size - 1) * band
+        number = div(index, per_round)
+        # In the whole list, a round after the first comes after the own band of the one before.
+        own_before = where(number > 1, number - 1, 0) * band
+        return self.locate(index + own_before)

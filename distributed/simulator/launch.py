@@ -157,7 +157,7 @@ class KernelCall:
             body = eqns[0].params["jaxpr"]
             known = parameter_names(body.debug_info.func_src_info)
             if len(known) == len(names) + len(body.invars):
-                return known[: len(names)]
+                return list(known[: len(names)])
         return names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import os
 import re
@@ -91,22 +92,23 @@ def assigned_name(site: Site) -> str | None:
     return match.group(1) if match else None
 
 
-def parameter_names(function: str) -> list[str]:
+@functools.cache
+def parameter_names(function: str) -> tuple[str, ...]:
     """Names of a function's parameters, from JAX's "name at file:line"; none if it has `*args`."""
     match = re.fullmatch(r"(\w+) at (.*):(\d+)", function or "")
     if match is None:
-        return []
+        return ()
     name, file, line = match[1], match[2], int(match[3])
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return []
+        return ()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if first == line and node.args.vararg is None:
-                return [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
-    return []
+                return tuple(a.arg for a in (*node.args.posonlyargs, *node.args.args))
+    return ()
 
 
 def _short(path: str) -> str:
