@@ -73,6 +73,7 @@ def test_all_gather_matmul(count, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 @pytest.mark.parametrize("shape", AWKWARD)
 def test_all_gather_matmul_in_many_orders(count, shape):
