@@ -16,6 +16,7 @@ import stretto
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.shapes import KERNELS, Shape
 from stretto.kernels import reference
+from stretto.kernels.dispatch import Problem
 
 type Block = tuple[int, int]
 
@@ -155,6 +156,20 @@ class Case:
         for name, size, divisor in self.operation.needs(self.shape, self.devices):
             if size % divisor:
                 raise UnavailableError(f"{name}={size} is not a multiple of {divisor}")
+
+    def problem(self, platform: str, device_kind: str) -> Problem:
+        """The case as the choice of an implementation sees it, on such devices."""
+        return Problem(
+            op=self.operation.name,
+            m=self.shape.m,
+            k=self.shape.k,
+            n=self.shape.n,
+            dtype=self.dtype,
+            out_dtype=self.dtype,
+            devices=self.devices,
+            platform=platform,
+            device_kind=device_kind,
+        )
 
     @property
     def itemsize(self) -> int:

@@ -17,7 +17,6 @@ from stretto.benchmarks import table
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.operations import Case
 from stretto.benchmarks.results import Measurement, Prediction
-from stretto.kernels.dispatch import Problem
 
 MOST_DEVICES = 64
 
@@ -34,18 +33,7 @@ def predict(case: Case, device_kind: str) -> Prediction:
     except (ImportError, AttributeError):
         raise UnavailableError(f"{case.operation.name} makes no estimate") from None
     shape = case.shape
-    problem = Problem(
-        op=case.operation.name,
-        m=shape.m,
-        k=shape.k,
-        n=shape.n,
-        dtype=case.dtype,
-        out_dtype=case.dtype,
-        devices=case.devices,
-        platform="gpu",
-        device_kind=device_kind,
-    )
-    fused_us, xla_us = estimate(problem)
+    fused_us, xla_us = estimate(case.problem("gpu", device_kind))
     return Prediction(
         kernel=case.operation.name,
         m=shape.m,

@@ -7,6 +7,7 @@ is written into the file: a prediction is no measurement.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pathlib
 import re
@@ -38,14 +39,12 @@ class Span:
     end: float
 
 
-def record(case: Case, path: pathlib.Path, config: Any = None) -> str:
+def record(case: Case, path: pathlib.Path) -> str:
     """Writes the timeline of one call of the fused kernel to `path`; returns what it is, in words.
 
     Args:
       case: the problem.
       path: a file of trace events, as Perfetto opens.
-      config: of the kernel. Its own default may leave no shared memory for a profile; then one
-        with a stage less is taken.
 
     Raises:
       UnavailableError: the case has no fused kernel, or it left no profile.
@@ -54,16 +53,17 @@ def record(case: Case, path: pathlib.Path, config: Any = None) -> str:
     mesh = mesh_of(case.devices)
     operands = programs.Operands(mesh, case.dtype)
     if is_gpu(mesh.devices.flat[0].platform):
-        data, about = _profile(case, mesh, operands, config), "recorded by the kernel"
+        data, about = _profile(case, mesh, operands), "recorded by the kernel"
     else:
-        data, about = _simulate(case, mesh, operands, config), "predicted by the simulator"
+        data, about = _simulate(case, mesh, operands), "predicted by the simulator"
     data["otherData"] = {"case": str(case), "about": about}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data))
     return about
 
 
-def _profile(case: Case, mesh: Any, operands: programs.Operands, config: Any) -> dict[str, Any]:
+def _profile(case: Case, mesh: Any, operands: programs.Operands) -> dict[str, Any]:
+    config = _with_room(case, mesh.devices.flat[0].device_kind)
     candidate = Candidate(body=case.operation.public("pallas", config), blocks=case.blocks)
     inputs = operands.sets(candidate, 1)[0]
     programs.run_once(candidate, mesh, inputs).block_until_ready()
@@ -80,8 +80,19 @@ def _profile(case: Case, mesh: Any, operands: programs.Operands, config: Any) ->
         return json.loads(files[0].read_text())
 
 
-def _simulate(case: Case, mesh: Any, operands: programs.Operands, config: Any) -> dict[str, Any]:
-    candidate = Candidate(body=case.operation.public("simulator", config), blocks=case.blocks)
+def _with_room(case: Case, device_kind: str) -> Any:
+    """The kernel's configuration less a stage of its ring, whose memory the profile gets."""
+    try:
+        module = importlib.import_module(f"stretto.kernels.{case.operation.name}")
+        config = module.default_config(case.problem("gpu", device_kind))
+        tiles = dataclasses.replace(config.tiles, num_stages=config.tiles.num_stages - 1)
+    except (ImportError, AttributeError):
+        return None
+    return dataclasses.replace(config, tiles=tiles)
+
+
+def _simulate(case: Case, mesh: Any, operands: programs.Operands) -> dict[str, Any]:
+    candidate = Candidate(body=case.operation.public("simulator"), blocks=case.blocks)
     inputs = operands.sets(candidate, 1)[0]
     with simulator.simulate(
         trace=True, cost_model=CostModel(), core_count=SIMULATED_BLOCKS, detect_races=False

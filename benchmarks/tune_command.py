@@ -104,7 +104,7 @@ def _one(case, config_type, options, on_gpu, tell, console) -> Entry | None:
     settings = Settings(repeats=options.repeats, seed=options.seed)
     versions = {name: v for name, v in machine.versions().items() if name in _RECORDED}
     try:
-        configs = candidates_of(config_type, problem_of(case))
+        configs = candidates_of(config_type, _problem(case))
         backend = "pallas" if on_gpu else "auto"
         entry = tune(case, configs, settings, versions, backend=backend, say=tell)
     except UnavailableError as error:
@@ -130,20 +130,10 @@ def sweep_of(options: TuneOptions) -> Sweep:
     return sweep
 
 
-def problem_of(case: Case) -> Problem:
-    """`case` as the choice of an implementation sees it."""
+def _problem(case: Case) -> Problem:
     device = jax.devices()[0]
-    return Problem(
-        op=case.operation.name,
-        m=case.shape.m,
-        k=case.shape.k,
-        n=case.shape.n,
-        dtype=case.dtype,
-        out_dtype=case.dtype,
-        devices=case.devices,
-        platform="gpu" if machine.is_gpu(device.platform) else device.platform,
-        device_kind=device.device_kind,
-    )
+    platform = "gpu" if machine.is_gpu(device.platform) else device.platform
+    return case.problem(platform, device.device_kind)
 
 
 def _own_table(on_gpu: bool) -> pathlib.Path:

@@ -147,7 +147,7 @@ def test_a_kernel_without_configurations_cannot_be_tuned():
 
 
 def test_candidates_may_depend_on_the_problem_or_not():
-    problem = tune_command.problem_of(case_of())
+    problem = case_of().problem("gpu", "NVIDIA H100")
 
     class OfProblem:
         @staticmethod
