@@ -12,7 +12,7 @@ import jax
 
 from stretto.distributed import jax_compat
 from stretto.distributed.simulator.cost_model import CostModel
-from stretto.distributed.simulator.errors import SimulationError
+from stretto.distributed.simulator.errors import SimulationError, UnsupportedKernelError
 from stretto.distributed.simulator.launch import KernelCall
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.mesh import DeviceMesh
@@ -150,6 +150,12 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
     if not is_simulating() and not isinstance(call.interpret, SimulatorParams):
         return None
     mesh = DeviceMesh(call.axis_names, call.axis_sizes)
+    if jax.process_count() > 1 and mesh.num_devices > jax.local_device_count():
+        raise UnsupportedKernelError(
+            f"kernel {call.name} runs on {mesh.num_devices} devices, of which this process has"
+            f" {jax.local_device_count()}: the simulator needs all of them in one process. Start"
+            " one, with jax_num_cpu_devices set to their number."
+        )
     kernel = KernelCall(
         call.name,
         call.jaxpr,

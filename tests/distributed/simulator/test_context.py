@@ -227,6 +227,14 @@ def test_unknown_primitive_is_named_with_its_line():
         plgpu.kernel(body, out_type=like(X))(X)
 
 
+def test_devices_of_other_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    message = "on 2 devices, of which this process has 1"
+    with pytest.raises(UnsupportedKernelError, match=message), simulate():
+        on_devices(shift)(np.tile(X, 2))
+
+
 def test_step_limit():
     def body(x_ref, out_ref, sem):
         lax.while_loop(lambda seen: seen == 0, lambda _: pl.semaphore_read(sem), jnp.int32(0))
