@@ -25,6 +25,13 @@ def remote(ref: Any, team: Team, peer_id: int | jax.Array) -> Any:
     return plgpu.remote_ref(ref, team.address(peer_id))
 
 
+def _when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
+    """`pl.when`, which a condition known while tracing does not reach."""
+    if isinstance(condition, bool):
+        return lambda fun: fun() if condition else None
+    return pl.when(condition)
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a piece of a pull lies: in `sources[source]`, from (`row`, `column`) on.
@@ -71,7 +78,7 @@ class Pull:
         """Fetches the pieces; on return all are in place and `arrived` has been called for each."""
         slots = self.buffers.shape[0]
         for slot in range(slots):
-            pl.when(jnp.bool(slot < self.pieces))(lambda slot=slot: self._fetch(jnp.int32(slot)))
+            _when(slot < self.pieces)(lambda slot=slot: self._fetch(jnp.int32(slot)))
 
         def step(i, _):
             self._keep(i)
@@ -85,7 +92,7 @@ class Pull:
 
         lax.fori_loop(0, self.pieces, step, None)
 
-        @pl.when(jnp.bool(self.pieces > 0))
+        @_when(self.pieces > 0)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             self._tell(self.pieces - 1)

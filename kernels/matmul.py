@@ -3,8 +3,9 @@
 A block has three warpgroups. Two multiply: each holds half the rows of a tile in its accumulator.
 The third has up to three busy warps: one loads tiles of lhs and rhs into a ring of `num_stages`
 slots of shared memory, one runs `communicate`, whatever a fused kernel has to move meanwhile, and
-one looks out for lhs that has yet to arrive (`Gate`), so that the loading warp never has to ask
-global memory, which takes longer than the ring holds out.
+one looks out for what has yet to arrive. Neither the loading warp nor the multiplying warpgroups
+wait for a semaphore themselves: a look at global memory takes longer than the ring holds out, and
+where warpgroups wait so, the assembler serialises the tensor cores (ptxas, C7520).
 
 | barrier | arrives | waits | count | proves |
 |---|---|---|---|---|
@@ -12,6 +13,8 @@ global memory, which takes longer than the ring holds out.
 | `empty[stage]` | multiplying warpgroups | loading warp | 2 | it may be overwritten |
 | `opened[slot]` | looking-out warp | loading warp | 1 | the next columns of lhs are in place |
 | `passed[slot]` | loading warp | looking-out warp | 1 | the slot may be used again |
+| `cleared` | looking-out warp | multiplying warpgroups | 1 | the tile may be finished |
+| `taken` | multiplying warpgroups | looking-out warp | 2 | `cleared` may be used again |
 
 A fused kernel says where tiles come from and go to with the hooks of `Hooks`, and is otherwise the
 plain matmul: it copies none of it.
@@ -68,7 +71,9 @@ class Hooks:
       settle: called in each multiplying warpgroup, before `finish` of its next tile, with (tile,
         warpgroup); for what must follow when the stores are complete, such as a signal.
       communicate: runs in a warp of its own, beside everything else; returns when it is done.
-      gate: what the loads of lhs wait for, if anything.
+      gate: what the loads of lhs wait for, if anything; instead of `clear`.
+      clear: called in the looking-out warp, ahead of `finish`, with (tile); returns once the tile
+        may be finished; instead of `gate`.
     """
 
     locate: Callable[[jax.Array], Any]
@@ -78,6 +83,7 @@ class Hooks:
     settle: Callable[..., None] | None = None
     communicate: Callable[[], None] | None = None
     gate: Gate | None = None
+    clear: Callable[[Any], None] | None = None
 
 
 def run(
@@ -91,7 +97,8 @@ def run(
       num_tiles: of the whole device; block `b` takes tiles `b`, `b + num_blocks`, ...
       k: length of the contraction.
       num_blocks: blocks of the grid.
-      **scratch: the refs of `tile_config.scratch`, and with a gate of `tile_config.gate_scratch`.
+      **scratch: the refs of `tile_config.scratch`, and with a gate of `gate_scratch`, with
+        `clear` of `clear_scratch`.
     """
     roles = _Roles(
         hooks=hooks,
@@ -115,7 +122,9 @@ def run(
         if hooks.communicate is not None:
             warps.append(roles.communicate)
         if hooks.gate is not None:
-            warps.append(roles.look_out)
+            warps.append(roles.look_out_for_loads)
+        if hooks.clear is not None:
+            warps.append(roles.look_out_for_finish)
 
         @plgpu.warp_map
         def _(warp):
@@ -139,6 +148,8 @@ class _Roles:
     empty: Any
     opened: Any = None
     passed: Any = None
+    cleared: Any = None
+    taken: Any = None
 
     @property
     def tiles_per_gate(self) -> int:
@@ -157,7 +168,7 @@ class _Roles:
         with jax.named_scope("communicate"):
             self.hooks.communicate()
 
-    def look_out(self) -> None:
+    def look_out_for_loads(self) -> None:
         """Waits for lhs ahead of the loading warp, by at most `GATE_SLOTS` gates."""
 
         def tile_loop(i, _):
@@ -170,6 +181,17 @@ class _Roles:
                 plgpu.barrier_arrive(self.opened.at[slot])
 
             lax.fori_loop(0, ceil_div(self.k_tiles, self.tiles_per_gate), gate_loop, None)
+
+        with jax.named_scope("look out"):
+            lax.fori_loop(0, self.own_tiles, tile_loop, None)
+
+    def look_out_for_finish(self) -> None:
+        """Clears tiles for `finish`, at most one ahead."""
+
+        def tile_loop(i, _):
+            self.hooks.clear(self.tile(i))
+            plgpu.barrier_arrive(self.cleared)
+            plgpu.barrier_wait(self.taken)
 
         with jax.named_scope("look out"):
             lax.fori_loop(0, self.own_tiles, tile_loop, None)
@@ -224,6 +246,9 @@ class _Roles:
             plgpu.barrier_arrive(self.empty.at[_previous(stage, self.config.num_stages)])
             if self.hooks.settle is not None:
                 pl.when(i > 0)(lambda: self._settle(i - 1))
+            if self.hooks.clear is not None:
+                plgpu.barrier_wait(self.cleared)
+                plgpu.barrier_arrive(self.taken)
             with jax.named_scope("store"):
                 buffers = self.out_smem.at[warpgroup]
                 self.hooks.finish(self.tile(i), product, buffers, warpgroup * rows)

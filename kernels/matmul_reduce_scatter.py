@@ -11,7 +11,7 @@ all-reduce on every device.
 | `partial[s]` | the multiplying warpgroups | | | the product for the `s + 1`-th successor |
 | `produced[s, tile]` | the warpgroups of the device at `-(s + 1)` | pulling warps | 2 | its `partial[s]` holds the tile |
 | `fetched[s]` | the pulling warps | | | the product of the device at `-(s + 1)` |
-| `arrived[tile]` | the pulling warps | multiplying warpgroups, own rows | peers | the tile is in all of `fetched` |
+| `arrived[tile]` | the pulling warps | looking-out warps | peers | the tile is in all of `fetched` |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
 | `finished` | owners' warpgroups, per tile | block 0's pulling warp | see `launch` | all of `out` is in place (all-reduce) |
 
@@ -133,6 +133,13 @@ def launch(
                 if everywhere:
                     refs.finished.wait(peers * order.tiles_per_shard * MULTIPLYING_WARPGROUPS)
 
+        def clear(tile):
+            step, m, n = tile
+
+            @pl.when(step == peers)
+            def _():
+                refs.arrived.at[order.index(m, n)].wait(peers)
+
         hooks = matmul.Hooks(
             locate=order.locate,
             load_lhs=lambda *args: _load_lhs(team, config.tiles, refs, *args),
@@ -140,6 +147,7 @@ def launch(
             finish=lambda *args: _finish(team, order, refs, *args),
             settle=lambda *args: _settle(team, order, refs, *args),
             communicate=communicate,
+            clear=clear,
         )
         num_tiles = team.size * order.tiles_per_shard
         matmul.run(
@@ -174,6 +182,7 @@ def launch(
             pulled_bar=plgpu.Barrier(num_barriers=config.pull_slots),
             added=plgpu.Barrier(num_barriers=MULTIPLYING_WARPGROUPS * config.tiles.store_buffers),
             **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
+            **tile_config.clear_scratch(),
         ),
         closing_barrier=False,  # `released` and `finished` do it.
         invariant=everywhere,
@@ -276,7 +285,6 @@ def _finish(team, order, refs, tile, product, buffers, part_row):
 
     @pl.when(step == peers)
     def _():
-        refs.arrived.at[order.index(m, n)].wait(peers)
         index, outs = 0, [refs.out]
         if refs.finished is not None:
             index = team.device_id()

@@ -107,3 +107,8 @@ def gate_scratch() -> dict[str, Any]:
     return dict(
         opened=plgpu.Barrier(num_barriers=GATE_SLOTS), passed=plgpu.Barrier(num_barriers=GATE_SLOTS)
     )
+
+
+def clear_scratch() -> dict[str, Any]:
+    """Barriers of `clear`, by name, for a kernel whose hooks have it."""
+    return dict(cleared=plgpu.Barrier(), taken=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS))
