@@ -1,0 +1,130 @@
+"""Compiles kernels for H100s without one; run by `test_compiled.py` in a process of its own.
+
+    python compile_cases.py CASE FILE
+
+writes a JSON list to FILE, an entry for each program of the case: its label, its HLO, and the
+fields of its kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.distributed import aot
+
+MIDDLING = (2048, 1024, 2048)
+type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
+
+
+def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis="x", dtype=jnp.bfloat16, **options):
+    """One call of a fused matmul on operands that lie as it wants them."""
+    m, k, n = sizes
+    in_specs, _ = cases.specs(name, axis)
+    structs = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(m, k), (k, n)], in_specs, strict=True)
+    ]
+    return cases.mapped(name, mesh, axis, backend="pallas", **options), structs
+
+
+def configs(name: str) -> Iterator[Program]:
+    """Every configuration that the tuner may choose."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for config in importlib.import_module(f"stretto.kernels.{name}").Config.candidates():
+        yield f"{name} {config}", *fused(name, mesh, config=config)
+
+
+def variants(name: str) -> Iterator[Program]:
+    """The default configuration where it is hardest: many peers, sizes that fit no tile."""
+    yield "eight devices", *fused(name, aot.mesh_of_gpus((8,), ("x",)))
+    four = aot.mesh_of_gpus((4,), ("x",))
+    yield "awkward", *fused(name, four, cases.whole(name, 4, 65, 72, 136))
+
+
+def more_variants(name: str) -> Iterator[Program]:
+    """The default configuration in other settings."""
+    four = aot.mesh_of_gpus((4,), ("x",))
+    square = aot.mesh_of_gpus((2, 2), ("x", "y"))
+    yield "two devices", *fused(name, aot.mesh_of_gpus((2,), ("x",)))
+    yield "float32 out of float16", *fused(name, four, dtype=jnp.float16, out_dtype=jnp.float32)
+    yield "second axis", *fused(name, square, axis="y")
+    yield "tuple of axes", *fused(name, square, axis=("x", "y"))
+
+
+def epilogue() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    yield "gelu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.gelu)
+
+
+def a_process_a_gpu() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",), processes=4)
+    for name in cases.OPERATIONS:
+        yield name, *fused(name, mesh)
+
+
+def collectives() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    calls = {
+        "all_gather": (st.all_gather, (1024, 512), P(None)),
+        "reduce_scatter": (st.reduce_scatter, (1024, 512), P("x")),
+        "all_reduce in one shot": (st.all_reduce, (32, 512), P(None)),
+        "all_reduce in two": (st.all_reduce, (4096, 512), P(None)),
+        "all_to_all": (
+            functools.partial(st.all_to_all, split_axis=0, concat_axis=0),
+            (1024, 512),
+            P("x"),
+        ),
+    }
+    for label, (call, (rows, columns), out_spec) in calls.items():
+        mapped = jax.shard_map(
+            functools.partial(call, axis_name="x", backend="pallas"),
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=out_spec,
+            check_vma=False,
+        )
+        sharding = NamedSharding(mesh, P("x"))
+        yield (
+            label,
+            mapped,
+            [jax.ShapeDtypeStruct((4 * rows, columns), jnp.bfloat16, sharding=sharding)],
+        )
+
+
+CASES: dict[str, Callable[[], Iterator[Program]]] = {
+    **{f"configs of {name}": functools.partial(configs, name) for name in cases.OPERATIONS},
+    **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
+    **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
+    "epilogue": epilogue,
+    "a process a GPU": a_process_a_gpu,
+    "collectives": collectives,
+}
+
+
+def main(case: str, file: str) -> None:
+    results: list[dict[str, Any]] = []
+    for label, program, structs in CASES[case]():
+        compiled = aot.compile_program(program, *structs)
+        kernels = [dataclasses.asdict(kernel) for kernel in compiled.kernels]
+        results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels))
+    pathlib.Path(file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

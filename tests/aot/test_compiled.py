@@ -1,0 +1,183 @@
+"""What the compiler for H100s makes of the kernels, on a machine that has none.
+
+Each case is compiled by `compile_cases.py` in a process of its own: the compiler is asked for its
+output through the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.distributed import aot
+
+pytestmark = pytest.mark.skipif(
+    not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"
+)
+
+SCRIPT = Path(__file__).with_name("compile_cases.py")
+MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+REGISTERS = 65536
+# Instructions that reach global memory but for bulk copies, with their scope and order.
+ACCESS = re.compile(r"(?<![\w.])((?:red|atom|ld|st)\.[\w.:]*global[\w.:]*)")
+# What only reads what the host wrote before the launch: pointers, sizes, descriptors.
+READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
+# An operand or a result that XLA copies; semaphores are 32 bit integers, and small.
+COPIED = re.compile(r"= \(?(?!s32)\w+\[[\d,]+\][^=]*? copy(?:-start)?\(")
+
+
+def compile_case(case: str, folder: Path) -> list[dict]:
+    """Compiles a case; each entry is a program with its `label`, `hlo` and `kernels`."""
+    file = folder / "compiled.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), case, str(file)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled = json.loads(file.read_text())
+    assert compiled and all(program["kernels"] for program in compiled)
+    return compiled
+
+
+def flaws(kernel: dict, *, warpgroups: int, local: bool) -> Iterator[str]:
+    """What is wrong with a kernel; `local` says whether it has semaphores within a device."""
+    if ".target sm_90a" not in kernel["ptx"]:
+        yield "it is not compiled for sm_90a"
+    if kernel["spill_bytes"] or kernel["stack_bytes"]:
+        yield f"{kernel['spill_bytes']} bytes spilled, {kernel['stack_bytes']} of stack"
+    if kernel["warnings"]:
+        yield f"the assembler warns: {kernel['warnings']}"
+    if kernel["registers"] * 128 * warpgroups > REGISTERS:
+        yield f"{kernel['registers']} registers do not fit {warpgroups} warpgroups"
+    accesses = ACCESS.findall(kernel["ptx"])
+    scoped = [a for a in accesses if not READS_PARAMETERS.fullmatch(a)]
+    within = [a for a in scoped if ".gpu." in a]
+    for access in scoped:
+        if ".sys." not in access and not (local and access in within):
+            yield f"{access} may cross devices and has not the scope of the system"
+        if not re.search(r"\.(acquire|release|relaxed)\.", access):
+            yield f"{access} has no order"
+    kinds = {access.split(".global")[0] for access in scoped if access not in within}
+    if not {"red.release.sys", "ld.acquire.sys"} <= kinds:
+        yield f"signals and waits across devices are missing: {sorted(kinds)}"
+    if local != bool(within):
+        yield f"signals within a device: {within}"
+    if kernel["ptx"].count("trap;") < 1:
+        yield "no wait has a limit"
+
+
+def check(compiled: list[dict], **expected) -> None:
+    found = [
+        f"{program['label']}: {kernel['name']}: {flaw}"
+        for program in compiled
+        for kernel in program["kernels"]
+        for flaw in flaws(kernel, **expected)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", MATMULS)
+@pytest.mark.parametrize("case", ["configs of", "variants of"])
+def test_fused_matmuls(name, case, tmp_path):
+    compiled = compile_case(f"{case} {name}", tmp_path)
+    assert len(compiled) >= 2
+    check(compiled, warpgroups=3, local=True)
+    for program in compiled:
+        assert not COPIED.search(program["hlo"]), f"{program['label']}:\n{program['hlo']}"
+        assert "S(1)" not in program["hlo"], "no memory of NCCL in a process that has all GPUs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MATMULS)
+def test_fused_matmuls_in_other_settings(name, tmp_path):
+    check(compile_case(f"more of {name}", tmp_path), warpgroups=3, local=True)
+
+
+def test_an_epilogue_costs_no_spills(tmp_path):
+    check(compile_case("epilogue", tmp_path), warpgroups=3, local=True)
+
+
+def test_collectives(tmp_path):
+    compiled = compile_case("collectives", tmp_path)
+    check(compiled, warpgroups=1, local=False)
+    for program in compiled:
+        assert not COPIED.search(program["hlo"]), program["hlo"]
+
+
+@pytest.mark.slow
+def test_a_process_a_gpu(tmp_path):
+    """Operands and results are then copied into memory that peers can reach, and no oftener."""
+    compiled = compile_case("a process a GPU", tmp_path)
+    check(compiled, warpgroups=3, local=True)
+    for program in compiled:
+        assert "S(1)" in program["hlo"]
+        assert len(COPIED.findall(program["hlo"])) <= 3
+
+
+class TestTheChecks:
+    """They find what they look for."""
+
+    KERNEL = dict(  # noqa: RUF012
+        ptx="""
+        .target sm_90a
+        @%p1 red.release.sys.global.add.u32 [%rd1], 1;
+        ld.acquire.sys.global.u32 %r1, [%rd2];
+        ld.global.b64 %rd3, [%rd4];
+        trap;
+        """,
+        spill_bytes=0,
+        stack_bytes=0,
+        registers=168,
+        warnings=[],
+    )
+
+    def found(self, old="", new="", *, local=False, **changes):
+        kernel = self.KERNEL | changes
+        kernel["ptx"] = kernel["ptx"].replace(old, new) if old else kernel["ptx"]
+        return " ".join(flaws(kernel, warpgroups=3, local=local))
+
+    def test_a_good_kernel_has_no_flaws(self):
+        assert self.found() == ""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (dict(spill_bytes=8), "8 bytes spilled"),
+            (dict(stack_bytes=16), "16 of stack"),
+            (dict(warnings=["C7510"]), "C7510"),
+            (dict(registers=255), "255 registers do not fit"),
+            (dict(local=True), "signals within a device: []"),
+            (dict(old="red.release.sys", new="red.release.gpu"), "may cross devices"),
+            (dict(old="red.release.sys", new="red.sys"), "has no order"),
+            (dict(old="ld.acquire.sys", new="ld.volatile.sys"), "missing"),
+            (dict(old="ld.global.b64 %rd3", new="st.global.b64 %rd3"), "may cross devices"),
+            (dict(old="sm_90a", new="sm_90"), "not compiled for sm_90a"),
+            (dict(old="trap;", new=""), "no wait has a limit"),
+        ],
+    )
+    def test_flaws_are_found(self, changes, message):
+        assert message in self.found(**changes)
+
+    @pytest.mark.parametrize(
+        ("line", "copied"),
+        [
+            ("%c = bf16[64,8]{1,0} copy(%p)", True),
+            ("%c = (bf16[64,8]{1,0}, bf16[8]) copy-start(%p)", True),
+            ("%c = f32[64,8]{1,0:S(1)} copy(%p)", True),
+            ("%c = s32[1]{0} copy(%zero)", False),
+            ("%c = bf16[64,8]{1,0} bitcast(%p)", False),
+        ],
+    )
+    def test_copies_are_found(self, line, copied):
+        assert bool(COPIED.search(line)) == copied
