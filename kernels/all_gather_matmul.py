@@ -30,7 +30,7 @@ from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.reference import Epilogue
 from stretto.kernels.tile_config import TileConfig
 
@@ -106,6 +106,11 @@ def default_config(problem: Problem) -> Config:
 def estimate(problem: Problem) -> tuple[float, float]:
     """Times in microseconds, (fused, XLA), from sizes and rates alone."""
     return costs.all_gather_matmul(problem)
+
+
+def judge(problem: Problem) -> Verdict:
+    """Which implementation should be faster, by `estimate`."""
+    return costs.judge(estimate(problem))
 
 
 def launch(

@@ -73,6 +73,16 @@ class Choice:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which implementation should be faster, and why; times in microseconds, where estimated."""
+
+    backend: str
+    reason: str
+    fused_us: float | None = None
+    xla_us: float | None = None
+
+
 class Kernel(Protocol):
     """What a kernel's module offers to the choice."""
 
@@ -84,8 +94,8 @@ class Kernel(Protocol):
         """The configuration for a problem that no table has."""
         ...
 
-    def estimate(self, problem: Problem) -> tuple[float, float]:
-        """Times in microseconds, (fused, XLA), from sizes and rates alone."""
+    def judge(self, problem: Problem) -> Verdict:
+        """Which implementation should be faster, by an analysis of sizes and rates."""
         ...
 
 
@@ -173,16 +183,8 @@ def _faster(problem: Problem, kernel: Kernel) -> Choice:
     found = config_type and tables.look_up(problem, config_type, itemsize)
     if found:
         return Choice(problem=problem, **dataclasses.asdict(found) | {"config": found.config})
-    fused_us, xla_us = kernel.estimate(problem)
-    backend = "pallas" if fused_us < xla_us else "xla"
-    return Choice(
-        problem=problem,
-        backend=backend,
-        reason="it is estimated to be faster",
-        config=kernel.default_config(problem),
-        fused_us=fused_us,
-        xla_us=xla_us,
-    )
+    verdict = kernel.judge(problem)
+    return Choice(problem=problem, config=kernel.default_config(problem), **vars(verdict))
 
 
 def _unsuitable_devices(problem: Problem) -> str | None:

@@ -38,7 +38,7 @@ class Config:
     """
 
     num_blocks: int = 32
-    piece_rows: int = 64
+    piece_rows: int = 32
     slots: int = 6
 
     def check(self, itemsize: int = 1) -> None:

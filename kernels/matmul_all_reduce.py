@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 
 from stretto.kernels import costs, matmul_reduce_scatter
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.matmul_reduce_scatter import Config, default_config, unsupported
 
-__all__ = ["Config", "default_config", "estimate", "launch", "unsupported"]
+__all__ = ["Config", "default_config", "estimate", "judge", "launch", "unsupported"]
 
 launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
 
@@ -21,3 +21,8 @@ launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
 def estimate(problem: Problem) -> tuple[float, float]:
     """Times in microseconds, (fused, XLA), from sizes and rates alone."""
     return costs.matmul_all_reduce(problem)
+
+
+def judge(problem: Problem) -> Verdict:
+    """Which implementation should be faster, by `estimate`."""
+    return costs.judge(estimate(problem))

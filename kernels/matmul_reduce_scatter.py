@@ -1,7 +1,7 @@
 """`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
 
-Each device multiplies the rows that its peers own before its own (`tiles.ScatterOrder`), and keeps
-the products at home. A spare warp of every block fetches the peers' products for the own rows,
+Each device multiplies the rows that its peers own, its successors' in turn, before its own, and
+keeps the products at home. A spare warp of every block fetches the peers' products for the own rows,
 straight from where the peers keep them, as they come to be. When the device comes to a tile of its
 own rows, it adds what was fetched to its product in float32 and stores the sum: at home, or for an
 all-reduce on every device.
@@ -35,7 +35,7 @@ from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 
 PIECE_ROWS = 64
@@ -48,31 +48,35 @@ class Config:
 
     Attributes:
       tiles: of the matmul.
-      rounds: at most how often a device turns to its own rows (`tiles.ScatterOrder`).
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
     """
 
     tiles: TileConfig = TileConfig(num_stages=3, store_buffers=4)  # noqa: RUF009 - frozen
-    rounds: int = 4
     pull_slots: int = 2
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
         self.tiles.check()
-        needed = self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
+        needed = self.smem_bytes(itemsize)
         if needed > tile_config.SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
                 f" {tile_config.SMEM_BYTES}; take fewer stages or buffers."
             )
 
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, in bytes."""
+        return self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
+
     @staticmethod
     def candidates() -> Iterator[Config]:
         """What the tuner tries."""
         for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
-            for rounds in (1, 4):
-                tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
-                yield Config(tiles=tile, rounds=rounds)
+            tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
+            for pull_slots in (2, 3):
+                config = Config(tiles=tile, pull_slots=pull_slots)
+                if config.smem_bytes(2) <= tile_config.SMEM_BYTES:
+                    yield config
 
 
 def unsupported(problem: Problem, config: Config | None) -> str | None:
@@ -94,6 +98,11 @@ def estimate(problem: Problem) -> tuple[float, float]:
     return costs.matmul_reduce_scatter(problem)
 
 
+def judge(problem: Problem) -> Verdict:
+    """Which implementation should be faster, by `estimate`."""
+    return costs.judge(estimate(problem))
+
+
 def launch(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -109,7 +118,7 @@ def launch(
     Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`.
     """
     m_shard, n = lhs.shape[1], rhs.shape[1]
-    order = tiles.ScatterOrder(m_shard, n, config.tiles, team.size, config.rounds)
+    order = tiles.ShardOrder(m_shard, n, config.tiles)
     num_blocks = kernel.num_multiprocessors()
     peers = team.size - 1
     slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
@@ -210,9 +219,9 @@ class _Refs:
 def _pull(team, order, refs, num_blocks, buffers, barriers):
     """The pulling warp: fetches whole tiles, one after another, in the order peers make them in.
 
-    The peers' tiles for this device are those of its own list that are not its own. A tile is in
-    place before the next one is waited for: a device that made the next one only after it had got
-    this one would never make it.
+    All devices go through the tiles in one order, so the peers' tiles for this device come in the
+    order of its own list, and are those before its own. A tile is in place before the next one is
+    waited for: a device that made the next one only after it had got this one would never make it.
     """
     config, (_, piece_rows, piece_columns) = order.config, buffers.shape
     across, down = config.tile_n // piece_columns, config.tile_m // piece_rows
@@ -224,7 +233,7 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
     sources = [source(step) for step in range(team.size - 1)]
 
     def fetch_tile(i, _):
-        step, m, n = order.locate_of_peers(block + i * num_blocks)
+        step, m, n = order.locate(block + i * num_blocks)
         tile = order.index(m, n)
         refs.produced.at[step, tile].wait(MULTIPLYING_WARPGROUPS)
 

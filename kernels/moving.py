@@ -1,4 +1,4 @@
-"""What the choice of a backend has to know of the collectives' kernels: limits and costs."""
+"""What the choice of a backend has to know of the collectives' kernels: limits and sizes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stretto.kernels import costs
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.dispatch import Problem, Verdict
 
 SUMMED = ("bfloat16", "float16", "float32", "int32")
 # Below it every device of an all-reduce adds all of the array: one exchange in place of two.
@@ -19,11 +18,14 @@ ONE_SHOT_BYTES = 256 * 1024
 class Collective:
     """One of the collectives, as `dispatch.choose` asks of a kernel.
 
-    `sent` is how often the whole array crosses the links, per device, times D / (D - 1).
+    Attributes:
+      sums: whether it adds.
+      fused_from: bytes of the operand, per device, from which on the kernel was faster than NCCL
+        on 4 H100s (docs/performance.md); below it a launch costs more than it saves.
     """
 
     sums: bool
-    sent: float
+    fused_from: int
 
     def unsupported(self, problem: Problem, config: Any) -> str | None:
         """Why the kernel cannot serve `problem`, or None if it can."""
@@ -38,13 +40,16 @@ class Collective:
         """The kernels choose for themselves, from the size."""
         del problem
 
-    def estimate(self, problem: Problem) -> tuple[float, float]:
-        """Times in microseconds, (fused, XLA), from sizes and rates alone."""
+    def judge(self, problem: Problem) -> Verdict:
+        """Which implementation should be faster, by the operand's size."""
         size = problem.m * problem.n * jnp.dtype(problem.dtype).itemsize
-        return costs.collective(self.sent * size, problem.devices)
+        limit = f"{self.fused_from / 2**20:g} MiB"
+        if size < self.fused_from:
+            return Verdict(backend="xla", reason=f"an operand below {limit} is faster so")
+        return Verdict(backend="pallas", reason=f"an operand of {limit} or more is faster so")
 
 
-ALL_GATHER = Collective(sums=False, sent=1.0)
-REDUCE_SCATTER = Collective(sums=True, sent=1.0)
-ALL_REDUCE = Collective(sums=True, sent=2.0)
-ALL_TO_ALL = Collective(sums=False, sent=1.0)
+ALL_GATHER = Collective(sums=False, fused_from=4 * 2**20)
+REDUCE_SCATTER = Collective(sums=True, fused_from=64 * 2**20)
+ALL_REDUCE = Collective(sums=True, fused_from=16 * 2**20)
+ALL_TO_ALL = Collective(sums=False, fused_from=16 * 2**20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stretto.distributed.schedule import Int, ceil_div, div, rem, where
+from stretto.distributed.schedule import Int, ceil_div, div, where
 from stretto.kernels.tile_config import TileConfig
 
 
@@ -68,48 +68,3 @@ class ShardOrder:
     def index(self, m: Int, n: Int) -> Int:
         """A number for the tile at row `m` and column `n` of a shard's tiles."""
         return m * self.n_tiles + n
-
-
-@dataclasses.dataclass(frozen=True)
-class ScatterOrder(ShardOrder):
-    """Tiles in the order that suits a scatter: peers' tiles early, one's own as late as needed.
-
-    The bands of rows of all shards are taken in `rounds`. A round does its band of every peer's
-    shard, then the own band of the round before, whose parts the peers have sent meanwhile; the
-    last own band comes at the end. So the links are busy from the first tile to nearly the last.
-    Step `s < size - 1` is the shard of the `s + 1`-th successor, step `size - 1` the own one.
-    """
-
-    size: int
-    max_rounds: int
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds: the most up to `max_rounds` that divide a shard's rows of tiles."""
-        return max(r for r in range(1, self.max_rounds + 1) if self.m_tiles % r == 0)
-
-    def locate(self, index: Int) -> tuple[Int, Int, Int]:
-        """(step, row of tiles within the shard, column of tiles) of the tile at `index`."""
-        peers, height = self.size - 1, self.m_tiles // self.rounds
-        band = height * self.n_tiles
-        is_first = index < peers * band
-        later = where(is_first, 0, index - peers * band)
-        number = where(is_first, 0, 1 + div(later, self.size * band))
-        position = where(is_first, index, rem(later, self.size * band))
-        is_own = (position >= peers * band) | (number == self.rounds)
-        in_band = where(number == self.rounds, position, position - peers * band)
-        peer_step = div(position, band)
-        within = where(is_own, in_band, position - peer_step * band)
-        step = where(is_own, peers, peer_step)
-        m, n = raster(within, height, self.n_tiles, self.config.raster_width)
-        m = m + height * where(is_own, number - 1, number)
-        return step, m, n
-
-    def locate_of_peers(self, index: Int) -> tuple[Int, Int, Int]:
-        """As `locate`, of the tile at `index` among those that are not of the own shard."""
-        band = self.m_tiles // self.rounds * self.n_tiles
-        per_round = (self.size - 1) * band
-        number = div(index, per_round)
-        # In the whole list, a round after the first comes after the own band of the one before.
-        own_before = where(number > 1, number - 1, 0) * band
-        return self.locate(index + own_before)
