@@ -33,7 +33,7 @@ class _Simulation:
         self.settings = settings
         self.report = report
         self.error: Exception | None = None
-        self.rendezvous: dict[int, Rendezvous] = {}
+        self.rendezvous: dict[KernelCall, Rendezvous] = {}
         self.lock = threading.Lock()
         self._making = threading.Lock()
 
@@ -42,13 +42,15 @@ class _Simulation:
         with self._making:
             mesh = kernel.mesh
             place = Rendezvous(kernel.name, mesh.num_devices, mesh.describe)
-            return self.rendezvous.setdefault(id(kernel), place)
+            return self.rendezvous.setdefault(kernel, place)
 
 
 # Callbacks run on XLA's threads, so what they use is global, not per thread. A program that was
 # still running when its `simulate` ended finishes under the settings it started with.
 _active: list[_Simulation] = []
 _last: list[_Simulation] = []
+# Kernels with `interpret=SimulatorParams()` that run before any `simulate` share this one.
+_outside = _Simulation(Settings(), Report())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +193,7 @@ def _current() -> _Simulation:
         return _active[-1]
     if _last:
         return _last[-1]
-    return _Simulation(Settings(), Report())
+    return _outside
 
 
 jax_compat.install_kernel_interception(_intercept)

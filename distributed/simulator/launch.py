@@ -36,7 +36,7 @@ from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.sites import parameter_names
 
 
-@dataclass
+@dataclass(eq=False)
 class KernelCall:
     """A kernel as JAX lowers it, one for each place in a program that calls it.
 

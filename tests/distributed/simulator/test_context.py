@@ -46,7 +46,7 @@ def add_one(x, **kernel):
     return plgpu.kernel(body, out_type=like(x), **kernel)(x)
 
 
-def shift(x):
+def shift(x, **kernel):
     """Puts the shard to the next device."""
 
     def body(x_ref, out_ref, received_sem):
@@ -55,7 +55,7 @@ def shift(x):
         pl.semaphore_signal(received_sem, device_id=to)
         pl.semaphore_wait(received_sem)
 
-    return plgpu.kernel(body, out_type=like(x), scratch_types=[SEMAPHORE])(x)
+    return plgpu.kernel(body, out_type=like(x), scratch_types=[SEMAPHORE], **kernel)(x)
 
 
 def hang(x):
@@ -104,6 +104,10 @@ def test_eager_and_vmapped_calls():
 def test_one_kernel_without_the_context():
     out = jax.jit(lambda x: add_one(x, interpret=SimulatorParams()))(X)
     np.testing.assert_array_equal(out, X + 1)
+    x = np.arange(4 * 128, dtype=np.float32)
+    jitted = on_devices(lambda x: shift(x, interpret=SimulatorParams()), 4)
+    for _ in range(3):
+        np.testing.assert_array_equal(jitted(x), np.roll(x, 128))
 
 
 def test_core_count_is_there_inside_only():
