@@ -97,6 +97,12 @@ def test_chunks_are_their_columns_and_come_in_order(plan):
     assert chunks == sorted(chunks)
 
 
+@given(plans(), some.integers(1, 4))
+def test_pieces_follow_one_another_shard_after_shard(plan, shards):
+    found = [plan.piece_of(index) for index in range(shards * plan.pieces)]
+    assert found == [(shard, p) for shard in range(shards) for p in range(plan.pieces)]
+
+
 @given(plans(), some.data())
 def test_a_plan_in_a_kernel_is_that_of_python(plan, data):
     piece = data.draw(some.integers(0, plan.pieces - 1))

@@ -102,8 +102,9 @@ def test_epilogue_and_the_gathered_operand(keep_gathered, simulation):
 @everywhere
 def test_the_backward_pass_is_fused_too(name, simulation):
     jax.block_until_ready(gradients(lambda *xs: jnp.sin(fused(name)(*xs)), *operands(name)))
-    # An all-reduce's derivative needs no kernel but the forward one.
-    assert simulation.launches == (1 if name == "matmul_all_reduce" else 2)
+    # Forward; the operand's gradient; what is gathered for the weights'. An all-reduce's derivative
+    # moves nothing more: where values are not typed, XLA adds up what it is worth.
+    assert simulation.launches == (1 if name == "matmul_all_reduce" else 3)
 
 
 @everywhere

@@ -28,8 +28,13 @@ SCHEDULES = ("random", "pct", "round_robin")
 # Semaphores of each kernel, and what is found if nobody waits for them.
 PROTOCOLS = {
     "all_gather_matmul": {"received": "race", "released": "after end"},
-    "matmul_reduce_scatter": {"received": "race"},
-    "matmul_all_reduce": {"received": "race", "finished": "after end"},
+    "matmul_reduce_scatter": {"produced": "race", "arrived": "race", "released": "after end"},
+    "matmul_all_reduce": {
+        "produced": "race",
+        "arrived": "race",
+        "released": "after end",
+        "finished": "after end",
+    },
 }
 EACH = [(name, semaphore) for name, found in PROTOCOLS.items() for semaphore in found]
 each_semaphore = pytest.mark.parametrize(("name", "semaphore"), EACH)

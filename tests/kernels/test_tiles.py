@@ -20,15 +20,12 @@ def configs(draw):
         tile_m=128,
         tile_n=draw(some.sampled_from([64, 128, 192, 256])),
         raster_width=draw(some.integers(1, 20)),
-        cluster_size=draw(some.sampled_from([1, 2])),
     )
 
 
 def whole(order, devices):
-    """All tiles of a device, in the order of its work, with the rank in the cluster."""
-    groups = devices * order.m_groups * order.n_tiles
-    ranks = range(order.config.cluster_size)
-    return [[order.locate(group, rank) for rank in ranks] for group in range(groups)]
+    """All tiles of a device, in the order of its work."""
+    return [order.locate(index) for index in range(devices * order.tiles_per_shard)]
 
 
 def every_tile(order, devices):
@@ -55,10 +52,9 @@ def test_neighbours_in_the_raster_share_an_operand(m_tiles, n_tiles, width):
 def test_shard_order_is_a_bijection_shard_after_shard(m_shard, n, config, devices):
     order = ShardOrder(m_shard, n, config)
     tiles = whole(order, devices)
-    flat = list(itertools.chain.from_iterable(tiles))
-    assert len(flat) == len(set(flat)) == devices * order.tiles_per_shard
-    assert set(flat) == every_tile(order, devices)
-    steps = [step for step, _, _ in flat]
+    assert len(tiles) == len(set(tiles)) == devices * order.tiles_per_shard
+    assert set(tiles) == every_tile(order, devices)
+    steps = [step for step, _, _ in tiles]
     assert steps == sorted(steps)
 
 
@@ -67,18 +63,10 @@ def test_the_tiles_cover_the_shard(m_shard, n, config):
     order = ShardOrder(m_shard, n, config)
     assert order.m_tiles * config.tile_m >= m_shard
     assert order.n_tiles * config.tile_n >= n
-    assert (order.m_tiles - config.cluster_size) * config.tile_m < m_shard
+    assert (order.m_tiles - 1) * config.tile_m < m_shard
     assert (order.n_tiles - 1) * config.tile_n < n
     numbers = {order.index(m, n) for m in range(order.m_tiles) for n in range(order.n_tiles)}
     assert numbers == set(range(order.tiles_per_shard))
-
-
-@given(some.integers(1, 3000), some.integers(1, 1500), configs(), some.integers(1, 8))
-def test_neighbours_in_a_cluster_share_columns(m_shard, n, config, devices):
-    for tiles in whole(ShardOrder(m_shard, n, config), devices):
-        steps, rows, columns = zip(*tiles, strict=True)
-        assert len(set(steps)) == len(set(columns)) == 1
-        assert list(rows) == list(range(rows[0], rows[0] + config.cluster_size))
 
 
 scatters = some.builds(
@@ -93,18 +81,15 @@ scatters = some.builds(
 
 @given(scatters)
 def test_scatter_order_is_a_bijection(order):
-    flat = list(itertools.chain.from_iterable(whole(order, order.size)))
-    assert len(flat) == len(set(flat))
-    assert set(flat) == every_tile(order, order.size)
+    tiles = whole(order, order.size)
+    assert len(tiles) == len(set(tiles))
+    assert set(tiles) == every_tile(order, order.size)
 
 
 @given(scatters)
 def test_own_tiles_come_after_all_peers_tiles_of_their_rows(order):
     """Else a device could wait for a part that a peer computes only after waiting itself."""
-    position = {}
-    for number, tiles in enumerate(whole(order, order.size)):
-        for tile in tiles:
-            position[tile] = number
+    position = {tile: number for number, tile in enumerate(whole(order, order.size))}
     own = order.size - 1
     for (step, m, n), number in position.items():
         if step == own:
@@ -115,10 +100,10 @@ def test_own_tiles_come_after_all_peers_tiles_of_their_rows(order):
 def test_a_rounds_own_rows_come_a_round_late(order):
     """When a device turns to its own rows, the peers have had a round to send their parts."""
     own = order.size - 1
-    height = order.m_groups // order.rounds * order.config.cluster_size
-    assert order.m_groups % order.rounds == 0 and order.rounds <= order.max_rounds
+    height = order.m_tiles // order.rounds
+    assert order.m_tiles % order.rounds == 0 and order.rounds <= order.max_rounds
     seen = []
-    for (step, m, _), *_ in whole(order, order.size):
+    for step, m, _ in whole(order, order.size):
         entry = (step == own, m // height)
         if not seen or seen[-1] != entry:
             seen.append(entry)
@@ -129,10 +114,20 @@ def test_a_rounds_own_rows_come_a_round_late(order):
         assert seen == want
 
 
+@given(scatters)
+def test_the_peers_tiles_are_the_list_without_ones_own(order):
+    """A device fetches in the order in which its peers make what it fetches."""
+    own = order.size - 1
+    fetched = [order.locate_of_peers(index) for index in range(own * order.tiles_per_shard)]
+    assert fetched == [tile for tile in whole(order, order.size) if tile[0] != own]
+
+
 @given(scatters, some.data())
 def test_an_order_in_a_kernel_is_that_of_python(order, data):
-    groups = order.size * order.m_groups * order.n_tiles
-    group = data.draw(some.integers(0, groups - 1))
+    index = data.draw(some.integers(0, order.size * order.tiles_per_shard - 1))
     for kind in (order, ShardOrder(order.m_shard, order.n, order.config)):
-        found = kind.locate(jnp.int32(group), jnp.int32(0))
-        assert tuple(map(int, found)) == kind.locate(group, 0)
+        assert tuple(map(int, kind.locate(jnp.int32(index)))) == kind.locate(index)
+    if order.size > 1:
+        index %= (order.size - 1) * order.tiles_per_shard
+        found = order.locate_of_peers(jnp.int32(index))
+        assert tuple(map(int, found)) == order.locate_of_peers(index)
