@@ -105,10 +105,10 @@ class Execution:
 
     @staticmethod
     def suited_to(platform: str, backend: str, dtype: str | None = None) -> Execution:
-        """The defaults for "gpu" or "cpu": 16 bits wherever a fused kernel may serve."""
-        fused = platform == "gpu" or backend in ("pallas", "simulator")
+        """The defaults for CPUs ("cpu") or GPUs: 16 bits wherever a fused kernel may serve."""
+        fused = platform != "cpu" or backend in ("pallas", "simulator")
         dtype = dtype or ("bfloat16" if fused else "float32")
-        cudnn = platform == "gpu" and dtype != "float32"
+        cudnn = platform != "cpu" and dtype != "float32"
         return Execution(backend=backend, dtype=dtype, attention="cudnn" if cudnn else "xla")
 
 

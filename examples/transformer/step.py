@@ -18,7 +18,7 @@ from parallel import Tree
 class TrainState(NamedTuple):
     """All that a run needs to go on; `step` counts the steps that were made."""
 
-    step: jax.typing.ArrayLike | Tree
+    step: Tree  # one int32
     weights: Tree
     optimizer: Tree
 
