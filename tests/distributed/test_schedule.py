@@ -37,6 +37,16 @@ def test_step_of_shard_is_the_inverse(size, data):
         assert schedule.step_of_shard(device, shard, size) == step
 
 
+@given(sizes)
+def test_in_a_scatter_ones_own_shard_is_last_and_everybody_knows_who_makes_what(size):
+    """A device makes its successors' shards in turn; the owner finds step s at `-(s + 1)`."""
+    for device in range(size):
+        owners = [schedule.shard_of_step(device, step + 1, size) for step in range(size)]
+        assert sorted(owners) == list(range(size)) and owners[-1] == device
+        for step, owner in enumerate(owners[:-1]):
+            assert (owner - (step + 1)) % size == device
+
+
 @given(some.integers(0, 10_000), some.integers(1, 200))
 def test_shares_add_up_and_differ_by_one_at_most(total, parts):
     shares = [schedule.share(total, part, parts) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""The order of tiles: every tile once, and the peers' before one's own."""
+"""The order of tiles: every tile once, shard after shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from stretto.kernels.tile_config import TileConfig
-from stretto.kernels.tiles import ScatterOrder, ShardOrder, raster
+from stretto.kernels.tiles import ShardOrder, raster
 
 counts = some.integers(1, 12)
 
@@ -69,65 +69,10 @@ def test_the_tiles_cover_the_shard(m_shard, n, config):
     assert numbers == set(range(order.tiles_per_shard))
 
 
-scatters = some.builds(
-    ScatterOrder,
-    some.integers(1, 3000),
-    some.integers(1, 1500),
-    configs(),
-    some.integers(1, 64),
-    some.integers(1, 6),
-)
+orders = some.builds(ShardOrder, some.integers(1, 3000), some.integers(1, 1500), configs())
 
 
-@given(scatters)
-def test_scatter_order_is_a_bijection(order):
-    tiles = whole(order, order.size)
-    assert len(tiles) == len(set(tiles))
-    assert set(tiles) == every_tile(order, order.size)
-
-
-@given(scatters)
-def test_own_tiles_come_after_all_peers_tiles_of_their_rows(order):
-    """Else a device could wait for a part that a peer computes only after waiting itself."""
-    position = {tile: number for number, tile in enumerate(whole(order, order.size))}
-    own = order.size - 1
-    for (step, m, n), number in position.items():
-        if step == own:
-            assert all(position[peer, m, n] < number for peer in range(own))
-
-
-@given(scatters)
-def test_a_rounds_own_rows_come_a_round_late(order):
-    """When a device turns to its own rows, the peers have had a round to send their parts."""
-    own = order.size - 1
-    height = order.m_tiles // order.rounds
-    assert order.m_tiles % order.rounds == 0 and order.rounds <= order.max_rounds
-    seen = []
-    for step, m, _ in whole(order, order.size):
-        entry = (step == own, m // height)
-        if not seen or seen[-1] != entry:
-            seen.append(entry)
-    if order.size > 1:
-        first = [(False, 0)]
-        rounds = [((False, r), (True, r - 1)) for r in range(1, order.rounds)]
-        want = [*first, *itertools.chain.from_iterable(rounds), (True, order.rounds - 1)]
-        assert seen == want
-
-
-@given(scatters)
-def test_the_peers_tiles_are_the_list_without_ones_own(order):
-    """A device fetches in the order in which its peers make what it fetches."""
-    own = order.size - 1
-    fetched = [order.locate_of_peers(index) for index in range(own * order.tiles_per_shard)]
-    assert fetched == [tile for tile in whole(order, order.size) if tile[0] != own]
-
-
-@given(scatters, some.data())
-def test_an_order_in_a_kernel_is_that_of_python(order, data):
-    index = data.draw(some.integers(0, order.size * order.tiles_per_shard - 1))
-    for kind in (order, ShardOrder(order.m_shard, order.n, order.config)):
-        assert tuple(map(int, kind.locate(jnp.int32(index)))) == kind.locate(index)
-    if order.size > 1:
-        index %= (order.size - 1) * order.tiles_per_shard
-        found = order.locate_of_peers(jnp.int32(index))
-        assert tuple(map(int, found)) == order.locate_of_peers(index)
+@given(orders, some.integers(1, 64), some.data())
+def test_an_order_in_a_kernel_is_that_of_python(order, devices, data):
+    index = data.draw(some.integers(0, devices * order.tiles_per_shard - 1))
+    assert tuple(map(int, order.locate(jnp.int32(index)))) == order.locate(index)
