@@ -5,10 +5,8 @@ Needs the packages of the `aot` dependency group and `JAX_PLATFORMS=cpu` (see CO
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
-import os
 import pathlib
 import re
 import tempfile
@@ -18,8 +16,11 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from stretto.distributed import settings
+
 TARGETS = pathlib.Path(__file__).parent.parent / "configs" / "targets"
-_DUMP_VARIABLES = ("MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS")
+# What costs speed is only an "info" to the assembler.
+_WARNING = re.compile("warning|Potential Performance Loss")
 _LIMITS = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
     r"Used (\d+) registers",
@@ -84,23 +85,9 @@ def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledP
     Not to be called from two threads at once: the compiler's dumps are asked for through the
     environment of the process.
     """
-    with tempfile.TemporaryDirectory() as folder, _dump_to(folder):
-        hlo = jax.jit(fun).lower(*operands).compile().as_text()
+    with tempfile.TemporaryDirectory() as folder, settings.dumps_to(folder):
+        hlo = jax.jit(fun).lower(*operands).compile().as_text() or ""
         return CompiledProgram(hlo=hlo, kernels=tuple(_read_kernels(pathlib.Path(folder))))
-
-
-@contextlib.contextmanager
-def _dump_to(folder: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _DUMP_VARIABLES}
-    os.environ.update(dict(zip(_DUMP_VARIABLES, (folder, "1", "1"), strict=True)))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _read_kernels(folder: pathlib.Path) -> Iterator[CompiledKernel]:

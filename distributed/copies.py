@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def remote(ref: Any, team: Team, peer_id: int | jax.Array) -> Any:
     `peer_id` may depend on the device's own id but on nothing else that is known only while the
     kernel runs: the copy engine's descriptors are made before it starts.
     """
-    return plgpu.remote_ref(ref, team.address(peer_id))
+    return plgpu.remote_ref(ref, cast(Any, team.address(peer_id)))
 
 
 def _when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
@@ -67,7 +67,7 @@ class Pull:
     """
 
     pieces: Int
-    place: Callable[[jax.Array], Place]
+    place: Callable[[Any], Place]
     sources: Sequence[Any]
     destination: Callable[[Int], Any]
     arrived: Callable[[Place], None] | None = None

@@ -99,7 +99,10 @@ def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, si
     )
     if transforms:
         raise NotImplementedError(f"cannot wait on a semaphore seen through {transforms}")
-    as_i32 = lambda x: gpu_lowering._ensure_ir_value(x, jnp.int32)
+
+    def as_i32(x):
+        return gpu_lowering._ensure_ir_value(x, jnp.int32)
+
     device = ctx.launch_ctx.device_id() if across_devices else as_i32(0)
     operands = [sem, as_i32(value), device, *map(as_i32, args[num_operands:])]
     is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
@@ -139,11 +142,10 @@ def _emit_bounded_spin(ptr, wanted, device, indices, decrement, scope, site) -> 
     if_late = scf.IfOp(late)
     with ir.InsertionPoint(if_late.then_block):
         block = [arith.index_cast(i32, gpu.block_id(d)) for d in gpu.Dimension]
-        constant = lambda x: mgpu_utils.c(x, i32)
-        words = [device, *block, wanted, seen, constant(len(indices)), *indices]
+        words = [device, *block, wanted, seen, mgpu_utils.c(len(indices), i32), *indices]
         mgpu_utils.inline_ptx(
             _report_ptx(len(words)),
-            constant(mailbox.register(site)),
+            mgpu_utils.c(mailbox.register(site), i32),
             *words,
             has_side_effects=True,
         )
@@ -156,8 +158,10 @@ def _report_ptx(num_words: int) -> str:
         f"st.relaxed.sys.global.u32 [at+{8 + 4 * i}], ${1 + i};" for i in range(num_words)
     )
     return f"""{{
+        .reg .u32 slot;
         .reg .u64 at;
-        mul.wide.u32 at, $1, {mailbox.RECORD_BYTES};
+        and.b32 slot, $1, {mailbox.MAX_DEVICES - 1};
+        mul.wide.u32 at, slot, {mailbox.RECORD_BYTES};
         add.u64 at, at, {mailbox.address():#x};
         st.relaxed.sys.global.u32 [at+4], $0;
         {stores}
@@ -171,9 +175,8 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
     """PTX of the spin: $0 value seen, $1 whether it timed out, $2 address, $3 value wanted.
 
     The clock is read only once the first look has failed. Looks acquire by themselves: a fence
-    after the spin would wait for everything that the thread has in flight, which on 4 H100s cost
-    all_gather_matmul 5% (docs/performance.md). The proxy fence orders bulk copies, issued next,
-    after what the signaller wrote.
+    after the spin would wait for everything that the thread has in flight. The proxy fence orders
+    bulk copies, issued next, after what the signaller wrote.
     """
     look = f"ld.acquire.{scope}.global.u32 $0, [$2]; setp.ge.u32 p, $0, $3;"
     take = f"""
@@ -243,9 +246,7 @@ def _team_kernel_abstract_eval(*_, jaxpr, info):
 def _team_kernel_batching(args, dims, *, jaxpr, info):
     """One launch per batch entry, in order: the same on every device of the team."""
     mapped = [d is not None for d in dims]
-    moved = [
-        batching.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)
-    ]
+    moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
 
     def launch(slices):
         rest = iter(slices)

@@ -83,7 +83,7 @@ def launch(
 
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
         sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
-        if not closes:
+        if team is None or not closes:
             body(*refs, **sems, **scratch_refs)
             return
         closing_sem = sems.pop("closing_sem")

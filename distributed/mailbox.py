@@ -10,6 +10,7 @@ The page lies at the same address in every process, so that all compile the same
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -19,14 +20,14 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
 from stretto.distributed.errors import KernelTimeoutError
 
 PREFERRED_ADDRESS = 0x1F53_5452_0000
-MAX_DEVICES = 64
+MAX_DEVICES = 64  # Records; devices of larger meshes share them. A power of two.
 RECORD_WORDS = 16
 RECORD_BYTES = 4 * RECORD_WORDS
 PAGE_BYTES = MAX_DEVICES * RECORD_BYTES
@@ -73,7 +74,7 @@ def read() -> list[str]:
     for device in range(MAX_DEVICES):
         words = page[device * RECORD_WORDS : (device + 1) * RECORD_WORDS]
         if words[0] == WRITTEN:
-            record = dict(zip(_FIELDS, words, strict=False))
+            record: dict[str, int] = dict(zip(_FIELDS, words, strict=False))
             lines.append(_describe(record, words[len(_FIELDS) :]))
     return lines
 
@@ -175,6 +176,22 @@ def explain(error: BaseException) -> KernelTimeoutError | None:
         return None
     lines = read()
     return KernelTimeoutError("; ".join(lines)) if lines else None
+
+
+@contextlib.contextmanager
+def kernel_errors() -> Iterator[None]:
+    """Raises a kernel's report as `KernelTimeoutError` in place of the error that JAX makes of it.
+
+    Put it around whatever waits for results (`block_until_ready`, a conversion to NumPy). A program
+    that ends with JAX's error shows the report as its last line without it.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _excepthook(previous: Callable, kind: type, error: BaseException, trace: object) -> None:

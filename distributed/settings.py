@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 
 WAIT_LIMIT_VARIABLE = "STRETTO_WAIT_LIMIT_S"
 DEFAULT_WAIT_LIMIT_S = 30.0
@@ -31,3 +33,22 @@ def wait_limit_s() -> float:
             f" unset it for the default of {DEFAULT_WAIT_LIMIT_S:g}."
         )
     return limit
+
+
+@contextlib.contextmanager
+def dumps_to(folder: str) -> Iterator[None]:
+    """Makes Mosaic GPU write the PTX and the assembler's report of what it compiles to `folder`.
+
+    It reads that from the process's environment and has no other way to be asked.
+    """
+    names = ("MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict(zip(names, (folder, "1", "1"), strict=True)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -62,8 +62,9 @@ class Team:
 
         Axes that are not the team's are left out and so default to the caller's own position.
         """
-        key = self.axes if len(self.axes) > 1 else self.axes[0]
-        return {key: device_id}
+        if len(self.axes) == 1:
+            return {self.axes[0]: device_id}
+        return {self.axes: device_id}
 
     @functools.cached_property
     def peer_offsets(self) -> tuple[int, ...]:

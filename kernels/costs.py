@@ -1,7 +1,8 @@
 """Times estimated from sizes and rates, for problems that no table has.
 
-The rates are what 4 H100s of one NVLink domain reach (docs/performance.md). The estimates of the
-fused kernels lean to the slow side: a call goes to XLA unless the fused kernel is clearly faster.
+The rates are what 4 H100s of one NVLink domain reach (docs/performance_notes.md). The estimates of
+the fused kernels lean to the slow side: a call goes to XLA unless the fused kernel is clearly
+faster.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _faster(problem: Problem, kernel: Kernel) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
     config_type = getattr(kernel, "Config", None)
     itemsize = jnp.dtype(problem.dtype).itemsize
-    found = config_type and tables.look_up(problem, config_type, itemsize)
+    found = config_type and tables.look_up(problem, config_type, itemsize)  # pyright: ignore[reportArgumentType]
     if found:
         return Choice(problem=problem, **dataclasses.asdict(found) | {"config": found.config})
     verdict = kernel.judge(problem)

@@ -7,7 +7,7 @@ waits for anybody on the way.
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `out[d]` | device `d` | | | its part |
-| `closing_sem` | every block of every peer, once | block 0 | blocks x peers | all of `out` is in place |
+| `closing_sem` | peers' blocks, once each | block 0 | blocks x peers | all of `out` is in place |
 
 A device may store into a peer's result as soon as it starts, since no device starts before all are
 ready to (XLA's barrier before every collective kernel).

@@ -52,6 +52,7 @@ class bound:
     backend: str
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
+        """The operation's result."""
         return self.operation(*operands, self.axes, backend=self.backend)
 
 

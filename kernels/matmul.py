@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS, block_id
-from stretto.distributed.schedule import ceil_div, rem, share
+from stretto.distributed.schedule import Int, ceil_div, rem, share
 from stretto.kernels.tile_config import (
     GATE_SLOTS,
     LOADING_REGISTERS,
@@ -139,7 +139,7 @@ class _Roles:
     hooks: Hooks
     config: TileConfig
     num_blocks: int
-    own_tiles: jax.Array
+    own_tiles: Int
     k_tiles: int
     lhs_smem: Any
     rhs_smem: Any
@@ -154,19 +154,24 @@ class _Roles:
     @property
     def tiles_per_gate(self) -> int:
         """Tiles along k between gates."""
-        return self.hooks.gate.columns // self.config.tile_k
+        return self.gate.columns // self.config.tile_k
 
-    def tile(self, i: jax.Array) -> Any:
+    @property
+    def gate(self) -> Gate:
+        """The hooks' gate."""
+        return _present(self.hooks.gate)
+
+    def tile(self, i: Int) -> Any:
         """This block's `i`-th tile."""
         return self.hooks.locate(block_id() + i * self.num_blocks)
 
-    def gate_slot(self, i: jax.Array, gate: jax.Array) -> jax.Array:
+    def gate_slot(self, i: Int, gate: Int) -> Int:
         """The barriers' slot for a gate of the `i`-th tile."""
         return rem(i * ceil_div(self.k_tiles, self.tiles_per_gate) + gate, GATE_SLOTS)
 
     def communicate(self) -> None:
         with jax.named_scope("communicate"):
-            self.hooks.communicate()
+            _present(self.hooks.communicate)()
 
     def look_out_for_loads(self) -> None:
         """Waits for lhs ahead of the loading warp, by at most `GATE_SLOTS` gates."""
@@ -177,7 +182,7 @@ class _Roles:
             def gate_loop(gate, _):
                 slot = self.gate_slot(i, gate)
                 plgpu.barrier_wait(self.passed.at[slot])
-                self.hooks.gate.wait(tile, gate)
+                self.gate.wait(tile, gate)
                 plgpu.barrier_arrive(self.opened.at[slot])
 
             lax.fori_loop(0, ceil_div(self.k_tiles, self.tiles_per_gate), gate_loop, None)
@@ -189,7 +194,7 @@ class _Roles:
         """Clears tiles for `finish`, at most one ahead."""
 
         def tile_loop(i, _):
-            self.hooks.clear(self.tile(i))
+            _present(self.hooks.clear)(self.tile(i))
             plgpu.barrier_arrive(self.cleared)
             plgpu.barrier_wait(self.taken)
 
@@ -241,7 +246,7 @@ class _Roles:
                     )
                     return acc[...], stage_after
 
-            accumulator = plgpu.ACC((rows, self.config.tile_n), jnp.float32)
+            accumulator = plgpu.WGMMAAccumulatorRef((rows, self.config.tile_n), jnp.float32)
             product, stage = pl.run_scoped(product_and_stage, accumulator)
             plgpu.barrier_arrive(self.empty.at[_previous(stage, self.config.num_stages)])
             if self.hooks.settle is not None:
@@ -273,9 +278,9 @@ class _Roles:
 
         return _next(stage, self.config.num_stages)
 
-    def _settle(self, i: jax.Array) -> None:
+    def _settle(self, i: Int) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-        self.hooks.settle(self.tile(i), lax.axis_index(THREAD_AXIS))
+        _present(self.hooks.settle)(self.tile(i), lax.axis_index(THREAD_AXIS))
 
 
 type Windows = Callable[[int, int, int, int], Sequence[Any]]
@@ -319,6 +324,13 @@ def store_piece(piece: jax.Array, buffer: Any, windows: Windows, row: int, colum
     for window in windows(row, piece.shape[0], column, piece.shape[1]):
         plgpu.copy_smem_to_gmem(buffer, window, commit_group=False)
     plgpu.commit_smem_to_gmem_group()
+
+
+def _present[T](hook: T | None) -> T:
+    """`hook`, in a role that only runs where the hooks have it."""
+    if hook is None:
+        raise TypeError("this role needs a hook that the kernel does not have")
+    return hook
 
 
 def _next(stage, num_stages):

@@ -260,7 +260,7 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
     lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
 
 
-def _owner(team: Team, step: schedule.Int) -> jax.Array:
+def _owner(team: Team, step: schedule.Int) -> schedule.Int:
     """Whose rows are multiplied at `step`: the successors' in turn, one's own last."""
     return schedule.shard_of_step(team.device_id(), step + 1, team.size)
 
@@ -280,7 +280,7 @@ def _load_rhs(config, refs, tile, k_index, slot, barrier):
 
 
 def _finish(team, order, refs, tile, product, buffers, part_row):
-    """Stores a part of a tile: for its owner to fetch, or with the peers' parts added, as result."""
+    """Stores a part of a tile: for its owner to fetch, or, peers' parts added, as the result."""
     step, m, n = tile
     config, peers = order.config, team.size - 1
     first_row, first_column = m * config.tile_m + part_row, n * config.tile_n

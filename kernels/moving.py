@@ -21,7 +21,7 @@ class Collective:
     Attributes:
       sums: whether it adds.
       fused_from: bytes of the operand, per device, from which on the kernel was faster than NCCL
-        on 4 H100s (docs/performance.md); below it a launch costs more than it saves.
+        on 4 H100s (docs/performance_notes.md); below it a launch costs more than it saves.
     """
 
     sums: bool

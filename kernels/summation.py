@@ -111,7 +111,7 @@ def _launch(name, x, team, out_parts, config, interpret):
     return out
 
 
-def _members(ref: Any, team: Team, part: Any) -> list[tuple[int | jax.Array, Any]]:
+def _members(ref: Any, team: Team, part: Any) -> list[tuple[jax.Array, Any]]:
     """(member, its part of `ref`) of every member, in the order in which they are best asked."""
     own = [(team.device_id(), ref.at[part])]
     return own + [

@@ -78,7 +78,9 @@ def unsupported(problem: Problem) -> str | None:
 def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
     """Layout of a shared memory tile whose rows are 128 bytes: what wgmma and the engine want."""
     row = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle
 
 
 def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stretto.distributed.errors import KernelTimeoutError
+    from stretto.distributed.mailbox import kernel_errors
     from stretto.distributed.simulator import simulate
     from stretto.kernels.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
     from stretto.kernels.explain import explain
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "KernelTimeoutError",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "explain",
     "initialize",
+    "kernel_errors",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
@@ -35,12 +39,14 @@ __all__ = [
 
 # Public name: the module it lives in.
 _MODULES = {
+    "KernelTimeoutError": "stretto.distributed.errors",
     "all_gather": "stretto.kernels.collectives",
     "all_gather_matmul": "stretto.kernels.operations",
     "all_reduce": "stretto.kernels.collectives",
     "all_to_all": "stretto.kernels.collectives",
     "explain": "stretto.kernels.explain",
     "initialize": "stretto.launch.startup",
+    "kernel_errors": "stretto.distributed.mailbox",
     "matmul_all_reduce": "stretto.kernels.operations",
     "matmul_reduce_scatter": "stretto.kernels.operations",
     "reduce_scatter": "stretto.kernels.collectives",
