@@ -192,4 +192,10 @@ def _unsuitable_devices(problem: Problem) -> str | None:
         return f"the devices are {problem.platform}, not GPUs."
     if not any(name in problem.device_kind for name in HOPPER):
         return f"the kernels are written for Hopper GPUs and these are {problem.device_kind}."
+    processes, local = jax.process_count(), jax.local_device_count()
+    if processes > 1 and local > 1:
+        return (
+            "a kernel's devices must all be of one process, or one of each process, and this job"
+            f" has {processes} processes of {local} GPUs each."
+        )
     return None
