@@ -248,7 +248,7 @@ def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received,
             row_slice = pl.ds(first_row + row, rows)
             return [out_ref.at[shard, row_slice, pl.ds(first_column + column, columns)]]
 
-        matmul.store(product, buffers, windows, epilogue and (lambda piece, *_: epilogue(piece)))
+        matmul.store(product, buffers, windows, epilogue)
 
     return matmul.Hooks(
         locate=order.locate,
