@@ -90,8 +90,8 @@ def matmul_reduce_scatter(
     | out | `[m / D, n]` | `[m, n]` | rows |
 
     Equals `lax.psum_scatter(lhs @ rhs, axis_name, tiled=True)`. The fused kernel rounds each
-    device's partial product once, to `out_dtype`, sums the D of them in float32 in the order of
-    the devices, and rounds the sum; XLA sums in `out_dtype`.
+    peer's partial product once, to `out_dtype`, adds them to the device's own in float32, always
+    in the same order, and rounds the sum; XLA sums in `out_dtype`.
 
     Args:
       lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
@@ -103,7 +103,8 @@ def matmul_reduce_scatter(
     Raises:
       ValueError: as `all_gather_matmul`, and where m is not a multiple of D.
 
-    Memory: the fused kernel holds the peers' partial products, `(D - 1) * m / D * n` elements.
+    Memory: the fused kernel holds partial products, for the peers and from them, `2 * (D - 1) * m / D * n`
+    elements.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
@@ -137,9 +138,9 @@ def matmul_all_reduce(
     | rhs | `[k_shard, n]` | `[D * k_shard, n]` | rows |
     | out | `[m, n]` | `[m, n]` | not sharded: the same on every device |
 
-    Equals `lax.psum(lhs @ rhs, axis_name)`. The fused kernel rounds each device's partial product
-    once, to `out_dtype`, sums the D of them in float32, and rounds the sum; every device holds
-    bitwise the same result. XLA sums in `out_dtype`.
+    Equals `lax.psum(lhs @ rhs, axis_name)`. The fused kernel rounds partial products once, to
+    `out_dtype`, sums them in float32, and rounds the sum; every device holds bitwise the same
+    result. XLA sums in `out_dtype`.
 
     Args:
       lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
@@ -151,7 +152,8 @@ def matmul_all_reduce(
     Raises:
       ValueError: as `all_gather_matmul`.
 
-    Memory: the fused kernel holds the peers' partial products, `(D - 1) * m / D * n` elements.
+    Memory: the fused kernel holds partial products, for the peers and from them, `2 * (D - 1) * m / D * n`
+    elements.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
