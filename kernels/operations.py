@@ -103,8 +103,8 @@ def matmul_reduce_scatter(
     Raises:
       ValueError: as `all_gather_matmul`, and where m is not a multiple of D.
 
-    Memory: the fused kernel holds partial products, for the peers and from them, `2 * (D - 1) * m / D * n`
-    elements.
+    Memory: the fused kernel holds partial products, for the peers and from them,
+    `2 * (D - 1) * m / D * n` elements.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
@@ -152,8 +152,8 @@ def matmul_all_reduce(
     Raises:
       ValueError: as `all_gather_matmul`.
 
-    Memory: the fused kernel holds partial products, for the peers and from them, `2 * (D - 1) * m / D * n`
-    elements.
+    Memory: the fused kernel holds partial products, for the peers and from them,
+    `2 * (D - 1) * m / D * n` elements.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
