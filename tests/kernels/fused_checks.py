@@ -120,21 +120,22 @@ def judge(label: str, whole: np.ndarray, normal: np.ndarray) -> Iterator[str]:
             yield f"{label}: {kind} error {ours.max():.4g}, XLA's {xla.max():.4g}"
 
 
-def verify(name: str, mesh: Mesh, shapes: Iterable[Sizes], **options: Any) -> list[str]:
-    """What is wrong with the kernel at any of the shapes. Compiles them side by side."""
+def verify(name: str, mesh: Mesh, problems: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[str]:
+    """What is wrong with the kernel at any of the (sizes, options). Compiles them side by side."""
     start = jnp.int32(0), jnp.bool_(True)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        compiled = {}
-        for sizes in shapes:
+        compiled = []
+        for sizes, options in problems:
             program = jax.jit(verification(name, mesh, sizes, **options))
-            compiled[sizes] = pool.submit(program.lower(*start).compile)
+            compiled.append((sizes, options, pool.submit(program.lower(*start).compile)))
         found = []
-        for number, (sizes, future) in enumerate(compiled.items()):
+        for number, (sizes, options, future) in enumerate(compiled):
             run = future.result()
             whole, normal = (
                 np.asarray(run(jnp.int32(2 * number + flag), jnp.bool_(flag))) for flag in (1, 0)
             )
-            found += judge(f"{name} {'x'.join(map(str, sizes))}", whole, normal)
+            label = f"{name} {'x'.join(map(str, sizes))} {options.get('config') or ''}"
+            found += judge(label.rstrip(), whole, normal)
     return found
 
 

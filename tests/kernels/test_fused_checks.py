@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collective_checks
 import fused_cases as cases
 import fused_checks as checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import slow_peers
 
 import stretto as st
+from stretto.distributed.simulator import DeadlockError
 
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
 
@@ -23,8 +26,8 @@ def simulation():
 
 @everywhere
 def test_verify(name):
-    shapes = [cases.whole(name, 2, 16, 64, 64), cases.whole(name, 2, 9, 8, 24)]
-    assert checks.verify(name, cases.mesh_of(2), shapes, backend="pallas") == []
+    problems = [(cases.whole(name, 2, m, k, n), {}) for m, k, n in [(16, 64, 64), (9, 8, 24)]]
+    assert checks.verify(name, cases.mesh_of(2), problems) == []
 
 
 @everywhere
@@ -36,7 +39,7 @@ def test_verify_finds_what_is_wrong(name, monkeypatch):
         return out if options.get("backend") == "xla" else out.at[-1, -1].add(64)
 
     monkeypatch.setitem(cases.OPERATIONS, name, wrong)
-    found = checks.verify(name, cases.mesh_of(2), [cases.whole(name, 2, 4, 8, 8)])
+    found = checks.verify(name, cases.mesh_of(2), [(cases.whole(name, 2, 4, 8, 8), {})])
     assert len(found) == 3
     assert "wrong elements" in found[0] and "max error" in found[1] and "sum error" in found[2]
 
@@ -50,7 +53,7 @@ def test_verify_finds_devices_that_differ(monkeypatch):
         return out.at[0, 0].multiply(1 + jax.lax.axis_index("x").astype(out.dtype) / 64)
 
     monkeypatch.setitem(cases.OPERATIONS, name, wrong)
-    found = checks.verify(name, cases.mesh_of(2), [(8, 16, 8)])
+    found = checks.verify(name, cases.mesh_of(2), [((8, 16, 8), {})])
     assert any("different bits" in line for line in found)
 
 
@@ -88,3 +91,32 @@ def test_gradients(name):
     errors = np.asarray(jax.jit(program)(jnp.int32(5)))
     assert errors.shape == (2, 2, 2)
     assert (errors[:, 0] <= 2 * errors[:, 1] + 1e-3).all(), errors
+
+
+@pytest.mark.parametrize("name", collective_checks.CALLS)
+def test_collectives(name):
+    operands = [((6, 5), "bfloat16"), ((4, 130), "float32")]
+    assert collective_checks.compare(name, cases.mesh_of(2), operands) == []
+
+
+def test_wrong_collectives_are_found(monkeypatch):
+    def wrong(x, axis_name, backend):
+        return st.all_gather(x, axis_name, backend="xla") * (1 if backend == "xla" else 2)
+
+    monkeypatch.setitem(collective_checks.CALLS, "all_gather", wrong)
+    found = collective_checks.compare("all_gather", cases.mesh_of(2), [((4, 4), "float32")])
+    assert "wrong elements, by device" in found[0]
+
+
+@pytest.mark.parametrize("semaphore", ["received", "released"])
+def test_a_peer_that_drops_a_signal(semaphore):
+    lhs, rhs = cases.operands(*cases.whole("all_gather_matmul", 2, 64, 64, 64))
+    with (
+        slow_peers.dropping(1, semaphore),
+        pytest.raises(DeadlockError, match=semaphore),
+        st.simulate(core_count=2),
+    ):
+        cases.run("all_gather_matmul", lhs, rhs)
+    np.testing.assert_array_equal(
+        cases.run("all_gather_matmul", lhs, rhs), cases.rounded(lhs @ rhs, jnp.bfloat16)
+    )
