@@ -158,11 +158,10 @@ def launch(
             communicate=communicate,
             clear=clear,
         )
-        num_tiles = team.size * order.tiles_per_shard
         matmul.run(
             hooks,
             config.tiles,
-            num_tiles=num_tiles,
+            num_tiles=team.size * order.tiles_per_shard,
             k=rhs.shape[0],
             num_blocks=num_blocks,
             **rest,
