@@ -31,6 +31,7 @@ _INSTRUCTION = re.compile(
 _ARRAY = re.compile(r"\b[a-z]+\d+\[[\d,]*\]")
 _GROUPS = re.compile(r"replica_groups=(.*?), (?=[a-z_]+=)")
 _AXES = re.compile(r"'(\w+)'(?!=)")  # of a mesh['dp'=2,'tp'=2] {'tp'}
+_ALONE = re.compile(r"\{(\{\d+\},?)*\}")  # every device in a group of its own
 
 
 class Collective(NamedTuple):
@@ -54,8 +55,10 @@ def collectives(hlo: str) -> Counter[Collective]:
             kind, over, arrays = f"kernel {match['source'].split('/')[-2]}", "tp", arrays[:1]
         else:
             groups = _GROUPS.search(line)
-            kind, over = match["kind"], groups[1] if groups else ""
-            over = ", ".join(_AXES.findall(over)) or over
+            over = groups[1] if groups else ""
+            if _ALONE.fullmatch(over):
+                continue  # it sends nothing
+            kind, over = match["kind"], ", ".join(_AXES.findall(over)) or over
             arrays = arrays[len(arrays) // 2 :] if match["start"] else arrays
         found[Collective(_place(match["source"]), kind, over, " ".join(arrays))] += 1
     return found
@@ -72,13 +75,13 @@ def _place(source: str) -> str:
 
 def compiled_step(
     mesh: Mesh, sizes: config.Sizes, training: config.Training, how: config.Execution
-) -> str:
-    """The training step's optimised HLO for the devices of `mesh`, with nothing allocated."""
+) -> jax.stages.Compiled:
+    """The training step, compiled for the devices of `mesh`, with nothing allocated."""
     rows = jax.ShapeDtypeStruct(
         (training.batch * sizes.sequence,), jnp.int32, sharding=NamedSharding(mesh, parallel.ROWS)
     )
     step = make_train_step(mesh, sizes, training, how)
-    return step.lower(state_shapes(mesh, sizes, training), rows, rows).compile().as_text()
+    return step.lower(state_shapes(mesh, sizes, training), rows, rows).compile()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = "bfloat16" if args.target else "float32"
     how = config.Execution(backend=args.backend, dtype=dtype)
     sizes.check_fits(args.dp, args.tp, training.batch)
-    found = collectives(compiled_step(mesh, sizes, training, how))
+    found = collectives(compiled_step(mesh, sizes, training, how).as_text() or "")
     print("  n  where            what                          over    results on a device")
     for (where, kind, over, results), count in sorted(found.items()):
         print(f"{count:3d}  {where:15}  {kind:28}  {over:6}  {results}")

@@ -1,0 +1,220 @@
+"""The transformer's loss and gradients are those of one device, on every mesh; what it sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
+
+import collectives
+import config
+import data
+import parallel
+import reference
+from step import TrainState, initial_state, make_optimizer, state_shardings
+
+SIZES = config.Sizes(layers=2, hidden=64, heads=8, kv_heads=4, feed_forward=48, sequence=16)
+TRAINING = config.Training(steps=100, batch=4, learning_rate=3e-3)
+TEXT = data.Corpus(*[np.frombuffer(Path(__file__).read_bytes(), np.uint8)] * 2, digest="")
+FLOAT32 = config.Execution(backend="xla")
+MESHES = [(1, 1), (1, 2), (2, 2), (1, 4)]
+
+
+def random_bytes(sizes: config.Sizes, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    rows = rng.integers(config.VOCABULARY, size=(batch, sizes.sequence + 1)).astype(np.int32)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def random_weights(sizes: config.Sizes) -> parallel.Tree:
+    """Normal weights of every size, the norms' scales around one; numpy, float32."""
+    _, shapes, _ = parallel.structure(sizes)
+    rng = np.random.default_rng(4)
+
+    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        is_norm = "norm" in path[-1].key
+        mean, std = (1, 0.3) if is_norm else (0, sizes.hidden**-0.5)
+        return rng.normal(mean, std, shape.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def put(mesh: jax.sharding.Mesh, sizes: config.Sizes, weights: parallel.Tree) -> parallel.Tree:
+    return jax.device_put(weights, parallel.shardings(mesh, parallel.structure(sizes)[2]))
+
+
+def on_mesh(dp: int, tp: int, sizes: config.Sizes, how: config.Execution, batch: int):
+    """(loss, gradients) of the first devices, as numpy."""
+    mesh = parallel.make_mesh(dp, tp)
+    rows = [parallel.put_rows(mesh, x) for x in random_bytes(sizes, batch)]
+    function = jax.jit(parallel.loss_and_gradients(mesh, sizes, how))
+    weights = put(mesh, sizes, random_weights(sizes))
+    return jax.tree.map(np.asarray, function(weights, *rows))
+
+
+def on_one_device(sizes: config.Sizes, dtype: str, batch: int):
+    function = jax.jit(jax.value_and_grad(lambda w, *rows: reference.loss(w, *rows, sizes, dtype)))
+    return jax.tree.map(np.asarray, function(random_weights(sizes), *random_bytes(sizes, batch)))
+
+
+def differences(gradients: parallel.Tree, expected: parallel.Tree) -> dict[str, float]:
+    """By weight: the largest difference, as a share of the largest expected value."""
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    found = jax.tree.leaves(gradients)
+    return {
+        jax.tree_util.keystr(path): float(np.abs(x - y).max() / np.abs(y).max())
+        for (path, y), x in zip(paths, found, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return on_one_device(SIZES, "float32", TRAINING.batch)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4)])
+def test_loss_and_gradients_are_those_of_one_device(exact, dp: int, tp: int) -> None:
+    loss, gradients = on_mesh(dp, tp, SIZES, FLOAT32, TRAINING.batch)
+    assert loss == pytest.approx(exact[0], rel=1e-6)
+    off = differences(gradients, exact[1])
+    assert max(off.values()) < 2e-5, off
+
+
+def test_keeping_what_layers_make_changes_nothing(exact) -> None:
+    how = dataclasses.replace(FLOAT32, remat=False)
+    _, gradients = on_mesh(1, 2, SIZES, how, TRAINING.batch)
+    assert max(differences(gradients, exact[1]).values()) < 2e-5
+
+
+def test_fused_kernels_give_the_same_in_the_simulator() -> None:
+    sizes = config.Sizes(layers=1, hidden=32, heads=4, kv_heads=2, feed_forward=16, sequence=16)
+    loss, gradients = on_one_device(sizes, "float32", 1)
+    losses, off = {}, {}
+    for backend in ("xla", "simulator"):
+        how = config.Execution(backend=backend, dtype="bfloat16")
+        losses[backend], ours = on_mesh(1, 2, sizes, how, 1)
+        off[backend] = differences(ours, gradients)
+    assert abs(losses["simulator"] - loss) <= 2 * abs(losses["xla"] - loss) + 1e-3
+    for name, allowed in off["xla"].items():
+        assert 0 < off["simulator"][name] <= 2 * allowed, name
+
+
+@functools.cache
+def compiled_step(dp: int, tp: int):
+    return collectives.compiled_step(parallel.make_mesh(dp, tp), SIZES, TRAINING, FLOAT32)
+
+
+@functools.cache
+def losses_of_training(dp: int, tp: int) -> list[float]:
+    mesh = parallel.make_mesh(dp, tp)
+    weights = put(mesh, SIZES, random_weights(SIZES))
+    where = state_shardings(mesh, SIZES, TRAINING)
+    init = jax.jit(make_optimizer(TRAINING).init, out_shardings=where.optimizer)
+    state = TrainState(jax.device_put(np.int32(0), where.step), weights, init(weights))
+    losses = []
+    for number in range(TRAINING.steps):
+        rows = data.training_batch(TEXT, number, TRAINING.batch, SIZES.sequence, seed=0)
+        state, loss = compiled_step(dp, tp)(state, *(parallel.put_rows(mesh, x) for x in rows))
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES[1:])
+def test_training_is_the_same_on_every_mesh(dp: int, tp: int) -> None:
+    plain = losses_of_training(1, 1)
+    assert losses_of_training(dp, tp) == pytest.approx(plain, rel=1e-4)
+    assert np.mean(plain[-10:]) < plain[0] - 1.5  # it learns
+
+
+def test_weights_are_the_same_on_every_mesh_and_split() -> None:
+    whole, split = (initial_state(parallel.make_mesh(1, tp), SIZES, TRAINING) for tp in (1, 4))
+    jax.tree.map(np.testing.assert_array_equal, whole.weights, split.weights)
+    blocks = split.weights["blocks"]
+    for name, dim in {"qkv": 2, "attention_out": 1, "gate_up": 3, "down": 1}.items():
+        shard = blocks[name].addressable_shards[0].data.shape
+        assert shard[dim] == blocks[name].shape[dim] // 4, name
+    moments = jax.tree.leaves(split.optimizer)
+    assert sum(x.addressable_shards[0].data.size < x.size for x in moments) == 2 * 4
+
+
+def count(dp: int, tp: int) -> Counter:
+    counts: Counter = Counter()
+    found = collectives.collectives(compiled_step(dp, tp).as_text())
+    for (where, kind, over, _), number in found.items():
+        counts[where, kind, over] += number
+    return counts
+
+
+IN_A_LAYER = Counter(
+    {
+        ("layer, forward", "all-gather", "tp"): 2,
+        ("layer, forward", "reduce-scatter", "tp"): 2,
+        ("layer, again", "all-gather", "tp"): 2,
+        ("layer, backward", "all-gather", "tp"): 2,
+        ("layer, backward", "reduce-scatter", "tp"): 2,
+    }
+)
+
+
+ONCE = [
+    ("once", "all-reduce", "dp"),
+    ("once", "all-reduce", "dp, tp"),
+    ("once", "all-reduce", "tp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "expected"), [(1, 1, Counter()), (2, 2, IN_A_LAYER + Counter(ONCE))]
+)
+def test_step_has_no_collective_that_is_not_needed(dp: int, tp: int, expected: Counter) -> None:
+    assert count(dp, tp) == expected
+
+
+def test_logits_depend_on_nothing_later_nor_on_other_sequences() -> None:
+    mesh = parallel.make_mesh(2, 2)
+    tokens, _ = random_bytes(SIZES, TRAINING.batch)
+    others = tokens.copy()
+    others[1, 7] = (others[1, 7] + 1) % 256
+    function = jax.jit(parallel.logits(mesh, SIZES, FLOAT32))
+    weights = put(mesh, SIZES, random_weights(SIZES))
+    before, after = (
+        np.asarray(function(weights, parallel.put_rows(mesh, x))) for x in (tokens, others)
+    )
+    assert before.shape == (tokens.size, config.VOCABULARY) and before.dtype == np.float32
+    changed = np.flatnonzero(np.abs(before - after).max(axis=1) > 1e-5)
+    first = SIZES.sequence + 7
+    assert changed.tolist() == list(range(first, 2 * SIZES.sequence))
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "batch", "words"),
+    [
+        (1, 3, 4, "kv_heads=4 must be a multiple of tp=3"),
+        (3, 1, 4, "batch=4 must be a multiple of dp=3"),
+    ],
+)
+def test_what_a_mesh_cannot_split_is_refused(dp: int, tp: int, batch: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SIZES.check_fits(dp, tp, batch)
+
+
+def test_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="dp=3 x tp=3 needs 9 devices and there are 8"):
+        parallel.make_mesh(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"heads": 7}, "hidden=64"), ({"kv_heads": 3}, "kv_heads=3"), ({"hidden": 8}, "even")],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(SIZES, **changes)
