@@ -29,12 +29,8 @@ SCHEDULES = ("random", "pct", "round_robin")
 PROTOCOLS = {
     "all_gather_matmul": {"received": "race", "released": "after end"},
     "matmul_reduce_scatter": {"produced": "race", "arrived": "race", "released": "after end"},
-    "matmul_all_reduce": {
-        "produced": "race",
-        "arrived": "race",
-        "released": "after end",
-        "finished": "after end",
-    },
+    # The steps before are those of the reduce-scatter, by the same code.
+    "matmul_all_reduce": {"finished": "after end"},
 }
 EACH = [(name, semaphore) for name, found in PROTOCOLS.items() for semaphore in found]
 each_semaphore = pytest.mark.parametrize(("name", "semaphore"), EACH)
