@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 from collections.abc import Callable, Iterable
 
+import fused_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,3 +63,29 @@ def compare(name: str, mesh: Mesh, operands: Iterable[Operand]) -> list[str]:
             if wrong.any():
                 found.append(f"{name} of {dtype} {shape}: wrong elements, by device: {wrong}")
     return found
+
+
+def per_device(call, *arrays, devices=None, axis="x", mesh=None):
+    """Calls `call` on each device with its entry of each array; returns what all of them got."""
+    mesh = mesh or cases.mesh_of(devices or len(arrays[0]))
+    spec = P(axis)
+
+    def mapped(*xs):
+        return jax.tree.map(lambda x: x[None], call(*[x[0] for x in xs]))
+
+    program = jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(program)(*arrays))
+
+
+def drawn(shape, dtype, seed=0):
+    """Small whole numbers: no two devices hold the same, and sums of them are exact."""
+    dtype = jnp.dtype(dtype)
+    low = 0 if dtype in (jnp.bool_, jnp.uint8) else -6
+    values = np.random.default_rng(seed).integers(low, 2 if dtype == jnp.bool_ else 7, shape)
+    return values.astype(dtype)
+
+
+def same_bits(got, want):
+    want = np.asarray(want)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert got.tobytes() == np.ascontiguousarray(want).tobytes()
