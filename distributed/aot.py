@@ -100,7 +100,5 @@ def _read_kernels(folder: pathlib.Path) -> Iterator[CompiledKernel]:
             registers=registers,
             stack_bytes=stack,
             spill_bytes=stores + loads,
-            warnings=tuple(
-                line for line in report.splitlines() if "warning" in line or "Performance" in line
-            ),
+            warnings=tuple(line for line in report.splitlines() if _WARNING.search(line)),
         )

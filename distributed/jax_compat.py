@@ -229,6 +229,11 @@ def bind_team_kernel(
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     with config._check_vma(False):
         jaxpr = jax.make_jaxpr(fun)(*structs)
+    if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
+        raise ValueError(
+            f"kernel {info.name}: its body uses a traced value from outside; compute the value"
+            " inside the body, or pass it as an operand."
+        )
     return team_kernel_p.bind(*operands, jaxpr=jaxpr, info=info)
 
 

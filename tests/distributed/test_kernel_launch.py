@@ -122,6 +122,21 @@ class TestLaunch:
         x = rows(1)
         np.testing.assert_array_equal(jax.jit(double)(x), 2 * x)
 
+    def test_a_body_that_takes_a_traced_value_from_outside(self, simulation):
+        def call(x):
+            twice = x[0, 0] * 2
+
+            def body(x_ref, out_ref):
+                out_ref[...] = x_ref[...] + twice
+
+            return kernel.launch(
+                body, x, name="outside", team=None, num_blocks=1,
+                out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+            )[0]  # fmt: skip
+
+        with pytest.raises(ValueError, match=r"kernel outside: its body uses a traced value from"):
+            jax.jit(call)(rows(1))
+
     @pytest.mark.parametrize(
         ("num_blocks", "message"),
         [

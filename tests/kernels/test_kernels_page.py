@@ -1,0 +1,41 @@
+"""The kernel of docs/kernels.md does what the page says, and so do its bugs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from stretto.distributed.simulator import DeadlockError, FindingError
+
+PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def run(code: str) -> None:
+    jax.clear_caches()
+    exec(compile(code, "docs/kernels.md", "exec"), {"__name__": "page"})
+
+
+def changed(old: str, new: str) -> str:
+    assert CODE.count(old) == 1
+    return CODE.replace(old, new)
+
+
+def test_the_example_runs(capsys):
+    run(CODE)
+    wanted = re.search(r"# (\[.*\])", CODE)
+    assert wanted is not None
+    assert capsys.readouterr().out.startswith(wanted[1])
+
+
+def test_without_its_signal_it_would_hang():
+    with pytest.raises(DeadlockError, match="received"):
+        run(changed("        received.signal(peer_id=successor)\n", ""))
+
+
+def test_a_store_that_has_only_been_read_is_a_race():
+    with pytest.raises(FindingError):
+        run(changed("wait_read_only=False", "wait_read_only=True"))
