@@ -112,7 +112,7 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
         for config in (
             TileConfig(raster_width=8),
             TileConfig(raster_width=16),
-            TileConfig(tile_n=128, num_stages=6),
+            TileConfig(tile_n=128, num_stages=5, store_buffers=2),
         )
     ]
 

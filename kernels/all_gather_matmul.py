@@ -80,8 +80,8 @@ class Config:
     @staticmethod
     def candidates() -> Iterator[Config]:
         """What the tuner tries."""
-        for tile_n, stages in ((128, 6), (256, 4)):
-            tile = TileConfig(tile_n=tile_n, num_stages=stages)
+        for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
+            tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
             for chunk_columns in (1024, 2048, 4096):
                 yield Config(tiles=tile, chunk_columns=chunk_columns)
 
@@ -239,21 +239,19 @@ def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received,
         window = rows, pl.ds(n * config.tile_n, config.tile_n)
         plgpu.copy_gmem_to_smem(rhs_ref.at[window], slot, barrier)
 
-    def finish(tile, product, buffers, part_row):
+    def store(tile, part, row, column):
         step, m, n = tile
-        first_row, first_column = m * config.tile_m + part_row, n * config.tile_n
+        rows, columns = part.shape
         shard = schedule.shard_of_step(team.device_id(), step, team.size)
-
-        def windows(row, rows, column, columns):
-            row_slice = pl.ds(first_row + row, rows)
-            return [out_ref.at[shard, row_slice, pl.ds(first_column + column, columns)]]
-
-        matmul.store(product, buffers, windows, epilogue)
+        row_slice = pl.ds(m * config.tile_m + row, rows)
+        window = out_ref.at[shard, row_slice, pl.ds(n * config.tile_n + column, columns)]
+        plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 
     return matmul.Hooks(
         locate=order.locate,
         load_lhs=load_lhs,
         load_rhs=load_rhs,
-        finish=finish,
+        store=store,
+        epilogue=epilogue,
         gate=matmul.Gate(columns=plan.chunk_columns, wait=wait_for_chunk),
     )

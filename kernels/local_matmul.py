@@ -94,14 +94,11 @@ def _hooks(order: tiles.ShardOrder, lhs_ref: Any, rhs_ref: Any, out_ref: Any) ->
         window = rows, pl.ds(n * config.tile_n, config.tile_n)
         plgpu.copy_gmem_to_smem(rhs_ref.at[window], slot, barrier)
 
-    def finish(tile, product, buffer, part_row):
+    def store(tile, part, row, column):
         _, m, n = tile
-        first_row, first_column = m * config.tile_m + part_row, n * config.tile_n
+        rows, columns = part.shape
+        row_slice = pl.ds(m * config.tile_m + row, rows)
+        window = out_ref.at[row_slice, pl.ds(n * config.tile_n + column, columns)]
+        plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 
-        def windows(row, rows, column, columns):
-            row_slice = pl.ds(first_row + row, rows)
-            return [out_ref.at[row_slice, pl.ds(first_column + column, columns)]]
-
-        matmul.store(product, buffer, windows)
-
-    return matmul.Hooks(locate=order.locate, load_lhs=load_lhs, load_rhs=load_rhs, finish=finish)
+    return matmul.Hooks(locate=order.locate, load_lhs=load_lhs, load_rhs=load_rhs, store=store)

@@ -3,20 +3,20 @@
 Each device multiplies the rows that its peers own, its successors' in turn, before its own, and
 keeps the products at home. A spare warp of every block fetches the peers' products for the own rows,
 straight from where the peers keep them, as they come to be. When the device comes to a tile of its
-own rows, it adds what was fetched to its product in float32 and stores the sum: at home, or for an
-all-reduce on every device.
+own rows, it adds what was fetched to its product in float32 (`matmul.Addends`) and stores the sum:
+at home, or for an all-reduce on every device.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `partial[s]` | the multiplying warpgroups | | | the product for the `s + 1`-th successor |
-| `produced[s, tile]` | the warpgroups of the device at `-(s + 1)` | pulling warps | 2 | its `partial[s]` holds the tile |
+| `partial[s]` | the storing warps | | | the product for the `s + 1`-th successor |
+| `produced[s, tile]` | a storing warp of the device at `-(s + 1)` | pulling warps | 1 | its `partial[s]` holds the tile |
 | `fetched[s]` | the pulling warps | | | the product of the device at `-(s + 1)` |
-| `arrived[tile]` | the pulling warps | looking-out warps | peers | the tile is in all of `fetched` |
+| `arrived[tile]` | the pulling warps | storing warps | peers | the tile is in all of `fetched` |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
-| `finished` | owners' warpgroups, per tile | block 0's pulling warp | see `launch` | all of `out` is in place (all-reduce) |
+| `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
 
-A store is complete, not only read, before its signal: it is waited for while the next tile is
-multiplied.
+A store is complete, not only read, before its signal. A storing warp tells of all its products for
+peers before it waits for theirs: the own rows come last.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem, Verdict
-from stretto.kernels.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.tile_config import TileConfig
 
 PIECE_ROWS = 64
 PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
@@ -51,7 +51,7 @@ class Config:
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
     """
 
-    tiles: TileConfig = TileConfig(num_stages=3, store_buffers=4)  # noqa: RUF009 - frozen
+    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
     pull_slots: int = 2
 
     def check(self, itemsize: int) -> None:
@@ -125,7 +125,7 @@ def launch(
     piece = (PIECE_ROWS, tile_config.SWIZZLE_BYTES // out_dtype.itemsize)
 
     def body(lhs_ref, rhs_ref, out_ref, partial_ref, fetched_ref, *, pulled, pulled_bar, **rest):
-        names = ("produced", "arrived", "released", "finished", "added")
+        names = ("produced", "arrived", "released", "finished")
         sems = {name: rest.pop(name, None) for name in names}
         refs = _Refs(
             lhs=lhs_ref, rhs=rhs_ref, out=out_ref, partial=partial_ref, fetched=fetched_ref, **sems
@@ -140,23 +140,16 @@ def launch(
             def _():
                 refs.released.wait(num_blocks * peers)
                 if everywhere:
-                    refs.finished.wait(peers * order.tiles_per_shard * MULTIPLYING_WARPGROUPS)
-
-        def clear(tile):
-            step, m, n = tile
-
-            @pl.when(step == peers)
-            def _():
-                refs.arrived.at[order.index(m, n)].wait(peers)
+                    refs.finished.wait(peers * order.tiles_per_shard)
 
         hooks = matmul.Hooks(
             locate=order.locate,
             load_lhs=lambda *args: _load_lhs(team, config.tiles, refs, *args),
             load_rhs=lambda *args: _load_rhs(config.tiles, refs, *args),
-            finish=lambda *args: _finish(team, order, refs, *args),
-            settle=lambda *args: _settle(team, order, refs, *args),
+            store=lambda *args: _store(team, order, refs, *args),
+            stored=lambda tile: _tell(team, order, refs, tile),
+            addends=_addends(order, refs, peers),
             communicate=communicate,
-            clear=clear,
         )
         matmul.run(
             hooks,
@@ -188,9 +181,8 @@ def launch(
         scratch=dict(
             pulled=plgpu.SMEM((config.pull_slots, *piece), out_dtype),
             pulled_bar=plgpu.Barrier(num_barriers=config.pull_slots),
-            added=plgpu.Barrier(num_barriers=MULTIPLYING_WARPGROUPS * config.tiles.store_buffers),
             **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
-            **tile_config.clear_scratch(),
+            **tile_config.addend_scratch(config.tiles),
         ),
         closing_barrier=False,  # `released` and `finished` do it.
         invariant=everywhere,
@@ -212,7 +204,6 @@ class _Refs:
     arrived: Any
     released: Any
     finished: Any
-    added: Any
 
 
 def _pull(team, order, refs, num_blocks, buffers, barriers):
@@ -234,7 +225,7 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
     def fetch_tile(i, _):
         step, m, n = order.locate(block + i * num_blocks)
         tile = order.index(m, n)
-        refs.produced.at[step, tile].wait(MULTIPLYING_WARPGROUPS)
+        refs.produced.at[step, tile].wait()
 
         def place(piece):
             row = schedule.div(piece, across)
@@ -278,18 +269,30 @@ def _load_rhs(config, refs, tile, k_index, slot, barrier):
     plgpu.copy_gmem_to_smem(refs.rhs.at[rows, columns], slot, barrier)
 
 
-def _finish(team, order, refs, tile, product, buffers, part_row):
-    """Stores a part of a tile: for its owner to fetch, or, peers' parts added, as the result."""
-    step, m, n = tile
-    config, peers = order.config, team.size - 1
-    first_row, first_column = m * config.tile_m + part_row, n * config.tile_n
+def _addends(order, refs, peers):
+    """What is added to the products of the own rows: the peers' products for them."""
 
-    def window(ref, index, row, rows, column, columns):
-        return ref.at[index, pl.ds(first_row + row, rows), pl.ds(first_column + column, columns)]
+    def wait(tile):
+        _, m, n = tile
+        refs.arrived.at[order.index(m, n)].wait(peers)
+
+    def window(tile, number, *where):
+        return _window(order, refs.fetched, number, tile, *where)
+
+    return matmul.Addends(
+        count=lambda tile: schedule.where(tile[0] == peers, peers, 0), wait=wait, window=window
+    )
+
+
+def _store(team, order, refs, tile, part, row, column):
+    """Stores a part of a tile: for its owner to fetch, or, peers' parts added, as the result."""
+    step, peers = tile[0], team.size - 1
+    where = row, part.shape[0], column, part.shape[1]
 
     @pl.when(step < peers)
     def _():
-        matmul.store(product, buffers, lambda *where: [window(refs.partial, step, *where)])
+        window = _window(order, refs.partial, step, tile, *where)
+        plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 
     @pl.when(step == peers)
     def _():
@@ -297,43 +300,20 @@ def _finish(team, order, refs, tile, product, buffers, part_row):
         if refs.finished is not None:
             index = team.device_id()
             outs += [copies.remote(refs.out, team, team.neighbour(i)) for i in team.peer_offsets]
-        first = lax.axis_index(kernel.THREAD_AXIS) * buffers.shape[0]
-        _add_and_store(
-            product,
-            buffers,
-            [refs.added.at[first + i] for i in range(buffers.shape[0])],
-            [lambda *where, s=s: window(refs.fetched, s, *where) for s in range(peers)],
-            lambda *where: [window(out, index, *where) for out in outs],
-        )
+        for out in outs:
+            window = _window(order, out, index, tile, *where)
+            plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 
 
-def _add_and_store(product, buffers, fetched, partials, windows):
-    """Adds the peers' parts to the own product, piece by piece, and stores the sum.
-
-    The last buffer is for the stores, the others for the fetches (where there are others).
-    """
-    fetching = max(buffers.shape[0] - 1, 1)
-    stored = buffers.shape[0] - 1
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The buffers have been read.
-    for row, column, piece in matmul.pieces_of(product, buffers):
-        where = row, piece.shape[0], column, piece.shape[1]
-        for first in range(0, len(partials), fetching):
-            batch = partials[first : first + fetching]
-            for index, partial in enumerate(batch):
-                if stored == 0:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.copy_gmem_to_smem(partial(*where), buffers.at[index], fetched[index])
-            for index in range(len(batch)):
-                plgpu.barrier_wait(fetched[index])
-                piece += buffers.at[index][...].astype(jnp.float32)
-            plgpu.commit_smem()  # All threads have read before the buffers are filled again.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        matmul.store_piece(piece, buffers.at[stored], windows, row, column)
+def _window(order, ref, index, tile, row, rows, column, columns):
+    """A part of a tile in `ref[index]`."""
+    _, m, n = tile
+    first_row, first_column = m * order.config.tile_m + row, n * order.config.tile_n + column
+    return ref.at[index, pl.ds(first_row, rows), pl.ds(first_column, columns)]
 
 
-def _settle(team, order, refs, tile, warpgroup):
+def _tell(team, order, refs, tile):
     """Tells of a tile that is in place: its owner, or every peer of a finished one."""
-    del warpgroup
     step, m, n = tile
     for offset in team.peer_offsets:
 

@@ -31,16 +31,16 @@ class TileConfig:
         multiplying warpgroups.
       num_stages: depth of the ring of lhs and rhs tiles.
       raster_width: tiles down a band of the raster (`tiles.raster`).
-      store_buffers: buffers of 64 rows x 128 bytes that a multiplying warpgroup stores through;
-        with enough for a whole tile, its stores go on while the next tile is multiplied.
+      store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
+        results over in; with enough for a whole tile, it waits for no store.
     """
 
     tile_m: int = 128
     tile_n: int = 256
     tile_k: int = 64
-    num_stages: int = 4
+    num_stages: int = 3
     raster_width: int = 16
-    store_buffers: int = 1
+    store_buffers: int = 4
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
@@ -101,6 +101,10 @@ def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
         ),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=stages),
+        filled=plgpu.Barrier(
+            num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.store_buffers
+        ),
+        free=plgpu.Barrier(num_barriers=config.store_buffers),
     )
 
 
@@ -111,6 +115,11 @@ def gate_scratch() -> dict[str, Any]:
     )
 
 
-def clear_scratch() -> dict[str, Any]:
-    """Barriers of `clear`, by name, for a kernel whose hooks have it."""
-    return dict(cleared=plgpu.Barrier(), taken=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS))
+def addend_scratch(config: TileConfig) -> dict[str, Any]:
+    """Barriers of `Addends`, by name, for a kernel whose hooks have them."""
+    return dict(
+        loaded=plgpu.Barrier(
+            num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.store_buffers
+        ),
+        added=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.store_buffers),
+    )
