@@ -1,4 +1,4 @@
-"""Everything of JAX that is private: the only file of the project that imports `jax._src`.
+"""Private JAX: this file and `jax_kernels.py` are the only ones that import `jax._src`.
 
 Each section says what it needs that has no public name, and the JAX versions it was checked on.
 """
@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import callback as jax_callback
-from jax._src import config, dispatch
 from jax._src import core as jax_core
-from jax._src import mesh as mesh_lib
-from jax._src.interpreters import ad, batching, mlir
+from jax._src import dispatch
+from jax._src.interpreters import mlir
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.pallas import mpmd
 from jax._src.pallas import primitives as pallas_primitives
@@ -205,114 +204,6 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
     }}"""
 
 
-# --- A kernel as one operation of the program -----------------------------------------------------
-# `plgpu.kernel` binds a primitive that knows how to be lowered but neither how to be mapped (its
-# vmap adds a grid axis, which breaks protocols that count signals) nor what team it serves. This
-# primitive holds the traced call and adds both. Checked on 0.11.2 and 0.12.0.1.
-
-team_kernel_p = jax_core.Primitive("stretto_kernel")
-team_kernel_p.multiple_results = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TeamKernelInfo:
-    """What the lowering needs to know of a kernel: its name, and the axes it communicates over."""
-
-    name: str
-    axes: tuple[Hashable, ...]
-
-
-def bind_team_kernel(
-    fun: Callable, operands: Sequence[jax.Array], info: TeamKernelInfo
-) -> list[jax.Array]:
-    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with config._check_vma(False):
-        jaxpr = jax.make_jaxpr(fun)(*structs)
-    if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
-        raise ValueError(
-            f"kernel {info.name}: its body uses a traced value from outside; compute the value"
-            " inside the body, or pass it as an operand."
-        )
-    return team_kernel_p.bind(*operands, jaxpr=jaxpr, info=info)
-
-
-@team_kernel_p.def_impl
-def _team_kernel_impl(*operands, **params):
-    return jax.jit(lambda *xs: team_kernel_p.bind(*xs, **params))(*operands)
-
-
-@team_kernel_p.def_effectful_abstract_eval
-def _team_kernel_abstract_eval(*_, jaxpr, info):
-    del info
-    return jaxpr.out_avals, jaxpr.effects
-
-
-def _team_kernel_batching(args, dims, *, jaxpr, info):
-    """One launch per batch entry, in order: the same on every device of the team."""
-    mapped = [d is not None for d in dims]
-    moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
-
-    def launch(slices):
-        rest = iter(slices)
-        xs = [next(rest) if m else x for x, m in zip(moved, mapped, strict=True)]
-        return team_kernel_p.bind(*xs, jaxpr=jaxpr, info=info)
-
-    outs = jax.lax.map(launch, [x for x, m in zip(moved, mapped, strict=True) if m])
-    return outs, [0] * len(outs)
-
-
-batching.primitive_batchers[team_kernel_p] = _team_kernel_batching
-
-
-def _team_kernel_jvp(primals, tangents, *, jaxpr, info):
-    raise NotImplementedError(
-        f"kernel {info.name} cannot be differentiated by itself; wrap its call in jax.custom_vjp,"
-        " as Stretto's public operations do (reverse mode only)."
-    )
-
-
-ad.primitive_jvps[team_kernel_p] = _team_kernel_jvp
-
-
-def _team_kernel_lowering(ctx, *args, jaxpr, info):
-    _check_device_order(ctx.module_context.axis_context, info)
-    outs, tokens = mlir.jaxpr_subcomp(
-        ctx.module_context,
-        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
-        ctx.name_stack.extend(info.name),
-        ctx.tokens_in,
-        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
-        *args,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    ctx.set_tokens_out(tokens)
-    return outs
-
-
-mlir.register_lowering(team_kernel_p, _team_kernel_lowering)
-
-
-def _check_device_order(axis_context: Any, info: TeamKernelInfo) -> None:
-    """Raises NotImplementedError for a mesh whose order is not the devices' own.
-
-    A kernel names its peers by their place in the mesh and XLA by their ids; JAX translates
-    nothing between the two, so a permuted mesh would read the wrong peer's rows.
-    """
-    mesh = getattr(axis_context, "mesh", None)
-    if not isinstance(mesh, mesh_lib.Mesh):
-        return
-    ids = mesh.device_ids.ravel()
-    if not np.array_equal(ids, np.arange(mesh.size)):
-        raise NotImplementedError(
-            f"kernel {info.name}: the mesh holds its devices in the order {ids.tolist()}; it must"
-            f" be {list(range(mesh.size))}. Make the mesh with jax.make_mesh, or pass"
-            " backend='xla'."
-        )
-
-
 # --- Types of values inside shard_map -------------------------------------------------------------
 # The mesh axes that a value varies over are public only as text. Checked on 0.11.2 and 0.12.0.1.
 
@@ -337,7 +228,8 @@ class LoweredKernel:
       jaxpr: its body, a function of refs of the operands and then of the results.
       pallas_mesh: grid, cluster and threads.
       interpret, compiler_params: what `plgpu.kernel` was given under these names.
-      axis_names, axis_sizes: axes of the device mesh; none outside of `shard_map`.
+      axis_names, axis_sizes: axes of the device mesh, or of the clique in it that the kernel runs
+        on; none outside of `shard_map`.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
     """
@@ -363,15 +255,22 @@ def install_kernel_interception(intercept: KernelIntercept) -> None:
 
     Args:
       intercept: from a kernel to the host function that runs it, which is called on each device
-        with the device's position in the mesh (row-major) and its operands, and returns its
+        with the device's position on those axes (row-major) and its operands, and returns its
         results; or to None, to lower the kernel as JAX does.
     """
     if not _kernel_intercept:
-        mlir.register_lowering(mpmd.mpmd_map_p, _mpmd_map_cpu_lowering, platform="cpu")
+        mlir.register_lowering(mpmd.mpmd_map_p, lower_kernel_for_cpu, platform="cpu")
     _kernel_intercept[:] = [intercept]
 
 
-def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
+def lower_kernel_for_cpu(
+    ctx: mlir.LoweringRuleContext, *operands, members: Sequence[int] | None = None, **params
+):
+    """The lowering of `mpmd_map` for CPU: a callback, or what JAX makes of it.
+
+    `members` are the positions in the program's mesh of the devices that the kernel runs on, in
+    their order; all of them by default.
+    """
     meshes, jaxprs = params["meshes"], params["jaxprs"]
     callback = None
     axis_context = ctx.module_context.axis_context
@@ -392,6 +291,8 @@ def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
         callback = _kernel_intercept[0](kernel)
     if callback is None:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+    if members is not None:
+        callback = _at_members(callback, members)
     position = (
         hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
     )
@@ -408,6 +309,16 @@ def _mpmd_map_cpu_lowering(ctx: mlir.LoweringRuleContext, *operands, **params):
         returns_token=False,
     )
     return results
+
+
+def _at_members(callback: Callable[..., Any], members: Sequence[int]) -> Callable[..., Any]:
+    """`callback`, called with positions in a mesh that are then counted among `members`."""
+    numbers = {position: number for number, position in enumerate(members)}
+
+    def call(position: Any, *operands: Any) -> Any:
+        return callback(numbers[int(position)], *operands)
+
+    return call
 
 
 def finish_programs() -> None:

@@ -10,9 +10,9 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, profiling, semaphores, simulator
+from stretto.distributed import jax_kernels, profiling, semaphores, simulator
 from stretto.distributed.axes import make_varying, varying_axes
-from stretto.distributed.jax_compat import TeamKernelInfo
+from stretto.distributed.jax_kernels import TeamKernelInfo
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
 
@@ -106,7 +106,7 @@ def launch(
     )
     axes = team.axes if team is not None else ()
     info = TeamKernelInfo(name=name, axes=axes)
-    outs = jax_compat.bind_team_kernel(call, operands, info)[: len(out_type)]
+    outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
     varying = frozenset(axes).union(*map(varying_axes, operands))
     if invariant:
         varying -= frozenset(axes)

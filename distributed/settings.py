@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 WAIT_LIMIT_VARIABLE = "STRETTO_WAIT_LIMIT_S"
 DEFAULT_WAIT_LIMIT_S = 30.0
+DEVICES_PER_NODE_VARIABLE = "STRETTO_DEVICES_PER_NODE"
 
 
 def wait_limit_s() -> float:
@@ -33,6 +34,26 @@ def wait_limit_s() -> float:
             f" unset it for the default of {DEFAULT_WAIT_LIMIT_S:g}."
         )
     return limit
+
+
+def devices_per_node() -> int | None:
+    """How many devices, in the job's order, count as a node; None to go by where they really are.
+
+    Set by the environment variable `STRETTO_DEVICES_PER_NODE`, which is for tests: one host stands
+    for several nodes. It must be the same on every process, and set before a program is traced.
+
+    Raises:
+      ValueError: the variable holds anything but a positive whole number.
+    """
+    text = os.environ.get(DEVICES_PER_NODE_VARIABLE)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"{DEVICES_PER_NODE_VARIABLE}={text!r} must be a positive whole number; unset it to go"
+            " by the hosts that devices are on."
+        )
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Hashable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.axes import AxisNames, canonical_axes
@@ -48,8 +49,12 @@ class Team:
         return self.size == 1
 
     def device_id(self) -> jax.Array:
-        """Own id within the team, int32. Inside a kernel as well as outside."""
-        return lax.axis_index(self.axes)
+        """Own id within the team, int32. Inside a kernel as well as outside.
+
+        A kernel that asks for its place along a mesh axis is one that XLA connects to others,
+        which a team of one must not be.
+        """
+        return jnp.int32(0) if self.is_alone else lax.axis_index(self.axes)
 
     def neighbour(self, offset: int) -> jax.Array:
         """Id of the member `offset` places further on the ring; `offset` may be negative."""

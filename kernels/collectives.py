@@ -150,7 +150,7 @@ def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any) -> Choice:
         platform=platform,
         device_kind=device_kind,
     )
-    return dispatch.choose(problem, backend, kernel)
+    return dispatch.choose(problem, backend, kernel, axes=axes)
 
 
 def _all_gather(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:

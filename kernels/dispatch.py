@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from stretto.distributed import simulator
+from stretto.distributed import simulator, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels import tables
 from stretto.kernels.checks import check_backend
@@ -128,7 +128,14 @@ def recorded() -> Iterator[list[Choice]]:
         _recorded.reset(token)
 
 
-def choose(problem: Problem, backend: str, kernel: Kernel, config: Any = None) -> Choice:
+def choose(
+    problem: Problem,
+    backend: str,
+    kernel: Kernel,
+    config: Any = None,
+    *,
+    axes: tuple[Hashable, ...] = (),
+) -> Choice:
     """Decides the implementation of `problem`.
 
     Args:
@@ -136,19 +143,22 @@ def choose(problem: Problem, backend: str, kernel: Kernel, config: Any = None) -
       backend: what the caller asked for.
       kernel: the module of the fused kernel, or an object like one.
       config: the caller's configuration of it, or None.
+      axes: of the enclosing mesh, which the team lies along.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
       BackendUnavailableError: `backend` names an implementation that cannot serve the problem.
     """
-    choice = _choose(problem, backend, kernel, config)
+    choice = _choose(problem, backend, kernel, config, axes)
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)
     return choice
 
 
-def _choose(problem: Problem, backend: str, kernel: Kernel, config: Any) -> Choice:
+def _choose(
+    problem: Problem, backend: str, kernel: Kernel, config: Any, axes: tuple[Hashable, ...]
+) -> Choice:
     check_backend(backend)
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
@@ -158,6 +168,8 @@ def _choose(problem: Problem, backend: str, kernel: Kernel, config: Any) -> Choi
     obstacle = kernel.unsupported(problem, config)
     if obstacle is None and not simulated:
         obstacle = _unsuitable_devices(problem)
+    if obstacle is None and axes:
+        obstacle = topology.obstacle(axes)
     if obstacle is not None:
         if backend != "auto":
             raise BackendUnavailableError(
@@ -192,10 +204,4 @@ def _unsuitable_devices(problem: Problem) -> str | None:
         return f"the devices are {problem.platform}, not GPUs."
     if not any(name in problem.device_kind for name in HOPPER):
         return f"the kernels are written for Hopper GPUs and these are {problem.device_kind}."
-    processes, local = jax.process_count(), jax.local_device_count()
-    if processes > 1 and local > 1:
-        return (
-            "a kernel's devices must all be of one process, or one of each process, and this job"
-            f" has {processes} processes of {local} GPUs each."
-        )
     return None

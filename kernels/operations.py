@@ -65,7 +65,7 @@ def all_gather_matmul(
     dtype = checks.check_out_dtype("all_gather_matmul", out_dtype, lhs.dtype)
     devices = axis_size(axes)
     problem = _problem("all_gather_matmul", lhs, rhs, dtype, devices, m=devices, n=devices)
-    choice = dispatch.choose(problem, backend, all_gather_matmul_kernel, config)
+    choice = dispatch.choose(problem, backend, all_gather_matmul_kernel, config, axes=axes)
     if choice.backend == "xla":
         return reference.all_gather_matmul(lhs, rhs, axes, epilogue=epilogue, out_dtype=dtype)
     call = _call(axes, dtype, choice, backend, _fused_all_gather_matmul, epilogue, keep_gathered)
@@ -114,7 +114,7 @@ def matmul_reduce_scatter(
     checks.check_divisible(op, "m", lhs.shape[0], devices)
     dtype = checks.check_out_dtype(op, out_dtype, lhs.dtype)
     problem = _problem(op, lhs, rhs, dtype, devices, k=devices)
-    choice = dispatch.choose(problem, backend, matmul_reduce_scatter_kernel, config)
+    choice = dispatch.choose(problem, backend, matmul_reduce_scatter_kernel, config, axes=axes)
     if choice.backend == "xla":
         return reference.matmul_reduce_scatter(lhs, rhs, axes, out_dtype=dtype)
     call = _call(axes, dtype, choice, backend, _fused_matmul_reduce_scatter)
@@ -161,7 +161,7 @@ def matmul_all_reduce(
     checks.check_matmul_operands(op, lhs, rhs)
     dtype = checks.check_out_dtype(op, out_dtype, lhs.dtype)
     problem = _problem(op, lhs, rhs, dtype, axis_size(axes), k=axis_size(axes))
-    choice = dispatch.choose(problem, backend, matmul_all_reduce_kernel, config)
+    choice = dispatch.choose(problem, backend, matmul_all_reduce_kernel, config, axes=axes)
     if choice.backend == "xla":
         return reference.matmul_all_reduce(lhs, rhs, axes, out_dtype=dtype)
     lhs, rhs = vary_alike(axes, lhs, rhs)

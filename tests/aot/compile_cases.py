@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -22,11 +23,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import aot
+from stretto.distributed import aot, clique
 
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
@@ -78,6 +80,31 @@ def a_process_a_gpu() -> Iterator[Program]:
         yield name, *fused(name, mesh)
 
 
+def two_nodes(process: int, processes: int) -> Iterator[Program]:
+    """A fused matmul over the devices of a node, seen from one of the processes of two nodes."""
+    clique.this_process = lambda mesh: process
+    mesh = aot.mesh_of_gpus((2, 2), ("node", "gpu"), processes=processes)
+    os.environ.update({"STRETTO_DEVICES_PER_NODE": "2"})
+
+    def body(lhs, rhs):
+        product = st.all_gather_matmul(lhs, rhs, "gpu", backend="pallas")
+        return lax.psum(product, "node")
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(("node", "gpu")), P(None, "gpu")),
+        out_specs=P(None, "gpu"),
+        check_vma=False,
+    )
+    shapes = ((2048, 1024), P(("node", "gpu"))), ((1024, 1024), P(None, "gpu"))
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes
+    ]
+    yield f"process {process} of {processes}", mapped, structs
+
+
 def collectives() -> Iterator[Program]:
     mesh = aot.mesh_of_gpus((4,), ("x",))
     calls = {
@@ -114,6 +141,10 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "epilogue": epilogue,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,
+    **{
+        f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
+        for process, processes in ((0, 2), (1, 2), (3, 4))
+    },
 }
 
 

@@ -125,6 +125,35 @@ def test_a_process_a_gpu(tmp_path):
         assert len(COPIED.findall(program["hlo"])) <= 3
 
 
+MEMBERS = re.compile(r'xla_replica_ids = "([\d,]+)"')
+
+
+def test_two_processes_as_two_nodes(tmp_path):
+    """Each connects its own devices, and to XLA both programs are one.
+
+    XLA's processes share what they find out about a program (the fastest matmul) by its text
+    without the configurations of its operations. If that differed they would wait for ever.
+    """
+    compiled = [compile_case(f"two nodes {process} 2", tmp_path)[0] for process in (0, 1)]
+    check(compiled, warpgroups=3, local=True)
+    for program, members in zip(compiled, ("0,1", "2,3"), strict=True):
+        assert MEMBERS.findall(program["hlo"]) == [members], program["hlo"]
+        assert not COPIED.search(program["hlo"]) and "S(1)" not in program["hlo"]
+    one, other = (
+        re.sub(r', backend_config=.*|fingerprint_before_lhs="\w+"', "", program["hlo"])
+        for program in compiled
+    )
+    assert one == other
+
+
+@pytest.mark.slow
+def test_two_nodes_of_a_process_a_gpu(tmp_path):
+    compiled = compile_case("two nodes 3 4", tmp_path)
+    check(compiled, warpgroups=3, local=True)
+    assert MEMBERS.findall(compiled[0]["hlo"]) == ["2,3"]
+    assert "S(1)" in compiled[0]["hlo"]
+
+
 class TestTheChecks:
     """They find what they look for."""
 

@@ -1,0 +1,169 @@
+"""A kernel as one operation of the program, which XLA connects to its own team's devices only.
+
+`plgpu.kernel` binds a primitive that knows how to be lowered but neither how to be mapped (its vmap
+adds a grid axis, which breaks protocols that count signals) nor what team it serves. The primitive
+here holds the traced call and adds both. Private JAX, checked on 0.11.2 and 0.12.0.1.
+
+JAX lowers a kernel for the whole mesh: its number of peers is the mesh's size, and XLA connects all
+devices of the mesh for it. Here it is lowered for its clique alone (`clique`), as if that were the
+mesh: members are numbered from 0, as JAX demands. Then the operation is told where they really are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import config
+from jax._src import core as jax_core
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.pallas import mpmd
+from jax._src.sharding_impls import SPMDAxisContext
+from jaxlib.mlir import ir
+
+from stretto.distributed import jax_compat
+from stretto.distributed.clique import Clique, check_order, clique_of
+
+team_kernel_p = jax_core.Primitive("stretto_kernel")
+team_kernel_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeamKernelInfo:
+    """What the lowering needs to know of a kernel: its name, and the axes it communicates over."""
+
+    name: str
+    axes: tuple[Hashable, ...]
+
+
+def bind_team_kernel(
+    fun: Callable, operands: Sequence[jax.Array], info: TeamKernelInfo
+) -> list[jax.Array]:
+    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with config._check_vma(False):
+        jaxpr = jax.make_jaxpr(fun)(*structs)
+    if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
+        raise ValueError(
+            f"kernel {info.name}: its body uses a traced value from outside; compute the value"
+            " inside the body, or pass it as an operand."
+        )
+    return team_kernel_p.bind(*operands, jaxpr=jaxpr, info=info)
+
+
+@team_kernel_p.def_impl
+def _team_kernel_impl(*operands, **params):
+    return jax.jit(lambda *xs: team_kernel_p.bind(*xs, **params))(*operands)
+
+
+@team_kernel_p.def_effectful_abstract_eval
+def _team_kernel_abstract_eval(*_, jaxpr, info):
+    del info
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _team_kernel_batching(args, dims, *, jaxpr, info):
+    """One launch per batch entry, in order: the same on every device of the team."""
+    mapped = [d is not None for d in dims]
+    moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
+
+    def launch(slices):
+        rest = iter(slices)
+        xs = [next(rest) if m else x for x, m in zip(moved, mapped, strict=True)]
+        return team_kernel_p.bind(*xs, jaxpr=jaxpr, info=info)
+
+    outs = jax.lax.map(launch, [x for x, m in zip(moved, mapped, strict=True) if m])
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[team_kernel_p] = _team_kernel_batching
+
+
+def _team_kernel_jvp(primals, tangents, *, jaxpr, info):
+    raise NotImplementedError(
+        f"kernel {info.name} cannot be differentiated by itself; wrap its call in jax.custom_vjp,"
+        " as Stretto's public operations do (reverse mode only)."
+    )
+
+
+ad.primitive_jvps[team_kernel_p] = _team_kernel_jvp
+
+
+def _team_kernel_lowering(ctx, *args, jaxpr, info):
+    outs, tokens = mlir.jaxpr_subcomp(
+        _context_of_clique(ctx.module_context, info),
+        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
+        ctx.name_stack.extend(info.name),
+        ctx.tokens_in,
+        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return outs
+
+
+mlir.register_lowering(team_kernel_p, _team_kernel_lowering)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A device of a clique as JAX sees it when it lowers a kernel: all that it asks for."""
+
+    id: int
+    process_index: int
+
+
+def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mlir.ModuleContext:
+    """`context` with the kernel's clique in place of the mesh; as it is for one without a team."""
+    spmd = context.axis_context
+    if not isinstance(spmd, SPMDAxisContext) or not isinstance(spmd.mesh, mesh_lib.Mesh):
+        return context
+    mesh = spmd.mesh
+    if not info.axes:
+        check_order(mesh, info.name)
+        return context
+    clique = clique_of(mesh, info.axes, info.name)
+    members = np.empty(len(clique.members), object)
+    members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
+    stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
+    rule = functools.partial(_lower_for_clique, clique)
+    overrides = context.lowering_parameters.override_lowering_rules or ()
+    return context.replace(
+        axis_context=SPMDAxisContext(stand_in, spmd.manual_axes),
+        lowering_cache={},  # Its keys leave the mesh out.
+        lowering_parameters=dataclasses.replace(
+            context.lowering_parameters,
+            override_lowering_rules=((mpmd.mpmd_map_p, rule), *overrides),
+        ),
+    )
+
+
+def _lower_for_clique(clique: Clique, ctx: mlir.LoweringRuleContext, *args: Any, **params: Any):
+    """Lowers `mpmd_map` for a clique that JAX takes for the mesh, and says who its members are."""
+    if ctx.module_context.platforms == ("cpu",):
+        return jax_compat.lower_kernel_for_cpu(ctx, *args, members=clique.members, **params)
+    outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
+    _set_members(outs[0].owner, clique.members)
+    return outs
+
+
+def _set_members(operation: ir.Operation, members: Sequence[int]) -> None:
+    """Names a clique's members: XLA's `xla_replica_ids` are positions in the program's mesh.
+
+    A kernel that talks to nobody after all has none.
+    """
+    name, key = "mhlo.backend_config", "xla_replica_ids"
+    settings = {item.name: item.attr for item in ir.DictAttr(operation.attributes[name])}
+    if key not in settings:
+        return
+    settings[key] = ir.StringAttr.get(",".join(map(str, members)))
+    operation.attributes[name] = ir.DictAttr.get(settings)
