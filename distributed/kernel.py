@@ -148,7 +148,7 @@ def num_multiprocessors() -> int:
     CPU devices have none; the simulator says how many blocks its devices run.
     """
     if simulator.is_simulating():
-        return jax.devices()[0].core_count
+        return jax.local_devices(backend="cpu")[0].core_count  # `core_count` of `simulate`.
     device = jax.sharding.get_abstract_mesh().abstract_device
     count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)
     return count or SIMULATED_MULTIPROCESSORS

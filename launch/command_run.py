@@ -70,7 +70,7 @@ def make_job(options: RunOptions, environ: Mapping[str, str], folder: Path) -> J
     chosen = choose_hosts(options, cluster, environ, visible)
     per = options.processes_per or (cluster.processes_per if cluster else None)
     plan = layout.plan(chosen.hosts, chosen.platform, per)
-    _check_nccl(plan, environ)
+    _check_nccl(plan, {**environ, **of_cluster, **explicit})
     passed_on = environment.forwarded(environ)
     passed_on.pop(environment.CPU_DEVICES, None)  # the layout says, unless --env does
     return Job(

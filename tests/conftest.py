@@ -1,6 +1,7 @@
 """What tests run on: eight CPU devices or, for `pytest tests/gpu` alone, the GPUs of the machine.
 
-JAX chooses its platform once a process, so GPU tests and CPU tests do not share one.
+JAX chooses its platform once a process, so GPU tests and CPU tests do not share one. With
+`--rehearse`, tests/gpu runs on four of the CPU devices, small and simulated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 CPU_DEVICES = 8
+REHEARSED_GPUS = 4
 
 with contextlib.suppress(ImportError):  # tests/gpu does without it
     import hypothesis
@@ -27,18 +29,35 @@ with contextlib.suppress(ImportError):  # tests/gpu does without it
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption(
+        "--rehearse",
+        action="store_true",
+        help="run tests/gpu without GPUs: small, in the simulator, to find mistakes in the tests",
+    )
+    parser.addoption(
+        "--nccl",
+        metavar="FILE",
+        help="libnccl.so.2, 2.29 or newer, for the tests with a process per GPU (tests/gpu)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left out unless --slow is given")
     config.addinivalue_line("markers", "gpu(n): needs n (default 1) GPUs; see tests/gpu")
-    if not _only_gpu_tests(config):
+    config.addinivalue_line("markers", "real: cannot be rehearsed without GPUs")
+    on_gpus = _only_gpu_tests(config) and not config.getoption("--rehearse")
+    if on_gpus and _number_of_gpus():
+        # The CPU as well: callbacks need it, and the simulator. No silent fall back on it.
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+        # Several processes share the GPUs: workers of pytest-xdist, and what tests start.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    elif not on_gpus:
         # The processes that tests start inherit the variable, but not the number of devices.
         os.environ["JAX_PLATFORMS"] = "cpu"
-        import jax
+    import jax
 
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+    jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,6 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             needed = marker.args[0] if marker.args else 1
             if reason := _why_no_gpus(config, needed):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("real") and config.getoption("--rehearse"):
+            item.add_marker(pytest.mark.skip(reason="needs real GPUs; cannot be rehearsed"))
 
 
 def _only_gpu_tests(config: pytest.Config) -> bool:
@@ -63,7 +84,8 @@ def _only_gpu_tests(config: pytest.Config) -> bool:
 
 def _why_no_gpus(config: pytest.Config, needed: int) -> str | None:
     """Why a test that needs `needed` GPUs cannot run here, or None if it can."""
-    if (found := _number_of_gpus()) < needed:
+    rehearsing = config.getoption("--rehearse")
+    if (found := REHEARSED_GPUS if rehearsing else _number_of_gpus()) < needed:
         return f"needs {needed} GPU(s), and this machine has {found or 'none'}"
     if not _only_gpu_tests(config):
         return "runs apart from the CPU tests: `pytest tests/gpu`"

@@ -24,8 +24,13 @@ def check_nccl(num_gpus: int) -> list[Finding]:
 def candidates(environ: Mapping[str, str]) -> list[str]:
     """Files a process may load NCCL from, in the loader's order.
 
-    ``LD_LIBRARY_PATH`` comes before the wheel that JAX points to.
+    ``LD_PRELOAD`` comes first, and ``LD_LIBRARY_PATH`` before the wheel that JAX points to.
     """
+    preloaded = [
+        path
+        for path in environ.get("LD_PRELOAD", "").replace(":", " ").split()
+        if Path(path).name.startswith("libnccl")
+    ]
     folders = [Path(f) for f in environ.get("LD_LIBRARY_PATH", "").split(":") if f]
     try:
         spec = find_spec("nvidia.nccl")
@@ -33,7 +38,7 @@ def candidates(environ: Mapping[str, str]) -> list[str]:
         spec = None
     if spec is not None:
         folders += [Path(f) / "lib" for f in spec.submodule_search_locations or ()]
-    found = [str(folder / _NAME) for folder in folders if (folder / _NAME).is_file()]
+    found = preloaded + [str(f / _NAME) for f in folders if (f / _NAME).is_file()]
     system = ctypes.util.find_library("nccl")
     return [*found, system] if system else found
 
@@ -60,7 +65,10 @@ def decode(code: int) -> tuple[int, ...]:
 
 def judge_nccl(version: tuple[int, ...] | None, path: str) -> Finding:
     """An old NCCL leaves one process per node, the default, untouched."""
-    way_out = "pip install 'nvidia-nccl-cu13>=2.29' (or -cu12), or keep --processes-per node"
+    way_out = (
+        "pip install 'nvidia-nccl-cu13>=2.29' (or -cu12), load one with"
+        " --env LD_PRELOAD=/path/to/libnccl.so.2, or keep --processes-per node"
+    )
     if version is None:
         return warning("nccl", "no libnccl.so.2 found; only one process per node works", way_out)
     text = f"{'.'.join(map(str, version))} ({path})"

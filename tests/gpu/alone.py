@@ -3,8 +3,9 @@
     python alone.py dropped OPERATION SEMAPHORE    one device never signals; must not end well
     python alone.py huge                           a result of more than 2^31 elements
     python alone.py threads                        two threads launch on the same devices
+    python alone.py unfinished                     ends while its work is running
 
-Each says "launched" once all is compiled, and "right" at its end.
+Each says "ready" once all is compiled, goes on when it reads a line, and says "right" at its end.
 """
 
 from __future__ import annotations
@@ -20,47 +21,54 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import slow_peers
+import subjects
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from subjects import SUBJECTS
 
 import stretto as st
 
 
+def wait_for_the_word() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 def dropped(name: str, semaphore: str) -> None:
     mesh = cases.mesh_of(min(4, len(jax.devices())))
-    lhs, rhs = (jnp.asarray(x, jnp.bfloat16) for x in cases.operands(512, 512, 1024))
+    subject = SUBJECTS[name]
+    shapes = subject.shapes(mesh.size, subject.sizes_of(mesh.size, 256, 512, 256))
+
+    def body(seed):
+        operands = subject.draw(subjects.own_key(seed, mesh), shapes, whole=True)
+        return jnp.sum(subject.call(operands, "x", backend="pallas").astype(jnp.float32))[None]
+
+    # Nothing of XLA's crosses devices after the kernel: it would wait for those that gave up.
+    function = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False)
     with slow_peers.dropping(1, semaphore):
-        program = jax.jit(cases.mapped(name, mesh, backend="pallas"))
-        compiled = program.lower(lhs, rhs).compile()
-        shardings = compiled.input_shardings[0]
-        operands = [jax.device_put(x, s) for x, s in zip((lhs, rhs), shardings, strict=True)]
-        jax.block_until_ready(operands)
-        print("launched", flush=True)
-        jax.block_until_ready(compiled(*operands))
+        program = jax.jit(function).lower(np.int32(0)).compile()
+    wait_for_the_word()
+    print(np.asarray(program(np.int32(0))))
 
 
 def huge(part: int = 2**30 + 4096) -> None:
     """The ends of an array whose bytes no int32 counts (B47)."""
 
-    def body() -> jax.Array:
-        x = ((lax.iota(jnp.int32, part) + 64 * lax.axis_index("x")) % 127).astype(jnp.int8)
+    def body(start: jax.Array) -> jax.Array:
+        x = ((lax.iota(jnp.int32, part) + start + 64 * lax.axis_index("x")) % 127).astype(jnp.int8)
         out = st.all_gather(x, "x", backend="pallas")
         starts = (0, part - 4096, part, 2 * part - 4096)
-        return jnp.stack([lax.slice_in_dim(out, s, s + 4096) for s in starts])[None]
+        return jnp.stack([lax.slice_in_dim(out, s, s + 4096) for s in starts])
 
-    program = jax.shard_map(
-        body, mesh=cases.mesh_of(2), in_specs=(), out_specs=P("x"), check_vma=False
-    )
-    compiled = jax.jit(program).lower().compile()
-    print("launched", flush=True)
+    compiled = jax.jit(subjects.on_mesh(body, cases.mesh_of(2))).lower(np.int32(0)).compile()
+    wait_for_the_word()
     places = np.arange(4096) + np.array([[0], [part - 4096], [64], [64 + part - 4096]])
-    for got in np.asarray(compiled()):
+    for got in np.asarray(compiled(np.int32(0))):
         np.testing.assert_array_equal(got, places % 127)
 
 
-def threads(count: int = 100) -> None:
-    """Programs with kernels, called at the same time, wait for one another in turn (B13)."""
-    program = jax.jit(
+def _sum_on_two():
+    return jax.jit(
         jax.shard_map(
             lambda x: st.all_reduce(x, "x", backend="pallas"),
             mesh=cases.mesh_of(2),
@@ -69,6 +77,11 @@ def threads(count: int = 100) -> None:
             check_vma=False,
         )
     )
+
+
+def threads(count: int = 100) -> None:
+    """Programs with kernels, called at the same time, wait for one another in turn (B13)."""
+    program = _sum_on_two()
     right: list[bool] = []
 
     def call(thread: int) -> None:
@@ -78,15 +91,26 @@ def threads(count: int = 100) -> None:
             right.append(bool((np.asarray(program(x)) == 2 * (1000 * thread + i) + 1).all()))
 
     call(0)
-    print("launched", flush=True)
+    wait_for_the_word()
     both = [threading.Thread(target=call, args=(n,)) for n in (1, 2)]
     for thread in both:
         thread.start()
     for thread in both:
         thread.join()
-    assert right == [True] * 3 * count, "wrong sums, or a thread that gave up"
+    if right != [True] * 3 * count:
+        raise SystemExit("wrong sums, or a thread that gave up")
+
+
+def unfinished(count: int = 200) -> None:
+    """Results that nobody waits for, nor uses, keep no process from ending (B36)."""
+    program = _sum_on_two()
+    x = program(np.ones((2 * 64, 256), np.float32))
+    wait_for_the_word()
+    for _ in range(count):
+        x = program(x)
 
 
 if __name__ == "__main__":
-    {"dropped": dropped, "huge": huge, "threads": threads}[sys.argv[1]](*sys.argv[2:])
+    programs = {"dropped": dropped, "huge": huge, "threads": threads, "unfinished": unfinished}
+    programs[sys.argv[1]](*sys.argv[2:])
     print("right", flush=True)

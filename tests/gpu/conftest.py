@@ -1,8 +1,90 @@
-"""What these tests share with those of the kernels lies in `tests/kernels`."""
+"""What the GPU tests share: a mesh, how much to do, the count of what was found, the summary.
+
+Checks that the tests of the kernels use as well, in the simulator, lie in `tests/kernels`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "kernels")]
+
+import fused_cases as cases
+import jax
+import machine
+import scale as scales
+import tally as tallies
+
+import stretto as st
+
+MOST_DEVICES = 8
+
+
+@pytest.fixture(scope="session")
+def rehearsing(pytestconfig: pytest.Config) -> bool:
+    return pytestconfig.getoption("--rehearse")
+
+
+@pytest.fixture(scope="session")
+def scale(rehearsing: bool) -> scales.Scale:
+    return scales.REHEARSAL if rehearsing else scales.FULL
+
+
+@pytest.fixture(scope="session")
+def mesh(rehearsing: bool) -> jax.sharding.Mesh:
+    """All GPUs of the machine, up to eight, along "x"."""
+    return cases.mesh_of(4 if rehearsing else min(len(jax.devices()), MOST_DEVICES))
+
+
+@pytest.fixture
+def tally(record_property) -> tallies.Tally:
+    return tallies.Tally(record_property)
+
+
+@pytest.fixture(autouse=True)
+def simulation(rehearsing: bool) -> Iterator[None]:
+    """Kernels run in the simulator if this is a rehearsal."""
+    if not rehearsing:
+        yield
+        return
+    with st.simulate(seed=6, core_count=2, detect_races=False):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """Stops the run once the GPUs answer no more: every test after that would fail, slowly."""
+    report = yield
+    if report.failed and HERE in item.path.parents and not machine.devices_answer():
+        item.session.shouldstop = "the GPUs answer no more: a kernel stopped them (see above)"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    reports = [
+        report
+        for kind in ("passed", "failed")
+        for report in terminalreporter.stats.get(kind, ())
+        if report.nodeid.startswith("tests/gpu/") and report.when == "call"
+    ]
+    if not reports:
+        return
+    terminalreporter.section("GPU check")
+    kinds = ("passed", "failed", "error", "skipped")
+    counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in kinds}
+    lines = [
+        *machine.describe(
+            rehearsed=config.getoption("--rehearse"), nccl=config.getoption("--nccl")
+        ),
+        ("tests", ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)),
+        *tallies.summarise(p for report in reports for p in report.user_properties),
+        ("seed", f"of the stress tests: {scales.FULL.plan.seed}"),
+    ]
+    width = max(len(heading) for heading, _ in lines)
+    for heading, text in lines:
+        terminalreporter.write_line(f"{heading:<{width}}  {text}")

@@ -1,88 +1,128 @@
-"""Programs in processes of their own: they may end with the GPU in disorder, or not end at all."""
+"""Programs in processes of their own: they may end with the GPU in disorder, or not end at all.
+
+All are started at once, since most of their time is the start; then they go on one by one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
+
 SCRIPT = Path(__file__).with_name("alone.py")
 LIMIT_S = 2
+START_S = 120
+DROPPED = [
+    ("all_gather_matmul", "released"),
+    ("all_gather_matmul", "received"),
+    ("matmul_reduce_scatter", "produced"),
+    ("matmul_all_reduce", "finished"),
+    ("all_reduce", "closing_sem"),
+]
 REPORT = (
-    r"kernel {name} gave up after 2 s: process 0, device \d+, block \(\d+, \d+, \d+\) waits for"
-    r" semaphore {semaphore}\S* >= \d+, which is \d+"
+    r"KernelTimeoutError: .*kernel {name} gave up after 2 s: process 0, device \d+, block \(\d+,"
+    r" \d+, \d+\) waits for semaphore {semaphore}\S* >= \d+, which is \d+"
 )
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended; `seconds` since it said that it was launched."""
+class Program:
+    """`alone.py` with arguments, in a process group of its own, with a limit to each step."""
 
-    status: int
-    stdout: str
-    stderr: str
-    seconds: float
+    def __init__(self, *arguments: str):
+        self.name = " ".join(arguments)
+        self._errors = tempfile.TemporaryFile("w+")
+        # These tests' own process holds a part of the GPUs' memory.
+        settings = {"STRETTO_WAIT_LIMIT_S": str(LIMIT_S), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            env=os.environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        self._overdue = threading.Timer(START_S, self.kill)
+        self._overdue.start()
 
-
-def run(*arguments: str, patience_s: float) -> Ended:
-    """Runs `alone.py`, and kills it `patience_s` after it said that it was launched."""
-    # These tests' own process holds most of the GPUs' memory.
-    settings = {"STRETTO_WAIT_LIMIT_S": str(LIMIT_S), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments],
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline()
+    def run(self, patience_s: float) -> tuple[int, str, float]:
+        """Lets it go on once it is ready: its status, its output, and the seconds it took."""
+        assert self._process.stdout is not None
+        first = self._process.stdout.readline()
+        self._overdue.cancel()
+        if first != "ready\n":
+            return self._process.wait(), first, 0.0
         start = time.monotonic()
-        out, err = process.communicate(timeout=patience_s)
-        assert first == "launched\n", err[-3000:]
-        return Ended(process.returncode, out, err, time.monotonic() - start)
+        try:
+            output, _ = self._process.communicate("go\n", timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            output, _ = self._process.communicate()
+        return self._process.returncode, output, time.monotonic() - start
+
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def kill(self) -> None:
+        """Ends it, if it has not ended, and whatever it started."""
+        self._overdue.cancel()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def started(*all_arguments: tuple[str, ...]) -> Iterator[list[Program]]:
+    """Programs that have been started; none is left at the end."""
+    programs = [Program(*arguments) for arguments in all_arguments]
+    try:
+        yield programs
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for program in programs:
+            program.kill()
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("name", "semaphore"),
-    [
-        ("all_gather_matmul", "released"),
-        ("all_gather_matmul", "received"),
-        ("matmul_reduce_scatter", "produced"),
-        ("matmul_all_reduce", "finished"),
-    ],
-)
-def test_a_signal_that_never_comes(name: str, semaphore: str) -> None:
+def test_signals_that_never_come(tally) -> None:
     """The program ends in time, with a report of who waits for what."""
-    ended = run("dropped", name, semaphore, patience_s=LIMIT_S + 20)
-    assert ended.status != 0 and "right" not in ended.stdout
-    assert ended.seconds <= LIMIT_S + 10, f"{ended.seconds:.1f} s"
-    report = REPORT.format(name=name, semaphore=semaphore)
-    assert re.search(rf"KernelTimeoutError: .*{report}", ended.stderr), ended.stderr[-3000:]
+    flaws = []
+    with started(*(("dropped", *case) for case in DROPPED)) as programs:
+        for program, (name, semaphore) in zip(programs, DROPPED, strict=True):
+            status, output, seconds = program.run(patience_s=LIMIT_S + 20)
+            if status == 0 or "right" in output:
+                flaws.append(f"{program.name} ended well: {output}")
+            if seconds > LIMIT_S + 10:
+                flaws.append(f"{program.name} ended after {seconds:.1f} s")
+            report = REPORT.format(name=name, semaphore=semaphore)
+            if not re.search(report, program.errors()):
+                flaws.append(f"{program.name} left no report:\n{program.errors()[-3000:]}")
+    tally.checks(len(DROPPED))
+    tally.none(flaws)
 
 
-@pytest.mark.gpu(2)
-def test_more_than_2_to_the_31_elements() -> None:
-    ended = run("huge", patience_s=60)
-    assert ended.status == 0 and ended.stdout == "right\n", ended.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.gpu(2)
-def test_two_threads_on_one_mesh() -> None:
-    ended = run("threads", patience_s=60)
-    assert ended.status == 0 and ended.stdout == "right\n", ended.stderr[-3000:]
+def test_programs_that_end_well(tally) -> None:
+    """A result of more than 2^31 elements; two threads on one mesh; work that nobody waits for."""
+    flaws = []
+    with started(("huge",), ("threads",), ("unfinished",)) as programs:
+        for program in programs:
+            status, output, seconds = program.run(patience_s=60)
+            if status or output != "right\n":
+                flaws.append(
+                    f"{program.name} ended with {status} after {seconds:.1f} s:\n"
+                    f"{output}{program.errors()[-3000:]}"
+                )
+    tally.checks(3)
+    tally.none(flaws)

@@ -44,15 +44,9 @@ def sleep(microseconds: int) -> None:
     nanosleep()
 
 
-def dawdling(device: int, microseconds: int) -> contextlib.AbstractContextManager[None]:
-    """Device `device` along "x" sleeps before every signal."""
-
-    def late(send, semaphore):
-        del semaphore
-        pl.when(lax.axis_index("x") == device)(lambda: sleep(microseconds))
-        send()
-
-    return signals(late)
+def sleep_on(device: int, microseconds: int) -> None:
+    """Inside a kernel for GPUs: `sleep`, on device `device` along "x" alone."""
+    pl.when(lax.axis_index("x") == device)(lambda: sleep(microseconds))
 
 
 def dropping(device: int, name: str) -> contextlib.AbstractContextManager[None]:

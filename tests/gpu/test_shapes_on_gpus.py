@@ -1,0 +1,70 @@
+"""Every shape and type: exact on whole numbers, on others at most twice as far off as XLA is."""
+
+from __future__ import annotations
+
+import importlib
+
+import fused_cases as cases
+import pytest
+import subjects
+import verification
+from subjects import COLLECTIVES, SUBJECTS
+from verification import Problem
+
+# Rows x columns of a device: less than a row of 512 bytes, odd, and 16 MB.
+SHAPES = [(1, 1), (3, 129), (64, 1000), (512, 4096)]
+fused = pytest.mark.parametrize("name", cases.OPERATIONS)
+collectives = pytest.mark.parametrize("name", COLLECTIVES)
+
+
+@pytest.mark.gpu(2)
+@fused
+def test_model_shapes(name, mesh, scale, tally) -> None:
+    subject = SUBJECTS[name]
+    options = dict(backend=scale.backend)
+    sizes = scale.model_shapes(subject, mesh.size)
+    tally.outcomes(verification.verify(mesh, [Problem(subject, s, options) for s in sizes]))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("columns", [8, 136, 200])
+@fused
+def test_awkward_shapes(name, columns, mesh, scale, tally) -> None:
+    """All combinations of the set's sizes; `columns` of a device's result."""
+    subject = SUBJECTS[name]
+    sizes = [
+        s
+        for s in scale.awkward_shapes(subject, mesh.size)
+        if s[2] == columns * (mesh.size if name == "all_gather_matmul" else 1)
+    ]
+    options = dict(backend=scale.backend)
+    tally.outcomes(verification.verify(mesh, [Problem(subject, s, options) for s in sizes]))
+
+
+@pytest.mark.gpu(2)
+@fused
+def test_every_config(name, mesh, scale, tally) -> None:
+    """What the tuner may choose computes the same."""
+    subject = SUBJECTS[name]
+    configs = list(importlib.import_module(f"stretto.kernels.{name}").Config.candidates())
+    if scale.rehearsed:
+        configs = configs[:1]
+    sizes = subject.sizes_of(mesh.size, *scale.middling)
+    problems = [
+        Problem(subject, sizes, dict(backend=scale.backend, config=config)) for config in configs
+    ]
+    tally.outcomes(verification.verify(mesh, problems))
+
+
+@pytest.mark.gpu(2)
+@collectives
+def test_collectives(name, mesh, scale, tally) -> None:
+    m, _, n = scale.small
+    shapes = [(mesh.size * m, n)] if scale.rehearsed else [(mesh.size * m, n) for m, n in SHAPES]
+    subject = SUBJECTS[name]
+    problems = [Problem(subject, s, dict(backend=scale.backend)) for s in shapes]
+    for dtype in subjects.dtypes_of(name):
+        typed = subjects.collective(name, dtype)
+        sizes = typed.sizes_of(mesh.size, m, 0, n)
+        problems.append(Problem(typed, sizes, dict(backend=scale.backend)))
+    tally.outcomes(verification.verify(mesh, problems))
