@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "kernels")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import fused_cases as cases
 import jax
@@ -22,6 +22,7 @@ import tally as tallies
 
 import stretto as st
 
+HERE = Path(__file__).parent
 MOST_DEVICES = 8
 
 

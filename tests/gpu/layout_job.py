@@ -15,10 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
-import stretto.launch
-
-process = stretto.launch.initialize()
-
 import compiling
 import fused_cases as cases
 import jax
@@ -28,6 +24,9 @@ import stress
 import verification
 from subjects import SUBJECTS
 from verification import Problem
+
+import stretto.launch
+from stretto.launch.startup import Process
 
 
 def verified(mesh: jax.sharding.Mesh, backend: str, sizes: list) -> list[verification.Outcome]:
@@ -39,7 +38,9 @@ def verified(mesh: jax.sharding.Mesh, backend: str, sizes: list) -> list[verific
     return verification.verify(mesh, problems)
 
 
-def unequal_histories(mesh: jax.sharding.Mesh, backend: str, calls: int) -> list[str]:
+def unequal_histories(
+    process: Process, mesh: jax.sharding.Mesh, backend: str, calls: int
+) -> list[str]:
     """Process 0 takes and frees memory of random sizes between calls, the others do not (B28)."""
     subject = SUBJECTS["all_gather_matmul"]
     sizes = subject.sizes_of(mesh.size, 64, 128, 128)
@@ -56,6 +57,7 @@ def unequal_histories(mesh: jax.sharding.Mesh, backend: str, calls: int) -> list
 
 
 def main(backend: str) -> int:
+    process = stretto.launch.initialize()
     mesh = cases.mesh_of(len(jax.devices()))
     rehearsed = backend != "pallas"
     sizes = [(9, 8, 24)] if rehearsed else [(65, 72, 136), (512, 1024, 512)]
@@ -66,7 +68,7 @@ def main(backend: str) -> int:
         for name in SUBJECTS:
             flaws += stress.stress(name, mesh, plan).flaws
     calls = 5 if rehearsed else 100
-    flaws += unequal_histories(mesh, backend, calls)
+    flaws += unequal_histories(process, mesh, backend, calls)
     for flaw in flaws:
         print(flaw, file=sys.stderr, flush=True)
     if process.process_id == 0:

@@ -42,7 +42,7 @@ class Program:
 
     def __init__(self, *arguments: str):
         self.name = " ".join(arguments)
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as this
         # These tests' own process holds a part of the GPUs' memory.
         settings = {"STRETTO_WAIT_LIMIT_S": str(LIMIT_S), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._process = subprocess.Popen(

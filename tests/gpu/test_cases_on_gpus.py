@@ -65,9 +65,8 @@ def test_donation_and_operands_that_move(state_first, mesh, scale, tally) -> Non
         return (out, rhs * 2) if state_first else (rhs * 2, out)
 
     rows, columns = P("x", None), P(None, "x")
-    outs = (columns, columns)
     program = jax.shard_map(
-        step, mesh=mesh, in_specs=(rows, columns), out_specs=outs, check_vma=False
+        step, mesh=mesh, in_specs=(rows, columns), out_specs=(columns, columns), check_vma=False
     )
     program = jax.jit(program, donate_argnums=(0, 1))
     calls = 3 if scale.rehearsed else 20
