@@ -67,4 +67,4 @@ def summarise(properties: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]
             worst[operation] = max(worst.get(operation, (0.0, 0.0, "")), (largest, mean, sizes))
     yield "checks", f"{counts[CHECKS]:,} comparisons, {counts[LAUNCHES]:,} launches under stress"
     for operation, (largest, mean, sizes) in sorted(worst.items()):
-        yield operation, f"error at most {largest:.2f} times XLA's (mean {mean:.2f}), at {sizes}"
+        yield operation, f"error at most {largest:.2f} times XLA's (mean {mean:.2f}) for {sizes}"

@@ -312,6 +312,8 @@ def test_nccl_is_looked_for_in_the_loaders_order(tmp_path):
     library = tmp_path / "libnccl.so.2"
     library.write_bytes(b"not a library")
     assert nccl.candidates({"LD_LIBRARY_PATH": f":/none:{tmp_path}"})[0] == str(library)
+    preloaded = {"LD_PRELOAD": "/x/libfoo.so:/y/libnccl.so.2", "LD_LIBRARY_PATH": str(tmp_path)}
+    assert nccl.candidates(preloaded)[:2] == ["/y/libnccl.so.2", str(library)]
     assert nccl.find_nccl({"LD_LIBRARY_PATH": str(tmp_path)})[1] != str(library)
 
 
@@ -323,12 +325,19 @@ def test_run_refuses_one_process_per_gpu_with_an_old_nccl(tmp_path, monkeypatch,
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(nccl, "find_nccl", lambda environ: ((2, 28, 9), "/x/libnccl.so.2"))
+    monkeypatch.setattr(
+        nccl,
+        "find_nccl",
+        lambda environ: ((2, 29 if "LD_PRELOAD" in environ else 28, 9), "/x/libnccl.so.2"),
+    )
     script = str(tmp_path / "script.py")
     assert cli.main(["run", "--processes-per", "gpu", script]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "NCCL 2.28.9" in line
     assert "nvidia-nccl-cu13>=2.29" in line
+    preload = ["--env", "LD_PRELOAD=/y/libnccl.so.2"]
+    assert cli.main(["run", "--dry-run", "--processes-per", "gpu", *preload, script]) == 0
+    assert "LD_PRELOAD='/y/libnccl.so.2'" in capfd.readouterr().out
     assert cli.main(["run", "--dry-run", script]) == 0
     shown = capfd.readouterr().out
     assert "process 0 on localhost: GPU 0, 1" in shown
