@@ -12,20 +12,9 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
-from stretto.distributed.team import Team
-from stretto.kernels import (
-    checks,
-    dispatch,
-    exchange,
-    flat,
-    gradients,
-    moving,
-    reference,
-    summation,
-)
+from stretto.kernels import checks, dispatch, fused, gradients, moving, reference
 from stretto.kernels.dispatch import Choice, Problem
 
 type Axes = tuple[Hashable, ...]
@@ -59,7 +48,7 @@ def all_gather(
     choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER)
     if choice.backend == "xla":
         return reference.all_gather(x, axes, axis=axis)
-    call = functools.partial(_all_gather, axes=axes, axis=axis, interpret=choice.interpret)
+    call = functools.partial(fused.all_gather, axes=axes, axis=axis, interpret=choice.interpret)
     back = functools.partial(reduce_scatter, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
@@ -82,7 +71,7 @@ def reduce_scatter(
     choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER)
     if choice.backend == "xla":
         return reference.reduce_scatter(x, axes, axis=axis)
-    call = functools.partial(_reduce_scatter, axes=axes, axis=axis, interpret=choice.interpret)
+    call = functools.partial(fused.reduce_scatter, axes=axes, axis=axis, interpret=choice.interpret)
     back = functools.partial(all_gather, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
@@ -100,7 +89,7 @@ def all_reduce(x: jax.Array, axis_name: AxisNames, *, backend: str = "auto") -> 
     choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE)
     if choice.backend == "xla":
         return reference.all_reduce(x, axes)
-    call = functools.partial(_all_reduce, axes=axes, interpret=choice.interpret)
+    call = functools.partial(fused.all_reduce, axes=axes, interpret=choice.interpret)
     (x,) = gradients.vary_alike(axes, x)
     back = functools.partial(gradients.sum_of_replicated, axes=axes, typed=bool(varying_axes(x)))
     return gradients.linear(x, gradients.Linear(call, back))
@@ -125,7 +114,7 @@ def all_to_all(
     if choice.backend == "xla":
         return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
     call = functools.partial(
-        _all_to_all,
+        fused.all_to_all,
         axes=axes,
         split_axis=split_axis,
         concat_axis=concat_axis,
@@ -151,50 +140,3 @@ def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any) -> Choice:
         device_kind=device_kind,
     )
     return dispatch.choose(problem, backend, kernel, axes=axes)
-
-
-def _all_gather(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:
-    team = Team.along(axes)
-    words = flat.as_words(x)
-    rows = exchange.all_gather(flat.to_rows(words, 1), team, interpret=interpret)
-    parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
-    return jnp.moveaxis(parts, 0, axis).reshape(
-        *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
-    )
-
-
-def _split(x: jax.Array, axis: int, parts: int) -> jax.Array:
-    """`x` with its `axis` cut into `parts`, which come first: `[parts, ..., s, ...]`."""
-    shape = (*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-
-def _reduce_scatter(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:
-    team = Team.along(axes)
-    parts = _split(x, axis, team.size)
-    rows = summation.reduce_scatter(flat.to_rows(parts, team.size), team, interpret=interpret)
-    return flat.from_rows(rows, parts.shape[1:])[0]
-
-
-def _all_reduce(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
-    team = Team.along(axes)
-    one_shot = x.nbytes <= moving.ONE_SHOT_BYTES
-    parts = 1 if one_shot else team.size
-    flat_x = x.reshape(-1)
-    missing = -flat_x.size % parts
-    if missing:
-        flat_x = jnp.pad(flat_x, (0, missing))
-    rows = summation.all_reduce(flat.to_rows(flat_x, parts), team, interpret=interpret)
-    return flat.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
-
-
-def _all_to_all(
-    x: jax.Array, *, axes: Axes, split_axis: int, concat_axis: int, interpret: Any
-) -> jax.Array:
-    team = Team.along(axes)
-    words = flat.as_words(_split(x, split_axis, team.size))
-    rows = exchange.all_to_all(flat.to_rows(words, team.size), team, interpret=interpret)
-    parts = flat.from_words(flat.from_rows(rows, words.shape[1:]), x.dtype)
-    shape = list(parts.shape[1:])
-    shape[concat_axis] *= team.size
-    return jnp.moveaxis(parts, 0, concat_axis).reshape(shape)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
-from stretto.distributed import schedule
 from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
-from stretto.distributed.team import Team
 from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import checks, dispatch, gradients, padding, reference
+from stretto.kernels import checks, dispatch, fused, gradients, reference
 from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.collectives import all_gather
@@ -68,7 +65,7 @@ def all_gather_matmul(
     choice = dispatch.choose(problem, backend, all_gather_matmul_kernel, config, axes=axes)
     if choice.backend == "xla":
         return reference.all_gather_matmul(lhs, rhs, axes, epilogue=epilogue, out_dtype=dtype)
-    call = _call(axes, dtype, choice, backend, _fused_all_gather_matmul, epilogue, keep_gathered)
+    call = _call(axes, dtype, choice, backend, fused.all_gather_matmul, epilogue, keep_gathered)
     return gradients.all_gather_matmul(*vary_alike(axes, lhs, rhs), call)
 
 
@@ -117,7 +114,7 @@ def matmul_reduce_scatter(
     choice = dispatch.choose(problem, backend, matmul_reduce_scatter_kernel, config, axes=axes)
     if choice.backend == "xla":
         return reference.matmul_reduce_scatter(lhs, rhs, axes, out_dtype=dtype)
-    call = _call(axes, dtype, choice, backend, _fused_matmul_reduce_scatter)
+    call = _call(axes, dtype, choice, backend, fused.matmul_reduce_scatter)
     return gradients.matmul_reduce_scatter(*vary_alike(axes, lhs, rhs), call)
 
 
@@ -165,7 +162,7 @@ def matmul_all_reduce(
     if choice.backend == "xla":
         return reference.matmul_all_reduce(lhs, rhs, axes, out_dtype=dtype)
     lhs, rhs = vary_alike(axes, lhs, rhs)
-    call = _call(axes, dtype, choice, backend, _fused_matmul_all_reduce)
+    call = _call(axes, dtype, choice, backend, fused.matmul_all_reduce)
     call = dataclasses.replace(call, typed=bool(varying_axes(lhs)))
     return gradients.matmul_all_reduce(lhs, rhs, call)
 
@@ -200,52 +197,3 @@ def _call(axes, out_dtype, choice: Choice, backend, fused, epilogue=None, keep_g
         all_gather_matmul=bound(all_gather_matmul, axes, backend),
         matmul_reduce_scatter=bound(matmul_reduce_scatter, axes, backend),
     )
-
-
-def _fused_all_gather_matmul(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
-    """The kernel on operands of any size: padded to what the hardware takes, and cut again."""
-    team = Team.along(call.axes)
-    m_shard, n_shard = lhs.shape[0], rhs.shape[1]
-    out = all_gather_matmul_kernel.launch(
-        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
-        padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
-        team,
-        epilogue=call.epilogue,
-        out_dtype=call.out_dtype,
-        config=call.config,
-        interpret=call.interpret,
-    )
-    out = out[:, :m_shard, :n_shard]
-    return out.reshape(team.size * m_shard, n_shard)
-
-
-def _fused_matmul_reduce_scatter(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
-    return _scattered(lhs, rhs, call, matmul_reduce_scatter_kernel.launch)[0]
-
-
-def _fused_matmul_all_reduce(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
-    out = _scattered(lhs, rhs, call, matmul_all_reduce_kernel.launch)
-    return out.reshape(-1, rhs.shape[1])[: lhs.shape[0]]
-
-
-def _scattered(lhs, rhs, call, launch) -> jax.Array:
-    """The kernel on operands of any size: padded to what the hardware takes, and cut again.
-
-    The rows are dealt out in equal shards, the last ones of padding where they do not divide.
-    Returns `[shards, m_shard, n]`, the shards that this device holds.
-    """
-    team = Team.along(call.axes)
-    m_shard, n = schedule.ceil_div(lhs.shape[0], team.size), rhs.shape[1]
-    missing = team.size * m_shard - lhs.shape[0]
-    if missing:
-        lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
-    shards = lhs.reshape(team.size, m_shard, lhs.shape[1])
-    out = launch(
-        padding.pad(shards, padding.ROWS, padding.COLUMNS),
-        padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
-        team,
-        out_dtype=call.out_dtype,
-        config=call.config,
-        interpret=call.interpret,
-    )
-    return out[:, :m_shard, :n]
