@@ -1,9 +1,10 @@
-"""`stretto bench`: measure, compare, document."""
+"""`stretto bench`: measure, show, compare, document."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from stretto.benchmarks import predict, table
+from stretto.benchmarks import plan, predict, table
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
 from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.measure import Settings, first_line
@@ -24,14 +25,16 @@ from stretto.benchmarks.torch_peers import TorchHelper
 
 CPU_DEVICES = 4
 WIDTH = 100
+VERBS = ("show", "compare", "document")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Time kernels against everything that could be called in their place, on this machine.
 
-    `stretto bench compare A.json B.json` compares two results, `stretto bench document FILE...`
-    writes the documented tables from results.
+    `stretto bench show FILE...` shows results again, merges them and draws them, `stretto bench
+    compare A.json B.json` compares two, and `stretto bench document FILE...` writes the documented
+    tables from them.
     """
 
     kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -64,6 +67,8 @@ class BenchOptions:
     """Samples per peer and case; each is the mean over a run of many calls."""
     budget: float | None = None
     """Stop after this many seconds; --resume goes on later."""
+    list: bool = False
+    """Time nothing; list the cases and how long they would take."""
     max_slowdown: float | None = None
     """Exit with status 1 if `auto` is slower than XLA by more than this many percent."""
     link_gb_per_s: float = 350.0
@@ -86,14 +91,8 @@ def main(argv: list[str]) -> int:
     0 if all went well, 1 on a regression or lost devices, 2 on misuse, 130 if interrupted.
     """
     try:
-        if argv[:1] == ["compare"]:
-            from stretto.benchmarks import compare
-
-            return compare.main(argv[1:])
-        if argv[:1] == ["document"]:
-            from stretto.benchmarks import document
-
-            return document.main(argv[1:])
+        if argv[:1] and argv[0] in VERBS:
+            return importlib.import_module(f"stretto.benchmarks.{argv[0]}").main(argv[1:])
         options = tyro.cli(BenchOptions, prog="stretto bench", args=argv)
         return _bench(options, argv)
     except BenchmarkError as error:
@@ -115,6 +114,8 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         check=options.check,
         link_gb_per_s=options.link_gb_per_s,
     )
+    if options.list:
+        return _list(work, settings)
     run = Run(
         options.json,
         resume=options.resume,
@@ -134,6 +135,15 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         console.print(worst, highlight=False)
     _pictures(run, options)
     return status or _slowdown_status(run, options)
+
+
+def _list(work: list[Work], settings: Settings) -> int:
+    """Prints the cases, each with the seconds that it would take on GPUs."""
+    each = [plan.seconds(item.case, item.peers, settings) for item in work]
+    for item, seconds in zip(work, each, strict=True):
+        print(f"{seconds:5.1f} s  {item.case}: {', '.join(peer.name for peer in item.peers)}")
+    print(plan.words(plan.START_S + sum(each), len(work)))
+    return 0
 
 
 def _trace(cases: list[Case], path: pathlib.Path) -> int:
@@ -221,6 +231,9 @@ def _introduce(console: Console, run: Run) -> None:
 
 def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console) -> int:
     helper = _helper(options)
+    if helper is not None and (item := next(filter(_is_torchs, work), None)) is not None:
+        # Importing PyTorch takes as long as compiling the first programs: both at once.
+        helper.start(item.case.devices)
     with contextlib.closing(helper) if helper else contextlib.nullcontext(), progress() as say:
         try:
             finished = run.execute(work, helper, console, options.budget, say)
@@ -234,6 +247,10 @@ def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console
     if not finished:
         print("stretto bench: the time limit has passed; go on with --resume.", file=sys.stderr)
     return 0
+
+
+def _is_torchs(item: Work) -> bool:
+    return any(peer.candidates is None for peer in item.peers)
 
 
 def _helper(options: BenchOptions) -> TorchHelper | None:

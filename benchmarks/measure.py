@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -13,15 +13,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from stretto.benchmarks import figures, memory
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import DeviceLostError, UnavailableError
 from stretto.benchmarks.operations import AXIS, Case
 from stretto.benchmarks.peers import FUSED, Peer, applies
-from stretto.benchmarks.prepare import Bench, Ready, compile_all
+from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.results import Measurement, Missing, Timed
 from stretto.benchmarks.spread import spread
 from stretto.benchmarks.timing import Timer
 
-SAMPLES_PER_VISIT = 2
+SAMPLES_PER_VISIT = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Settings:
     """
 
     repeats: int = 20
-    rest_s: float = 0.01
+    rest_s: float = 0.005
     seed: int = 0
     check: bool = True
     link_gb_per_s: float = 350.0
@@ -50,11 +51,28 @@ class Helper(Protocol):
 @dataclasses.dataclass
 class _Entry:
     peer: Peer
-    timer: Timer
     config: str = ""
     backend: str = ""
     error: float | None = None
+
+
+@dataclasses.dataclass
+class _Program:
+    """One program, its samples, and the peers whose program it is."""
+
+    timer: Timer
+    entries: list[_Entry]
     samples: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A case whose programs are being compiled, or the reason why it is left out."""
+
+    case: Case
+    peers: list[Peer]
+    bench: Bench | None
+    skipped: str = ""
 
 
 def mesh_of(devices: int) -> Mesh:
@@ -62,21 +80,16 @@ def mesh_of(devices: int) -> Mesh:
     return Mesh(np.asarray(jax.devices()[:devices]), (AXIS,))
 
 
-def measure(
+def prepare(
     case: Case,
-    peers: list[Peer],
+    peers: Sequence[Peer],
     settings: Settings,
-    helper: Helper | None,
+    compiler: Compiler,
     out_of_time: Callable[[], bool],
-    say: Callable[[str], None] = lambda _: None,
-) -> Measurement:
-    """The times of `peers` for `case`.
+) -> Prepared:
+    """Traces the programs of `case` and begins to compile them; allocates nothing.
 
-    A peer that cannot serve the case or fails is recorded with its reason. A case that cannot be
-    cut into blocks or does not fit in memory is recorded as skipped, before anything is allocated.
-
-    Raises:
-      DeviceLostError: a peer left the devices unusable.
+    A case that cannot be cut into blocks or does not fit in memory is marked as skipped.
     """
     mesh = mesh_of(case.devices)
     peers = [peer for peer in peers if applies(peer, case)]
@@ -84,18 +97,51 @@ def measure(
         case.check()
         memory.check_fits(case, mesh)
     except UnavailableError as reason:
+        return Prepared(case=case, peers=peers, bench=None, skipped=str(reason))
+    bench = Bench(case, mesh, settings.seed, compiler)
+    check = settings.check and any(peer.role == FUSED for peer in peers)
+    bench.begin([peer for peer in peers if peer.candidates is not None], out_of_time, check)
+    return Prepared(case=case, peers=peers, bench=bench)
+
+
+def take(
+    prepared: Prepared,
+    settings: Settings,
+    helper: Helper | None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """The times of a prepared case's peers; the compiler must have ended.
+
+    A peer that cannot serve the case or fails is recorded with its reason, and so is a case that
+    was skipped.
+
+    Raises:
+      DeviceLostError: a peer left the devices unusable.
+    """
+    case, bench = prepared.case, prepared.bench
+    if bench is None:
         skipped = figures.begin(case, 0)
-        skipped.skipped = str(reason)
+        skipped.skipped = prepared.skipped
         return skipped
-    bench = Bench(case, mesh, settings.seed)
     measurement = figures.begin(case, bench.sets)
-    entries = _enter(bench, peers, settings, helper, measurement, out_of_time, say)
-    _take_turns(entries, settings, measurement, mesh, say)
-    for entry in entries:
-        if entry.samples:
-            measurement.timed.append(_timed(entry, case))
+    programs = _enter(bench, prepared.peers, settings, helper, measurement, say)
+    _take_turns(programs, settings, measurement, bench.mesh, say)
+    timed = {
+        entry.peer.name: _timed(entry, p) for p in programs if p.samples for entry in p.entries
+    }
+    measurement.timed += [timed[peer.name] for peer in prepared.peers if peer.name in timed]
     figures.complete(measurement, case, settings.link_gb_per_s)
     return measurement
+
+
+def measure(
+    case: Case, peers: Sequence[Peer], settings: Settings, helper: Helper | None
+) -> Measurement:
+    """`prepare` and `take` of a single case."""
+    with Compiler() as compiler:
+        prepared = prepare(case, peers, settings, compiler, lambda: False)
+        compiler.wait()
+        return take(prepared, settings, helper)
 
 
 def _enter(
@@ -104,39 +150,41 @@ def _enter(
     settings: Settings,
     helper: Helper | None,
     measurement: Measurement,
-    out_of_time: Callable[[], bool],
     say: Callable[[str], None],
-) -> list[_Entry]:
-    """The peers that can be timed, the others recorded as missing."""
-    say("compiling")
-    ours = [peer for peer in peers if peer.candidates is not None]
-    found = compile_all(bench, ours, out_of_time)
-    entries = []
+) -> list[_Program]:
+    """What can be timed, the other peers recorded as missing.
+
+    Peers that turn out to be the same program (`auto`, always) are timed as one.
+    """
+    found: dict[int, _Program] = {}
     for peer in peers:
         say(f"preparing {peer.label}")
         try:
             if peer.candidates is None:
                 if helper is None:
                     raise UnavailableError("PyTorch's helper process is not used in this run")
-                entry = _Entry(peer, helper.timer(peer.name, bench.case, bench.sets))
+                timer: Timer = helper.timer(peer.name, bench.case, bench.sets)
+                entry, key = _Entry(peer), id(timer)
             else:
-                entry = _from_jax(bench, peer, found[peer.name], settings)
-            entry.timer.visit(1)
+                ready, entry = _from_jax(bench, peer, settings)
+                timer, key = ready.timer, id(ready.timer.program)
+            if key not in found:
+                timer.visit(1)
         except Exception as error:
             _miss(measurement, peer, error, bench.mesh)
         else:
-            entries.append(entry)
-    return entries
+            found.setdefault(key, _Program(timer, [])).entries.append(entry)
+    return list(found.values())
 
 
-def _from_jax(
-    bench: Bench, peer: Peer, found: list[Ready] | Exception, settings: Settings
-) -> _Entry:
+def _from_jax(bench: Bench, peer: Peer, settings: Settings) -> tuple[Ready, _Entry]:
+    found = bench.ready(peer.name)
     if isinstance(found, Exception):
         raise found
     best = fastest(found)
+    entry = _Entry(peer, config=best.candidate.config)
     if peer.role != FUSED:
-        return _Entry(peer, best.timer, config=best.candidate.config)
+        return best, entry
     # A team of one has nobody to talk to, and is served by XLA.
     if (
         peer.name == "fused"
@@ -145,8 +193,9 @@ def _from_jax(
         and bench.case.devices > 1
     ):
         raise UnavailableError("the call launched no kernel of ours")
-    error = bench.check(best.candidate) if settings.check else None
-    return _Entry(peer, best.timer, config=best.candidate.config, backend=best.backend, error=error)
+    entry.backend = best.backend
+    entry.error = bench.check(best) if settings.check else None
+    return best, entry
 
 
 def fastest(found: list[Ready]) -> Ready:
@@ -157,39 +206,42 @@ def fastest(found: list[Ready]) -> Ready:
 
 
 def _take_turns(
-    entries: list[_Entry],
+    programs: list[_Program],
     settings: Settings,
     measurement: Measurement,
     mesh: Mesh,
     say: Callable[[str], None],
 ) -> None:
-    """Visits all entries in a new random order each round; one that fails is dropped.
+    """Visits all programs in a new random order each round; one that fails is dropped.
 
     The order comes from the seed, so it is the same on every process.
     """
     order = random.Random(settings.seed)
-    rounds = -(-settings.repeats // SAMPLES_PER_VISIT)
-    for index in range(rounds):
-        say(f"timing, round {index + 1} of {rounds}")
-        for entry in order.sample(entries, len(entries)):
+    left = settings.repeats
+    while left > 0:
+        say(f"timing, {left} samples to go")
+        samples = min(left, SAMPLES_PER_VISIT)
+        for program in order.sample(programs, len(programs)):
             try:
-                entry.samples += entry.timer.visit(SAMPLES_PER_VISIT)
+                program.samples += program.timer.visit(samples)
             except Exception as error:
-                entries.remove(entry)
-                _miss(measurement, entry.peer, error, mesh)
+                programs.remove(program)
+                for entry in program.entries:
+                    _miss(measurement, entry.peer, error, mesh)
             time.sleep(settings.rest_s)
+        left -= samples
 
 
-def _timed(entry: _Entry, case: Case) -> Timed:
-    times = spread(entry.samples)
+def _timed(entry: _Entry, program: _Program) -> Timed:
+    times = spread(program.samples)
     return Timed(
         peer=entry.peer.name,
         role=entry.peer.role,
         time=times.median,
         time_p10=times.p10,
         time_p90=times.p90,
-        samples=[round(sample, 3) for sample in entry.samples],
-        calls=entry.timer.calls,
+        samples=[round(sample, 3) for sample in program.samples],
+        calls=program.timer.calls,
         config=entry.config,
         backend=entry.backend,
         relative_error=entry.error,

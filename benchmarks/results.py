@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -158,3 +159,36 @@ def read(path: pathlib.Path) -> Results:
         return msgspec.convert(header, Results)
     except msgspec.ValidationError as error:
         raise BenchmarkError(f"{path}: damaged: {error}; measure again with --overwrite.") from None
+
+
+def merged(found: Sequence[Results]) -> Results:
+    """One results file out of several of the same machine; where two hold a case, the later one's.
+
+    Raises:
+      BenchmarkError: they are of different machines, or assume different links.
+    """
+    first = found[0]
+    for other in found[1:]:
+        for what in ("card", "platform", "num_devices", "layout", "driver"):
+            pair = getattr(first.machine, what), getattr(other.machine, what)
+            if pair[0] != pair[1]:
+                raise BenchmarkError(
+                    f"results of different machines: {what} {pair[0]!r} and {pair[1]!r}; keep them"
+                    " in files of their own."
+                )
+        if first.link_gb_per_s != other.link_gb_per_s:
+            raise BenchmarkError(
+                f"floors of different links, {first.link_gb_per_s} and {other.link_gb_per_s} GB/s."
+            )
+    cases = {one.key: one for results in found for one in results.measurements}
+    predictions = {
+        (one.kernel, one.m, one.k, one.n, one.type, one.devices): one
+        for results in found
+        for one in results.predictions
+    }
+    return msgspec.structs.replace(
+        first,
+        start_time=min(results.start_time for results in found),
+        measurements=list(cases.values()),
+        predictions=list(predictions.values()),
+    )

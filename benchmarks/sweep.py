@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from rich.console import Console
 
-from stretto.benchmarks import results, table
+from stretto.benchmarks import plan, results, table
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
 from stretto.benchmarks.machine import describe
-from stretto.benchmarks.measure import Helper, Settings, measure
+from stretto.benchmarks.measure import Helper, Prepared, Settings, prepare, take
 from stretto.benchmarks.operations import OPERATIONS, Case
 from stretto.benchmarks.options import Sweep
 from stretto.benchmarks.peers import Peer, peers_named
 from stretto.benchmarks.results import Machine, Measurement, Results
 from stretto.benchmarks.shapes import KERNELS, MATMULS, SETS, shapes_of
 from stretto.benchmarks.timing import agreed, first_process_says
+
+BATCH = 24
+"""Cases whose programs are compiled together; their results come after that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +36,16 @@ class Work:
     case: Case
     peers: tuple[Peer, ...]
 
+    @property
+    def key(self) -> tuple:
+        """The key of its measurement."""
+        shape = self.case.shape
+        name, dtype, devices = self.case.operation.name, self.case.dtype, self.case.devices
+        return (name, shape.m, shape.k, shape.n, dtype, devices)
+
 
 def expand(sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool) -> list[Work]:
-    """The cases of `sweeps` in order, each once.
+    """The cases of `sweeps` in order, each once, with the peers of all sweeps that have it.
 
     Raises:
       BenchmarkError: a sweep asks for more devices than there are, or for nothing at all.
@@ -41,8 +54,10 @@ def expand(sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool) -> list[Work
     for sweep in sweeps:
         peers = tuple(peers_named(sweep.peers))
         for case in _cases(sweep, num_devices, on_gpu):
-            key = (case.operation.name, case.shape, case.dtype, case.devices)
-            found.setdefault(key, Work(case, peers))
+            item = Work(case, peers)
+            before = found.get(item.key)
+            both = peers if before is None else tuple(dict.fromkeys((*before.peers, *peers)))
+            found[item.key] = Work(case, both)
     if not found:
         raise BenchmarkError("nothing to measure: the shape sets hold no shape for these kernels.")
     return list(found.values())
@@ -130,29 +145,76 @@ class Run:
         """
         began = time.monotonic()
 
-        def out_of_time() -> bool:
-            passed = budget_s is not None and time.monotonic() - began > budget_s
-            return agreed(passed) if budget_s is not None else False
+        def left_s() -> float:
+            return math.inf if budget_s is None else budget_s - (time.monotonic() - began)
 
-        done = first_process_says([_key(item.case) in self.done for item in work])
+        def out_of_time() -> bool:
+            return agreed(left_s() < 0) if budget_s is not None else False
+
+        done = first_process_says([item.key in self.done for item in work])
         todo = [item for item, is_done in zip(work, done, strict=True) if not is_done]
-        for position, item in enumerate(todo):
+        total = len(todo)
+        while todo:
             if out_of_time():
                 return False
-            prefix = f"{position + 1} of {len(todo)}: {item.case}"
-
-            def tell(text: str, prefix: str = prefix) -> None:
-                say(f"{prefix}: {text}")
-
-            tell("starting")
-            try:
-                found = measure(
-                    item.case, list(item.peers), self._settings, helper, out_of_time, tell
-                )
-            except DeviceLostError as error:
-                raise DeviceLostError(f"{item.case}: {error}") from error
-            self._add(found, console)
+            batch, todo = todo[: (size := self._batch(todo, left_s()))], todo[size:]
+            with Compiler() as compiler:
+                prepared = self._prepare(batch, compiler, out_of_time, say)
+                while prepared:
+                    if out_of_time():
+                        return False
+                    say(f"{len(todo) + len(prepared)} of {total} to go: {prepared[0].case}")
+                    # Taken out of the list, so that its operands are freed when it is done.
+                    self._take(prepared.pop(0), helper, console, say)
         return True
+
+    def _batch(self, todo: Sequence[Work], left_s: float) -> int:
+        """How many of `todo` to compile together: no more than there is time left to time."""
+        if jax.process_count() > 1:
+            return 1
+        size = 0
+        while size < min(BATCH, len(todo)) and left_s > 0:
+            left_s -= plan.seconds(todo[size].case, todo[size].peers, self._settings)
+            size += 1
+        return max(1, size)
+
+    def _prepare(
+        self,
+        batch: Sequence[Work],
+        compiler: Compiler,
+        out_of_time: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> list[Prepared]:
+        """Traces all of `batch`, one after another, and waits until all is compiled."""
+        began = time.monotonic()
+        found = []
+        for position, item in enumerate(batch):
+            say(f"tracing {position + 1} of {len(batch)}: {item.case}")
+            found.append(prepare(item.case, item.peers, self._settings, compiler, out_of_time))
+        traced = time.monotonic()
+        say(f"compiling {len(batch)} cases")
+        compiler.wait()
+        if jax.process_index() == 0:
+            seconds = f"traced in {traced - began:.0f} s, {time.monotonic() - traced:.0f} s later"
+            print(f"{len(batch)} cases {seconds} compiled", file=sys.stderr, flush=True)
+        return found
+
+    def _take(
+        self,
+        prepared: Prepared,
+        helper: Helper | None,
+        console: Console,
+        say: Callable[[str], None],
+    ) -> None:
+        case = prepared.case
+
+        def tell(text: str) -> None:
+            say(f"{case}: {text}")
+
+        try:
+            self._add(take(prepared, self._settings, helper, tell), console)
+        except DeviceLostError as error:
+            raise DeviceLostError(f"{case}: {error}") from error
 
     def _add(self, measurement: Measurement, console: Console) -> None:
         self.results.measurements.append(measurement)
@@ -165,17 +227,6 @@ class Run:
         """Writes the results so far, where there is a file for them."""
         if self._path is not None and jax.process_index() == 0:
             results.write(self.results, self._path)
-
-
-def _key(case: Case) -> tuple:
-    return (
-        case.operation.name,
-        case.shape.m,
-        case.shape.k,
-        case.shape.n,
-        case.dtype,
-        case.devices,
-    )
 
 
 def _earlier(path: pathlib.Path, resume: bool, machine: Machine) -> list[Measurement]:

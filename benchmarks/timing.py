@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-TARGET_RUN_US = 8000.0
-"""Least length of a run, so that the host's few microseconds of jitter are below 0.1%."""
+TARGET_RUN_US = 6000.0
+"""Length of a run, so that the host's few microseconds of jitter are about 0.1%."""
+MOST_CALLS = 400
 
 
 class Timer(Protocol):
@@ -33,19 +34,22 @@ class Timer(Protocol):
         ...
 
 
-def calls_per_run(expected_us: float, num_sets: int, on_gpu: bool) -> int:
-    """Calls in one run: a multiple of `num_sets`, at least 20 on a GPU, at most 400."""
+def rounds_per_run(expected_us: float, num_sets: int, on_gpu: bool) -> int:
+    """Rounds over all sets in one run, which lasts `TARGET_RUN_US` if a call is as expected.
+
+    One on a CPU, and where a round is longer than that.
+    """
     if not on_gpu:
-        return num_sets
-    calls = min(400, max(20, round(TARGET_RUN_US / expected_us)))
-    return -(-calls // num_sets) * num_sets
+        return 1
+    calls = min(MOST_CALLS, round(TARGET_RUN_US / expected_us))
+    return max(1, round(calls / num_sets))
 
 
 class LoopTimer:
-    """Times a program made by `programs.compiled`.
+    """Times a program made from `programs.lowered`.
 
     Args:
-      program: maps (token, *operands) to the next token.
+      program: maps (token, *operands) to the next token and a result.
       token: the first token.
       operands: the operands of every set.
       calls: calls of the function in one run.
@@ -55,13 +59,13 @@ class LoopTimer:
 
     def __init__(
         self,
-        program: Callable[..., jax.Array],
+        program: Callable[..., tuple[jax.Array, jax.Array]],
         token: jax.Array,
         operands: Sequence[jax.Array],
         calls: int,
         queued: bool,
     ):
-        self._program = program
+        self.program = program
         self._token = token
         self._operands = tuple(operands)
         self._calls = calls
@@ -72,6 +76,11 @@ class LoopTimer:
         """Calls that one sample is the mean of."""
         return self._calls
 
+    def result(self) -> jax.Array:
+        """What a call returns: the result of one run's last call, on the first set of operands."""
+        self._token, out = self.program(self._token, *self._operands)
+        return out.block_until_ready()
+
     def visit(self, samples: int) -> list[float]:
         """`samples` times of one call, in microseconds, the maximum over processes."""
         marks = self._queued_marks(samples + 1) if self._queued else self._marks(samples + 1)
@@ -81,14 +90,14 @@ class LoopTimer:
     def _queued_marks(self, runs: int) -> list[float]:
         tokens = []
         for _ in range(runs):
-            self._token = self._program(self._token, *self._operands)
+            self._token, _ = self.program(self._token, *self._operands)
             tokens.append(self._token)
         return [_completion(token) for token in tokens]
 
     def _marks(self, runs: int) -> list[float]:
         marks = []
         for _ in range(runs):
-            self._token = self._program(self._token, *self._operands)
+            self._token, _ = self.program(self._token, *self._operands)
             marks.append(_completion(self._token))
         return marks
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 from stretto.benchmarks import floors
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.operations import Case
-from stretto.benchmarks.timing import calls_per_run
+from stretto.benchmarks.timing import rounds_per_run
 from stretto.launch import environment
 
 ANSWER_TIMEOUT_S = 240.0
@@ -45,17 +45,18 @@ class TorchHelper:
         self._answers: queue.Queue[str] = queue.Queue()
         self._log: IO[bytes] | None = None
         self._devices = 0
+        self._is_starting = False
         self._case: Case | None = None
         self._broken: dict[int, str] = {}
 
     def timer(self, peer: str, case: Case, sets: int) -> TorchTimer:
         """A timer of `peer`, "torch" or "torch-symm"; UnavailableError says why there is none."""
-        if self._process is None or self._devices != case.devices:
-            self._start(case.devices)
+        self.start(case.devices)
+        self._await_start(case.devices)
         if self._case is not case:
             self.ask({"do": "release"})
             self._case = case
-        calls = calls_per_run(floors.expected_us(case), sets, self._on_gpu)
+        calls = sets * rounds_per_run(floors.expected_us(case), sets, self._on_gpu)
         request = {
             "do": "prepare",
             "peer": peer,
@@ -97,14 +98,14 @@ class TorchHelper:
             self._log.close()
             self._log = None
 
-    def _start(self, devices: int) -> None:
+    def start(self, devices: int) -> None:
+        """Starts the helper for `devices` devices, unless it is there; returns at once.
+
+        Importing PyTorch takes a while, in which others may compile.
+        """
+        if (self._process is not None and self._devices == devices) or self._obstacle(devices):
+            return
         self.close()
-        if devices in self._broken:
-            raise UnavailableError(self._broken[devices])
-        if not self._is_other and importlib.util.find_spec("torch") is None:
-            raise UnavailableError("PyTorch is not installed (--torch-python names another Python)")
-        if shutil.which(self._python) is None:
-            raise UnavailableError(f"{self._python} is not an interpreter")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
         self._answers = queue.Queue()
         self._process = subprocess.Popen(
@@ -117,9 +118,28 @@ class TorchHelper:
             env={**environment.current(), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
         )
         self._devices = devices
+        self._is_starting = True
         threading.Thread(
             target=self._read, args=(self._process, self._answers), daemon=True
         ).start()
+
+    def _obstacle(self, devices: int) -> str:
+        """Why there can be no helper, empty if there can."""
+        if devices in self._broken:
+            return self._broken[devices]
+        if not self._is_other and importlib.util.find_spec("torch") is None:
+            return "PyTorch is not installed (--torch-python names another Python)"
+        if shutil.which(self._python) is None:
+            return f"{self._python} is not an interpreter"
+        return ""
+
+    def _await_start(self, devices: int) -> None:
+        """Returns when the helper that was started is ready; UnavailableError if it never is."""
+        if obstacle := self._obstacle(devices):
+            raise UnavailableError(obstacle)
+        if not self._is_starting:
+            return
+        self._is_starting = False
         try:
             self._next_answer()
         except UnavailableError as error:

@@ -158,7 +158,10 @@ class Rank:
         self._symmetric_memory()
         ops, group = self.torch.ops.symm_mem, self.group
         if kernel == "all_gather_matmul":
-            return lambda i: ops.fused_all_gather_matmul(sets[i][0], [sets[i][1]], 0, group)
+            # Without the gathered operand PyTorch would multicast where it thinks it can.
+            return lambda i: ops.fused_all_gather_matmul(
+                sets[i][0], [sets[i][1]], 0, group, return_A=True
+            )
         if kernel == "matmul_reduce_scatter":
             return lambda i: ops.fused_matmul_reduce_scatter(*sets[i], "sum", 0, group)
         if kernel == "all_gather":

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from stretto.benchmarks import programs
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.measure import mesh_of
@@ -51,11 +52,12 @@ def record(case: Case, path: pathlib.Path) -> str:
     """
     case.check()
     mesh = mesh_of(case.devices)
-    operands = programs.Operands(mesh, case.dtype)
-    if is_gpu(mesh.devices.flat[0].platform):
-        data, about = _profile(case, mesh, operands), "recorded by the kernel"
-    else:
-        data, about = _simulate(case, mesh, operands), "predicted by the simulator"
+    with Compiler() as compiler:
+        operands = programs.Operands(mesh, case.dtype, compiler)
+        if is_gpu(mesh.devices.flat[0].platform):
+            data, about = _profile(case, mesh, operands), "recorded by the kernel"
+        else:
+            data, about = _simulate(case, mesh, operands), "predicted by the simulator"
     data["otherData"] = {"case": str(case), "about": about}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data))

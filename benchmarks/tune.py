@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stretto.benchmarks import memory
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measure import Settings, mesh_of
 from stretto.benchmarks.operations import Case
 from stretto.benchmarks.peers import FUSED, PEERS, Peer
-from stretto.benchmarks.prepare import Bench, Ready, compile_all
+from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.programs import Candidate
 from stretto.benchmarks.spread import spread
 from stretto.kernels.dispatch import Problem
 from stretto.kernels.tables import Entry, config_to_data
 
-FINALISTS = 4
+TUNED = "tuned"
+FINALISTS = 3
 SAMPLES_PER_VISIT = 2
 
 
@@ -39,26 +42,53 @@ def candidates_of(config_type: Any, problem: Problem) -> list[Any]:
     return list(dict.fromkeys(offer(problem) if takes_problem else offer()))
 
 
-def tune(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A case whose configurations are being compiled, or the reason why it cannot be tuned."""
+
+    case: Case
+    configs: Sequence[Any]
+    bench: Bench | None
+    reason: str = ""
+
+
+def prepare(
     case: Case,
     configs: Sequence[Any],
     settings: Settings,
-    versions: dict[str, str],
+    compiler: Compiler,
     *,
     backend: str = "pallas",
+) -> Prepared:
+    """Traces XLA's program and one for each of `configs`, and begins to compile them."""
+    mesh = mesh_of(case.devices)
+    try:
+        case.check()
+        memory.check_fits(case, mesh)
+    except UnavailableError as error:
+        return Prepared(case=case, configs=configs, bench=None, reason=str(error))
+    bench = Bench(case, mesh, settings.seed, compiler)
+    bench.begin([PEERS["xla"], _peer(configs, backend)], lambda: False, settings.check)
+    return Prepared(case=case, configs=configs, bench=bench)
+
+
+def take(
+    prepared: Prepared,
+    settings: Settings,
+    versions: Mapping[str, str],
     say: Callable[[str], None] = lambda _: None,
 ) -> Entry:
-    """The `Entry` of `case`: the fastest of `configs` that gives the right result.
+    """The `Entry` of a prepared case: the fastest configuration that gives the right result.
+
+    The compiler must have ended.
 
     Raises:
       UnavailableError: the case cannot be cut or does not fit, or no configuration works.
     """
-    mesh = mesh_of(case.devices)
-    case.check()
-    memory.check_fits(case, mesh)
-    bench = Bench(case, mesh, settings.seed)
-    say(f"compiling {len(configs)} configurations")
-    ours, xla = _compiled(bench, configs, backend)
+    case, bench = prepared.case, prepared.bench
+    if bench is None:
+        raise UnavailableError(prepared.reason)
+    ours, (xla, *_) = _ready(bench, TUNED), _ready(bench, "xla")
     say(f"first look at {len(ours)} configurations")
     ranked = sorted(ours, key=lambda ready: min(ready.timer.visit(SAMPLES_PER_VISIT)))
     finalists = _right_ones(bench, ranked, settings)
@@ -75,13 +105,28 @@ def tune(
         devices=case.devices,
         fused_us=round(medians[best], 2),
         xla_us=round(medians[-1], 2),
-        config=config_to_data(configs[int(finalists[best].candidate.config)]),
+        config=config_to_data(prepared.configs[int(finalists[best].candidate.config)]),
         versions=versions,
     )
 
 
-def _compiled(bench: Bench, configs: Sequence[Any], backend: str) -> tuple[list[Ready], Ready]:
-    """Our candidates that compile, each with its index in `configs` as its name, and XLA's."""
+def tune(
+    case: Case,
+    configs: Sequence[Any],
+    settings: Settings,
+    versions: Mapping[str, str],
+    *,
+    backend: str = "pallas",
+) -> Entry:
+    """`prepare` and `take` of a single case."""
+    with Compiler() as compiler:
+        prepared = prepare(case, configs, settings, compiler, backend=backend)
+        compiler.wait()
+        return take(prepared, settings, versions)
+
+
+def _peer(configs: Sequence[Any], backend: str) -> Peer:
+    """Our configurations as candidates, each named by its index in `configs`."""
 
     def candidates(case: Case, mesh: Any) -> list[Candidate]:
         return [
@@ -91,13 +136,14 @@ def _compiled(bench: Bench, configs: Sequence[Any], backend: str) -> tuple[list[
             for index, config in enumerate(configs)
         ]
 
-    peer = Peer(name="tuned", label="tuned", role=FUSED, candidates=candidates, by_xla=False)
-    found = compile_all(bench, [PEERS["xla"], peer], lambda: False)
-    for name in ("xla", "tuned"):
-        reason = found[name]
-        if isinstance(reason, Exception):
-            raise UnavailableError(f"{name}: {reason}") from reason
-    return found["tuned"], found["xla"][0]  # type: ignore[return-value, index]
+    return Peer(name=TUNED, label=TUNED, role=FUSED, candidates=candidates, by_xla=False)
+
+
+def _ready(bench: Bench, name: str) -> list[Ready]:
+    found = bench.ready(name)
+    if isinstance(found, Exception):
+        raise UnavailableError(f"{name}: {found}") from found
+    return found
 
 
 def _in_turns(entries: Sequence[Ready], settings: Settings) -> list[float]:
@@ -119,7 +165,7 @@ def _right_ones(bench: Bench, ranked: list[Ready], settings: Settings) -> list[R
             break
         try:
             if settings.check:
-                bench.check(ready.candidate)
+                bench.check(ready)
         except UnavailableError as error:
             reason = error
         else:

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import jax
@@ -14,16 +15,20 @@ from rich.console import Console
 
 from stretto.benchmarks import machine, table, tuned_file
 from stretto.benchmarks.command import counts_of, progress, split, start_devices
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measure import Settings, first_line
 from stretto.benchmarks.operations import Case
 from stretto.benchmarks.options import Sweep
 from stretto.benchmarks.sweep import expand
 from stretto.benchmarks.timing import agreed
-from stretto.benchmarks.tune import candidates_of, config_type_of, tune
+from stretto.benchmarks.tune import Prepared, candidates_of, config_type_of, prepare, take
 from stretto.kernels import tables
 from stretto.kernels.dispatch import Problem
 from stretto.kernels.tables import Entry, Table, TableError
+
+BATCH = 8
+"""Cases whose configurations are compiled together."""
 
 _RECORDED = ("stretto", "jax", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -48,6 +53,8 @@ class TuneOptions:
     """The table; default: the package's own, for this type of GPU."""
     retune: bool = False
     """Measure shapes that the table holds already."""
+    candidates: int | None = None
+    """Measure only the first so many configurations; default: all that the kernel offers."""
     repeats: int = 10
     """Samples per finalist."""
     budget: float | None = None
@@ -82,31 +89,44 @@ def _tune(options: TuneOptions) -> int:
     _say(console, f"{len(todo)} of {len(work)} cases to tune, into {path}")
     began = time.monotonic()
     with progress() as say:
-        for position, case in enumerate(todo):
+        while todo:
             passed = options.budget is not None and time.monotonic() - began > options.budget
             if agreed(passed):
                 _say(console, "The time limit has passed; the same command goes on from here.")
                 break
-
-            def tell(text: str, prefix: str = f"{position + 1} of {len(todo)}: {case}") -> None:
-                say(f"{prefix}: {text}")
-
-            entry = _one(case, config_type, options, on_gpu, tell, console)
-            if entry is not None:
+            batch, todo = todo[:BATCH], todo[BATCH:]
+            for entry in _batch(batch, config_type, options, on_gpu, say, console):
                 found = tuned_file.merged(found, entry)
                 if jax.process_index() == 0:
                     tuned_file.write(found, path)
     return 0
 
 
-def _one(case, config_type, options, on_gpu, tell, console) -> Entry | None:
-    """Tunes one case and says how it came out."""
+def _batch(cases, config_type, options, on_gpu, say, console) -> Iterator[Entry]:
+    """Compiles the configurations of all `cases` at once, then tunes one after another."""
     settings = Settings(repeats=options.repeats, seed=options.seed)
     versions = {name: v for name, v in machine.versions().items() if name in _RECORDED}
+    backend = "pallas" if on_gpu else "auto"
+    with Compiler() as compiler:
+        waiting: list[Prepared] = []
+        for case in cases:
+            say(f"tracing {case}")
+            configs = candidates_of(config_type, _problem(case))[: options.candidates]
+            waiting.append(prepare(case, configs, settings, compiler, backend=backend))
+        say(f"compiling {len(cases)} cases")
+        compiler.wait()
+        while waiting:
+            # Taken out of the list, so that its operands are freed when it is done.
+            entry = _one(waiting.pop(0), settings, versions, say, console)
+            if entry is not None:
+                yield entry
+
+
+def _one(prepared: Prepared, settings, versions, say, console) -> Entry | None:
+    """Tunes one case and says how it came out."""
+    case = prepared.case
     try:
-        configs = candidates_of(config_type, _problem(case))
-        backend = "pallas" if on_gpu else "auto"
-        entry = tune(case, configs, settings, versions, backend=backend, say=tell)
+        entry = take(prepared, settings, versions, lambda text: say(f"{case}: {text}"))
     except UnavailableError as error:
         _say(console, f"{case}: skipped, {first_line(error)}")
         return None

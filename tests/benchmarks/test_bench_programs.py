@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from stretto.benchmarks import programs, timing
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.measure import mesh_of
 from stretto.benchmarks.operations import OPERATIONS, Case
 from stretto.benchmarks.peers import PEERS
@@ -22,6 +23,16 @@ DEVICES = 4
 BLOCK = (8, 16)
 
 
+def operands_of(mesh, dtype, seed=0) -> Operands:
+    return Operands(mesh, dtype, Compiler(), seed)
+
+
+def relative_error(ours, theirs, mesh) -> float:
+    out = jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=NamedSharding(mesh, ROWS))
+    error = programs.error_program(mesh, out).compile()
+    return float(error(*(jax.device_put(x, out.sharding) for x in (ours, theirs))))
+
+
 @pytest.fixture
 def mesh():
     return mesh_of(DEVICES)
@@ -30,12 +41,14 @@ def mesh():
 def test_each_call_adds_its_results_corner_to_the_token(mesh):
     """Sets are used in turn, none is left out, and no call of the loop is dropped or merged."""
     candidate = Candidate(body=lambda x: 2 * x, blocks=(BLOCK,))
-    operands = Operands(mesh, "float32")
+    operands = operands_of(mesh, "float32")
     sets = operands.sets(candidate, 3)
-    run = programs.compiled(candidate, programs.lowered(candidate, mesh, sets, rounds=5))
-    token = run(programs.first_token(mesh), *(operand for (operand,) in sets))
-    corners = sum(np.asarray(operand)[:: BLOCK[0], :1] for (operand,) in sets)
-    np.testing.assert_allclose(np.asarray(token), 5 * 2 * corners, rtol=1e-5)
+    described = operands.describe(candidate)
+    run = programs.lowered(candidate, mesh, described, num_sets=3, rounds=5).compile()
+    token, out = run(programs.first_token(mesh), *(operand for (operand,) in sets))
+    corners = [np.asarray(operand)[:: BLOCK[0], :1] for (operand,) in sets]
+    np.testing.assert_allclose(np.asarray(token), 2 * (5 * sum(corners) + corners[0]), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(out), 2 * np.asarray(sets[0][0]), rtol=1e-5)
 
 
 @pytest.mark.skipif(not aot.is_available(), reason="needs the aot dependency group")
@@ -50,10 +63,9 @@ def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):
         devices=DEVICES,
     )
     candidate = PEERS[peer].candidates(case, mesh)[0]
-    operands = [_described(block, spec, mesh) for block, spec in _operands_of(candidate)]
-    token = jax.ShapeDtypeStruct((DEVICES, 1), "float32", sharding=NamedSharding(mesh, ROWS))
-    loop = jax.jit(programs.looped(candidate, mesh, 3, 10)).lower(token, *operands * 3)
-    text = programs.compiled(candidate, loop).as_text()
+    described = Operands(mesh, "bfloat16", Compiler()).describe(candidate)
+    program = programs.lowered(candidate, mesh, described, num_sets=3, rounds=10)
+    text = program.compile(compiler_options=dict(candidate.compiler_options)).as_text()
     parts = re.split(r"\n(?=\S)", text)
     body = max(parts, key=lambda part: part.count("get-tuple-element("))
     if peer != "xla-windowed":  # that one copies a shard to begin with, which is its own affair
@@ -69,22 +81,11 @@ def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):
         assert "collective-permute" in text
 
 
-def _operands_of(candidate):
-    specs = candidate.specs or (ROWS,) * len(candidate.blocks)
-    return list(zip(candidate.blocks, specs, strict=True))
-
-
-def _described(block, spec, mesh):
-    rows, columns = block
-    whole = (rows * DEVICES, columns) if spec == ROWS else (rows, columns * DEVICES)
-    return jax.ShapeDtypeStruct(whole, "bfloat16", sharding=NamedSharding(mesh, spec))
-
-
 def test_operands_differ_between_devices_and_places_but_not_between_runs(mesh):
-    first = np.asarray(Operands(mesh, "float32").get(BLOCK, 0))
-    again = np.asarray(Operands(mesh, "float32").get(BLOCK, 0))
-    other_place = np.asarray(Operands(mesh, "float32").get(BLOCK, 1))
-    other_seed = np.asarray(Operands(mesh, "float32", seed=1).get(BLOCK, 0))
+    first = np.asarray(operands_of(mesh, "float32").get(BLOCK, 0))
+    again = np.asarray(operands_of(mesh, "float32").get(BLOCK, 0))
+    other_place = np.asarray(operands_of(mesh, "float32").get(BLOCK, 1))
+    other_seed = np.asarray(operands_of(mesh, "float32", seed=1).get(BLOCK, 0))
     np.testing.assert_array_equal(first, again)
     for block in range(1, DEVICES):
         assert not np.array_equal(first[: BLOCK[0]], first[block * BLOCK[0] :][: BLOCK[0]])
@@ -93,7 +94,7 @@ def test_operands_differ_between_devices_and_places_but_not_between_runs(mesh):
 
 
 def test_one_sets_blocks_can_be_read_as_rows_or_as_columns(mesh):
-    operands = Operands(mesh, "bfloat16")
+    operands = operands_of(mesh, "bfloat16")
     rows, columns = operands.get(BLOCK, 0, ROWS), operands.get(BLOCK, 0, COLUMNS)
     assert rows.shape == (DEVICES * BLOCK[0], BLOCK[1])
     assert columns.shape == (BLOCK[0], DEVICES * BLOCK[1])
@@ -103,31 +104,33 @@ def test_one_sets_blocks_can_be_read_as_rows_or_as_columns(mesh):
 
 
 def test_whole_number_types(mesh):
-    values = np.asarray(Operands(mesh, "int32").get(BLOCK, 0))
+    values = np.asarray(operands_of(mesh, "int32").get(BLOCK, 0))
     assert values.min() < 0 < values.max()
 
 
 def test_relative_error(mesh):
-    ours = Operands(mesh, "float32").get(BLOCK, 0)
-    assert programs.relative_error(ours, ours, mesh) == 0
+    ours = operands_of(mesh, "float32").get(BLOCK, 0)
+    assert relative_error(ours, ours, mesh) == 0
     # The worst device's, not the mean.
     worse = ours.at[-1].add(jnp.linalg.norm(ours[-BLOCK[0] :]) / np.sqrt(BLOCK[1]))
-    assert programs.relative_error(worse, ours, mesh) == pytest.approx(1.0, rel=1e-3)
+    assert relative_error(worse, ours, mesh) == pytest.approx(1.0, rel=1e-3)
     broken = ours.at[0, 0].set(jnp.nan)
-    assert programs.relative_error(broken, ours, mesh) == float("inf")
+    assert relative_error(broken, ours, mesh) == float("inf")
 
 
 def test_small_operands_rotate_and_large_ones_do_not():
-    assert programs.number_of_sets(1) == programs.MAX_SETS
+    assert programs.number_of_sets(20_000_000) == 6
     assert programs.number_of_sets(50_000_000) == 3
     assert programs.number_of_sets(10**9) == 1
+    assert programs.number_of_sets(1) == 2  # nothing rotates it out of the L2
 
 
-def test_calls_per_run():
-    assert timing.calls_per_run(400.0, 1, on_gpu=True) == 20
-    assert timing.calls_per_run(10.0, 1, on_gpu=True) == 400
-    assert timing.calls_per_run(400.0, 3, on_gpu=True) == 21
-    assert timing.calls_per_run(5000.0, 1, on_gpu=True) == 20
+def test_rounds_per_run():
+    assert timing.rounds_per_run(400.0, 1, on_gpu=True) == 15
+    assert timing.rounds_per_run(10.0, 2, on_gpu=True) == timing.MOST_CALLS / 2
+    assert timing.rounds_per_run(400.0, 4, on_gpu=True) == 4
+    assert timing.rounds_per_run(50_000.0, 1, on_gpu=True) == 1
+    assert timing.rounds_per_run(10.0, 1, on_gpu=False) == 1
 
 
 def test_a_timer_gives_times_of_a_call(monkeypatch):
@@ -139,7 +142,7 @@ def test_a_timer_gives_times_of_a_call(monkeypatch):
 
     def program(token, operand):
         runs.append(token)
-        return token + 1
+        return token + 1, operand
 
     timer = timing.LoopTimer(program, jnp.zeros(1), [jnp.zeros(1)], calls=10, queued=True)
     assert timer.visit(3) == pytest.approx([3.0, 3.0, 3.0])
@@ -154,9 +157,9 @@ def test_operation_public_and_unfused_agree_on_a_cpu(mesh):
         case = Case(operation=operation, shape=shape, dtype="float32", devices=DEVICES)
         ours = Candidate(body=operation.public("auto"), blocks=case.blocks)
         theirs = Candidate(body=operation.unfused, blocks=case.blocks)
-        operands = Operands(mesh, "float32").sets(ours, 1)[0]
+        operands = operands_of(mesh, "float32").sets(ours, 1)[0]
         results = [programs.run_once(c, mesh, operands) for c in (ours, theirs)]
-        assert programs.relative_error(*results, mesh) < 1e-6, operation.name
+        assert relative_error(*results, mesh) < 1e-6, operation.name
 
 
 def test_the_windowed_peer_computes_the_same(mesh):
@@ -166,7 +169,7 @@ def test_the_windowed_peer_computes_the_same(mesh):
         )
         windowed = PEERS["xla-windowed"].candidates(case, mesh)[0]
         unfused = PEERS["xla"].candidates(case, mesh)[0]
-        operands = Operands(mesh, "float32")
+        operands = operands_of(mesh, "float32")
         ours = programs.run_once(windowed, mesh, operands.sets(windowed, 1)[0])
         theirs = programs.run_once(unfused, mesh, operands.sets(unfused, 1)[0])
         for mine, other in zip(ours.addressable_shards, theirs.addressable_shards, strict=True):

@@ -12,8 +12,9 @@ import pytest
 
 import stretto
 from stretto.benchmarks import command, memory, results, torch_peers
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
-from stretto.benchmarks.measure import Settings, measure, mesh_of
+from stretto.benchmarks.measure import Settings, measure, mesh_of, take
 from stretto.benchmarks.operations import OPERATIONS, Case, Operation
 from stretto.benchmarks.options import Sweep, read_sweeps
 from stretto.benchmarks.peers import PEERS
@@ -25,10 +26,6 @@ QUICK = Settings(repeats=2, rest_s=0.0)
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "bench"
 
 
-def never() -> bool:
-    return False
-
-
 def case_of(kernel="all_gather_matmul", shape=None, devices=2) -> Case:
     shape = shape or Shape(64, 32, 32)
     return Case(operation=OPERATIONS[kernel], shape=shape, dtype="float32", devices=devices)
@@ -36,7 +33,7 @@ def case_of(kernel="all_gather_matmul", shape=None, devices=2) -> Case:
 
 def measured(peers, case=None, **settings):
     chosen = [PEERS[peer] if isinstance(peer, str) else peer for peer in peers]
-    return measure(case or case_of(), chosen, dataclasses.replace(QUICK, **settings), None, never)
+    return measure(case or case_of(), chosen, dataclasses.replace(QUICK, **settings), None)
 
 
 def peer_of(name, body, role="fused"):
@@ -234,29 +231,35 @@ def test_what_serves_auto_is_recorded():
 
 def test_the_same_program_is_compiled_once(monkeypatch):
     made = []
-    programs = importlib.import_module("stretto.benchmarks.programs")
-    compiled = programs.compiled
+    start = Compiler._start
 
-    def count(candidate, program):
-        made.append(program)
-        return compiled(candidate, program)
+    def count(self, compile_it, by_xla):
+        made.append(compile_it)
+        return start(self, compile_it, by_xla)
 
-    monkeypatch.setattr(programs, "compiled", count)
+    monkeypatch.setattr(Compiler, "_start", count)
     found = measured(["auto", "xla", "matmul"], check=False)
     assert len(found.timed) == 3
-    assert len(made) == 2  # here `auto` is XLA's
+    fills = 3  # of lhs, gathered lhs and rhs
+    assert len(made) == fills + 2  # here `auto` is XLA's
+
+
+def test_the_same_program_is_timed_once():
+    found = measured(["auto", "xla", "matmul"])
+    assert found.of("auto").samples == found.of("xla").samples
+    assert found.of("auto").over_xla == 1
+    assert found.of("matmul").samples != found.of("xla").samples
 
 
 def test_lost_devices_end_the_run_and_keep_what_was_measured(tmp_path, monkeypatch, capsys):
     path = tmp_path / "r.json"
-    measure_module = importlib.import_module("stretto.benchmarks.sweep")
 
-    def lose(case, *rest):
-        if case.shape.m == 32:
+    def lose(prepared, *rest):
+        if prepared.case.shape.m == 32:
             raise DeviceLostError("the devices answer no more")
-        return measure(case, *rest)
+        return take(prepared, *rest)
 
-    monkeypatch.setattr(measure_module, "measure", lose)
+    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.sweep"), "take", lose)
     options = ["all_gather", "--shapes", "64x32,32x32,16x32", "--devices", "2", "--repeats", "1"]
     options += ["--peers", "xla", "--no-torch", "--json", str(path)]
     assert command.main(options) == 1
@@ -293,7 +296,7 @@ def helper(tmp_path, monkeypatch):
 
 
 def test_pytorchs_times_take_their_turn(helper):
-    found = measure(case_of(), [PEERS["torch"], PEERS["xla"]], QUICK, helper("works"), never)
+    found = measure(case_of(), [PEERS["torch"], PEERS["xla"]], QUICK, helper("works"))
     assert found.of("torch").samples == [100.0, 101.0]
     assert found.of("torch").over_xla > 0
 
@@ -308,21 +311,21 @@ def test_pytorchs_times_take_their_turn(helper):
 )
 def test_pytorchs_failures_are_told_and_leave_the_others(helper, what, reason):
     peers = [PEERS["torch"], PEERS["xla"], PEERS["torch-symm"]]
-    found = measure(case_of(), peers, QUICK, helper(what), never)
+    found = measure(case_of(), peers, QUICK, helper(what))
     assert [timed.peer for timed in found.timed] == ["xla"]
     assert {entry.reason for entry in found.missing} == {reason}
 
 
 def test_a_helper_that_hangs_is_given_up(helper, monkeypatch):
     monkeypatch.setattr(torch_peers, "ANSWER_TIMEOUT_S", 1.0)
-    found = measure(case_of(), [PEERS["torch"], PEERS["xla"]], QUICK, helper("hangs"), never)
+    found = measure(case_of(), [PEERS["torch"], PEERS["xla"]], QUICK, helper("hangs"))
     assert found.missing[0].reason == "no answer in 1 s"
 
 
 def test_without_pytorch_its_peers_are_named_as_missing(monkeypatch):
     monkeypatch.setattr(torch_peers.importlib.util, "find_spec", lambda name: None)
     helper = torch_peers.TorchHelper(None, on_gpu=False)
-    found = measure(case_of(), [PEERS["torch"]], QUICK, helper, never)
+    found = measure(case_of(), [PEERS["torch"]], QUICK, helper)
     assert "PyTorch is not installed" in found.missing[0].reason
 
 

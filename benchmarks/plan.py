@@ -1,0 +1,36 @@
+"""How long a sweep will take, roughly, before anything is run: for choosing what fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.benchmarks import floors, timing
+from stretto.benchmarks.measure import SAMPLES_PER_VISIT, Settings
+from stretto.benchmarks.operations import Case
+from stretto.benchmarks.peers import FUSED, Peer, applies
+
+# Of a machine with H100s and many cores, in seconds.
+START_S = 15.0
+TRACE_FUSED_S = 1.0
+TRACE_OTHER_S = 0.05
+COMPILE_S = 0.3
+WARM_UP_S = 0.15
+
+
+def seconds(case: Case, peers: Sequence[Peer], settings: Settings) -> float:
+    """Seconds that `case` is expected to take on GPUs, with its part of what is done for all."""
+    peers = [peer for peer in peers if applies(peer, case)]
+    call_us = floors.expected_us(case)
+    run_s = max(timing.TARGET_RUN_US, 2 * call_us) * 1e-6
+    visits = -(-settings.repeats // SAMPLES_PER_VISIT)
+    timed_s = (settings.repeats + visits) * run_s + visits * settings.rest_s
+    ours = any(peer.role == FUSED for peer in peers) and case.devices > 1
+    trace_s = TRACE_FUSED_S * ours + TRACE_OTHER_S * len(peers)
+    return trace_s + COMPILE_S + len(peers) * (WARM_UP_S + timed_s)
+
+
+def words(total_s: float, cases: int) -> str:
+    """How many cases, and how long they will take, in words."""
+    minutes, rest = divmod(round(total_s), 60)
+    duration = f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{cases} case{'s' * (cases != 1)}, about {duration} on H100s"

@@ -1,0 +1,75 @@
+"""`stretto bench show`: tables, pictures and a report from results files, on any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import tyro
+from rich.console import Console
+
+from stretto.benchmarks import plots, predict, report, results, table
+from stretto.benchmarks.errors import BenchmarkError
+
+WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Show results of `stretto bench --json`, or make files of them; needs no GPU.
+
+    Several files of one machine are taken together; where two hold the same case, the later one's
+    times are used.
+    """
+
+    files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    """Results files."""
+    merge: pathlib.Path | None = None
+    """Write the results of all files into this one."""
+    plot: pathlib.Path | None = None
+    """Write pictures into this folder (needs matplotlib)."""
+    report: pathlib.Path | None = None
+    """Write one self-contained HTML page."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto bench show ARGV`; 0, or a BenchmarkError."""
+    options = tyro.cli(ShowOptions, prog="stretto bench show", args=argv)
+    if not options.files:
+        raise BenchmarkError("no results; name files that --json wrote.")
+    if options.plot is not None:
+        plots.check_available()
+    found = results.merged([results.read(path) for path in options.files])
+    written = _write(found, options)
+    for path in written:
+        print(f"wrote {path}")
+    if not written:
+        _print(found)
+    return 0
+
+
+def _write(found: results.Results, options: ShowOptions) -> list[pathlib.Path]:
+    written = []
+    if options.merge is not None:
+        results.write(found, options.merge)
+        written.append(options.merge)
+    if options.plot is not None:
+        written += plots.write_all(found, options.plot)
+    if options.report is not None:
+        report.write(found, options.report)
+        written.append(options.report)
+    return written
+
+
+def _print(found: results.Results) -> None:
+    console = Console(width=max(WIDTH, Console().width))
+    console.print(table.machine_line(found), highlight=False)
+    if not found.measurement_of_speed:
+        console.print(table.NOT_A_MEASUREMENT, style="bold", highlight=False)
+    console.print()
+    for measurement in found.measurements:
+        table.print_measurement(console, measurement)
+    if found.predictions:
+        predict.print_predictions(console, found.predictions, found.measurements)
+    if worst := table.never_slower_line(found.measurements):
+        console.print(worst, highlight=False)
