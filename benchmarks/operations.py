@@ -159,11 +159,14 @@ class Case:
 
     def problem(self, platform: str, device_kind: str) -> Problem:
         """The case as the choice of an implementation sees it, on such devices."""
+        m, k, n = self.shape.m, self.shape.k, self.shape.n
+        if self.operation.product_blocks is None:
+            m, n = self.blocks[0]
         return Problem(
             op=self.operation.name,
-            m=self.shape.m,
-            k=self.shape.k,
-            n=self.shape.n,
+            m=m,
+            k=k,
+            n=n,
             dtype=self.dtype,
             out_dtype=self.dtype,
             devices=self.devices,

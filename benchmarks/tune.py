@@ -18,6 +18,7 @@ from stretto.benchmarks.peers import FUSED, PEERS, Peer
 from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.programs import Candidate
 from stretto.benchmarks.spread import spread
+from stretto.kernels import moving
 from stretto.kernels.dispatch import Problem
 from stretto.kernels.tables import Entry, config_to_data
 
@@ -26,12 +27,19 @@ FINALISTS = 3
 SAMPLES_PER_VISIT = 2
 
 
-def config_type_of(kernel: str) -> Any:
-    """The `Config` of a kernel's module; BenchmarkError if it has none to tune."""
+def kernel_named(name: str) -> Any:
+    """What the choice of a backend asks of a kernel; BenchmarkError if there is none so called."""
+    if name in moving.COLLECTIVES:
+        return moving.COLLECTIVES[name]
     try:
-        return importlib.import_module(f"stretto.kernels.{kernel}").Config
-    except (ImportError, AttributeError):
-        raise BenchmarkError(f"{kernel} has no configurations to tune.") from None
+        return importlib.import_module(f"stretto.kernels.{name}")
+    except ImportError:
+        raise BenchmarkError(f"{name} has no configurations to tune.") from None
+
+
+def config_type_of(kernel: str) -> Any:
+    """The type of a kernel's configurations; BenchmarkError if it has none to tune."""
+    return kernel_named(kernel).Config
 
 
 def candidates_of(config_type: Any, problem: Problem) -> list[Any]:
@@ -96,13 +104,14 @@ def take(
     say(f"timing {len(finalists)} finalists and XLA")
     medians = _in_turns([*finalists, xla], settings)
     best = min(range(len(finalists)), key=lambda index: medians[index])
+    problem = case.problem("gpu", "")
     return Entry(
-        op=case.operation.name,
-        m=case.shape.m,
-        k=case.shape.k,
-        n=case.shape.n,
-        dtype=case.dtype,
-        devices=case.devices,
+        op=problem.op,
+        m=problem.m,
+        k=problem.k,
+        n=problem.n,
+        dtype=problem.dtype,
+        devices=problem.devices,
         fused_us=round(medians[best], 2),
         xla_us=round(medians[-1], 2),
         config=config_to_data(prepared.configs[int(finalists[best].candidate.config)]),

@@ -179,14 +179,8 @@ def _existing(path: pathlib.Path) -> Table:
 
 
 def _held(found: Table, case: Case) -> bool:
-    key = (
-        case.operation.name,
-        case.dtype,
-        case.devices,
-        case.shape.m,
-        case.shape.k,
-        case.shape.n,
-    )
+    one = _problem(case)
+    key = (one.op, one.dtype, one.devices, one.m, one.k, one.n)
     return any(entry.key == key for entry in found.entries)
 
 

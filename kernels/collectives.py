@@ -14,14 +14,28 @@ from typing import Any
 import jax
 
 from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
-from stretto.kernels import checks, dispatch, fused, gradients, moving, reference
+from stretto.kernels import (
+    checks,
+    dispatch,
+    exchange,
+    fused,
+    gradients,
+    moving,
+    reference,
+    summation,
+)
 from stretto.kernels.dispatch import Choice, Problem
 
 type Axes = tuple[Hashable, ...]
 
 
 def all_gather(
-    x: jax.Array, axis_name: AxisNames, *, axis: int = 0, backend: str = "auto"
+    x: jax.Array,
+    axis_name: AxisNames,
+    *,
+    axis: int = 0,
+    config: exchange.Config | None = None,
+    backend: str = "auto",
 ) -> jax.Array:
     """Concatenation along `axis` of every device's `x`, inside `jax.shard_map`; bit for bit.
 
@@ -32,6 +46,7 @@ def all_gather(
       x: an array of any type.
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array; may be negative.
+      config: of the fused kernel; chosen for the size by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
@@ -45,16 +60,21 @@ def all_gather(
         canonical_axes(axis_name),
         checks.check_array_axis("all_gather", "axis", axis, x.ndim),
     )
-    choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER)
+    choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER, config)
     if choice.backend == "xla":
         return reference.all_gather(x, axes, axis=axis)
-    call = functools.partial(fused.all_gather, axes=axes, axis=axis, interpret=choice.interpret)
+    call = functools.partial(fused.all_gather, axes=axes, axis=axis, **_how(choice))
     back = functools.partial(reduce_scatter, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
 
 def reduce_scatter(
-    x: jax.Array, axis_name: AxisNames, *, axis: int = 0, backend: str = "auto"
+    x: jax.Array,
+    axis_name: AxisNames,
+    *,
+    axis: int = 0,
+    config: summation.Config | None = None,
+    backend: str = "auto",
 ) -> jax.Array:
     """This device's part along `axis` of the sum of every device's `x`, inside `jax.shard_map`.
 
@@ -68,15 +88,21 @@ def reduce_scatter(
     op = "reduce_scatter"
     axes, axis = canonical_axes(axis_name), checks.check_array_axis(op, "axis", axis, x.ndim)
     checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
-    choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER)
+    choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER, config)
     if choice.backend == "xla":
         return reference.reduce_scatter(x, axes, axis=axis)
-    call = functools.partial(fused.reduce_scatter, axes=axes, axis=axis, interpret=choice.interpret)
+    call = functools.partial(fused.reduce_scatter, axes=axes, axis=axis, **_how(choice))
     back = functools.partial(all_gather, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
 
-def all_reduce(x: jax.Array, axis_name: AxisNames, *, backend: str = "auto") -> jax.Array:
+def all_reduce(
+    x: jax.Array,
+    axis_name: AxisNames,
+    *,
+    config: summation.Config | None = None,
+    backend: str = "auto",
+) -> jax.Array:
     """Sum of every device's `x`, inside `jax.shard_map`; bitwise the same on every device.
 
     `x` of any shape per device -> the same shape. Equals `lax.psum(x, axis_name)`; the fused kernel
@@ -86,17 +112,23 @@ def all_reduce(x: jax.Array, axis_name: AxisNames, *, backend: str = "auto") -> 
     float32 and int32.
     """
     axes = canonical_axes(axis_name)
-    choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE)
+    choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE, config)
     if choice.backend == "xla":
         return reference.all_reduce(x, axes)
-    call = functools.partial(fused.all_reduce, axes=axes, interpret=choice.interpret)
+    call = functools.partial(fused.all_reduce, axes=axes, **_how(choice))
     (x,) = gradients.vary_alike(axes, x)
     back = functools.partial(gradients.sum_of_replicated, axes=axes, typed=bool(varying_axes(x)))
     return gradients.linear(x, gradients.Linear(call, back))
 
 
 def all_to_all(
-    x: jax.Array, axis_name: AxisNames, *, split_axis: int, concat_axis: int, backend: str = "auto"
+    x: jax.Array,
+    axis_name: AxisNames,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    config: exchange.Config | None = None,
+    backend: str = "auto",
 ) -> jax.Array:
     """Part `i` of `x` along `split_axis` goes to device `i`; what arrives joins on `concat_axis`.
 
@@ -110,7 +142,7 @@ def all_to_all(
     split_axis = checks.check_array_axis(op, "split_axis", split_axis, x.ndim)
     concat_axis = checks.check_array_axis(op, "concat_axis", concat_axis, x.ndim)
     checks.check_divisible(op, f"dimension {split_axis}", x.shape[split_axis], axis_size(axes))
-    choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL)
+    choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL, config)
     if choice.backend == "xla":
         return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
     call = functools.partial(
@@ -118,7 +150,7 @@ def all_to_all(
         axes=axes,
         split_axis=split_axis,
         concat_axis=concat_axis,
-        interpret=choice.interpret,
+        **_how(choice),
     )
     back = functools.partial(
         all_to_all, axis_name=axes, split_axis=concat_axis, concat_axis=split_axis, backend=backend
@@ -126,7 +158,7 @@ def all_to_all(
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
 
-def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any) -> Choice:
+def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any, config: Any) -> Choice:
     platform, device_kind = dispatch.platform_of_mesh()
     problem = Problem(
         op=op,
@@ -139,4 +171,9 @@ def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any) -> Choice:
         platform=platform,
         device_kind=device_kind,
     )
-    return dispatch.choose(problem, backend, kernel, axes=axes)
+    return dispatch.choose(problem, backend, kernel, config, axes=axes)
+
+
+def _how(choice: Choice) -> dict[str, Any]:
+    """How the kernel is launched."""
+    return {"config": choice.config, "interpret": choice.interpret}

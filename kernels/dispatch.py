@@ -23,8 +23,9 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 class Problem:
     """One call of an operation, as far as the choice of its implementation depends on it.
 
-    `m`, `k`, `n` are the whole problem's sizes (for a collective: rows, 0, columns), `devices` the
-    team's size, `platform` and `device_kind` what the enclosing mesh is made of.
+    `m`, `k`, `n` are the whole problem's sizes (for a collective: rows of one device's operand, 0,
+    and elements of such a row), `devices` the team's size, `platform` and `device_kind` what the
+    enclosing mesh is made of.
     """
 
     op: str
@@ -84,7 +85,15 @@ class Verdict:
 
 
 class Kernel(Protocol):
-    """What a kernel's module offers to the choice."""
+    """What a kernel's module offers to the choice.
+
+    `Config` is the type of its configurations, which the tuned tables hold.
+    """
+
+    @property
+    def Config(self) -> type:
+        """The type of its configurations."""
+        ...
 
     def unsupported(self, problem: Problem, config: Any) -> str | None:
         """Why the kernel cannot serve `problem`, or None if it can."""
@@ -181,18 +190,25 @@ def _choose(
         reason = "it was asked for" if backend != "auto" else "a simulation encloses the call"
         config = config or kernel.default_config(problem)
         return Choice(problem=problem, backend="simulator", reason=reason, config=config)
-    if backend == "pallas" or config is not None:
-        reason = "it was asked for" if backend == "pallas" else "a config was given"
-        config = config or kernel.default_config(problem)
-        return Choice(problem=problem, backend="pallas", reason=reason, config=config)
+    if config is not None:
+        return Choice(problem=problem, backend="pallas", reason="a config was given", config=config)
+    if backend == "pallas":
+        # Without a table there is nothing to warn of: the kernel was asked for.
+        found = _measured(problem, kernel) if tables.exists(problem.device_kind) else None
+        config = found.config if found else kernel.default_config(problem)
+        return Choice(problem=problem, backend="pallas", reason="it was asked for", config=config)
     return _faster(problem, kernel)
+
+
+def _measured(problem: Problem, kernel: Kernel) -> tables.Found | None:
+    """What the table of this type of GPU says of `problem`."""
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    return tables.look_up(problem, kernel.Config, itemsize)
 
 
 def _faster(problem: Problem, kernel: Kernel) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
-    config_type = getattr(kernel, "Config", None)
-    itemsize = jnp.dtype(problem.dtype).itemsize
-    found = config_type and tables.look_up(problem, config_type, itemsize)  # pyright: ignore[reportArgumentType]
+    found = _measured(problem, kernel)
     if found:
         return Choice(problem=problem, **dataclasses.asdict(found) | {"config": found.config})
     verdict = kernel.judge(problem)

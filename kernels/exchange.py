@@ -16,6 +16,7 @@ ready to (XLA's barrier before every collective kernel).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -51,6 +52,13 @@ class Config:
                 f"slots={self.slots} must be at least 2, and slots x piece_rows x {ROW_BYTES} bytes"
                 " at most 220000: the shared memory of a block."
             )
+
+    @staticmethod
+    def candidates() -> Iterator[Config]:
+        """What the tuner tries, the likely ones first."""
+        yield Config()
+        for num_blocks, piece_rows in ((16, 64), (32, 64), (64, 32), (16, 32), (24, 32)):
+            yield Config(num_blocks=num_blocks, piece_rows=piece_rows)
 
 
 def all_gather(

@@ -77,11 +77,18 @@ def _scattered(lhs, rhs, call, launch) -> jax.Array:
     return out[:, :m_shard, :n]
 
 
-def all_gather(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:
+def all_gather(
+    x: jax.Array,
+    *,
+    axes: Axes,
+    axis: int,
+    config: exchange.Config = exchange.Config(),
+    interpret: Any = None,
+) -> jax.Array:
     """Every device's `x`, joined along `axis`, as the public operation."""
     team = Team.along(axes)
     words = flat.as_words(x)
-    rows = exchange.all_gather(flat.to_rows(words, 1), team, interpret=interpret)
+    rows = exchange.all_gather(flat.to_rows(words, 1), team, config=config, interpret=interpret)
     parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
     return jnp.moveaxis(parts, 0, axis).reshape(
         *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
@@ -94,15 +101,30 @@ def _split(x: jax.Array, axis: int, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def reduce_scatter(x: jax.Array, *, axes: Axes, axis: int, interpret: Any) -> jax.Array:
+def reduce_scatter(
+    x: jax.Array,
+    *,
+    axes: Axes,
+    axis: int,
+    config: summation.Config = summation.Config(),
+    interpret: Any = None,
+) -> jax.Array:
     """This device's part along `axis` of the sum, as the public operation."""
     team = Team.along(axes)
     parts = _split(x, axis, team.size)
-    rows = summation.reduce_scatter(flat.to_rows(parts, team.size), team, interpret=interpret)
+    rows = summation.reduce_scatter(
+        flat.to_rows(parts, team.size), team, config=config, interpret=interpret
+    )
     return flat.from_rows(rows, parts.shape[1:])[0]
 
 
-def all_reduce(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
+def all_reduce(
+    x: jax.Array,
+    *,
+    axes: Axes,
+    config: summation.Config = summation.Config(),
+    interpret: Any = None,
+) -> jax.Array:
     """The sum of every device's `x`, as the public operation."""
     team = Team.along(axes)
     one_shot = x.nbytes <= moving.ONE_SHOT_BYTES
@@ -111,17 +133,27 @@ def all_reduce(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
     missing = -flat_x.size % parts
     if missing:
         flat_x = jnp.pad(flat_x, (0, missing))
-    rows = summation.all_reduce(flat.to_rows(flat_x, parts), team, interpret=interpret)
+    rows = summation.all_reduce(
+        flat.to_rows(flat_x, parts), team, config=config, interpret=interpret
+    )
     return flat.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
 
 
 def all_to_all(
-    x: jax.Array, *, axes: Axes, split_axis: int, concat_axis: int, interpret: Any
+    x: jax.Array,
+    *,
+    axes: Axes,
+    split_axis: int,
+    concat_axis: int,
+    config: exchange.Config = exchange.Config(),
+    interpret: Any = None,
 ) -> jax.Array:
     """Parts of `x` along `split_axis`, exchanged and joined, as the public operation."""
     team = Team.along(axes)
     words = flat.as_words(_split(x, split_axis, team.size))
-    rows = exchange.all_to_all(flat.to_rows(words, team.size), team, interpret=interpret)
+    rows = exchange.all_to_all(
+        flat.to_rows(words, team.size), team, config=config, interpret=interpret
+    )
     parts = flat.from_words(flat.from_rows(rows, words.shape[1:]), x.dtype)
     shape = list(parts.shape[1:])
     shape[concat_axis] *= team.size

@@ -17,6 +17,7 @@ Peers' operands are ready when a kernel starts, by XLA's barrier before every co
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -54,6 +55,13 @@ class Config:
             raise ValueError(f"piece_rows={self.piece_rows} must be between 1 and 256.")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2.")
+
+    @staticmethod
+    def candidates() -> Iterator[Config]:
+        """What the tuner tries, the likely ones first."""
+        yield Config()
+        for num_blocks, piece_rows, stages in ((132, 8, 6), (132, 32, 2), (64, 16, 4), (32, 16, 4)):
+            yield Config(num_blocks=num_blocks, piece_rows=piece_rows, stages=stages)
 
     def stages_for(self, size: int) -> int:
         """As many of the stages as fit into shared memory for a team of `size`."""

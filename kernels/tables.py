@@ -64,9 +64,14 @@ class Entry:
         return (self.op, self.dtype, self.devices, self.m, self.k, self.n)
 
     def distance(self, problem: Problem) -> float:
-        """Doublings between the shapes, summed over m, k, n; infinite for another problem."""
+        """Doublings between the shapes, summed over m, k, n; infinite for another problem.
+
+        Of a collective, which has no k, only the size counts.
+        """
         if (self.op, self.dtype, self.devices) != (problem.op, problem.dtype, problem.devices):
             return math.inf
+        if not (self.k or problem.k):
+            return abs(math.log2(max(self.m * self.n, 1) / max(problem.m * problem.n, 1)))
         pairs = ((self.m, problem.m), (self.k, problem.k), (self.n, problem.n))
         return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 
@@ -126,6 +131,11 @@ def _entry(item: Mapping[str, Any]) -> Entry:
     if not isinstance(entry.config, Mapping):
         raise TypeError(f"config={entry.config!r} is not a table")
     return entry
+
+
+def exists(device_kind: str) -> bool:
+    """Whether there is a table of a type of GPU."""
+    return (folder() / file_name(device_kind)).exists()
 
 
 @functools.cache
