@@ -20,9 +20,7 @@ from stretto.benchmarks.peers import FUSED, Peer, applies
 from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.results import Measurement, Missing, Timed
 from stretto.benchmarks.spread import spread
-from stretto.benchmarks.timing import Timer
-
-SAMPLES_PER_VISIT = 4
+from stretto.benchmarks.timing import SAMPLES_PER_VISIT, Timer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +180,7 @@ def _from_jax(bench: Bench, peer: Peer, settings: Settings) -> tuple[Ready, _Ent
     if isinstance(found, Exception):
         raise found
     best = fastest(found)
-    entry = _Entry(peer, config=best.candidate.config)
+    entry = _Entry(peer, config=best.config)
     if peer.role != FUSED:
         return best, entry
     # A team of one has nobody to talk to, and is served by XLA.

@@ -10,16 +10,26 @@ from stretto.benchmarks import programs
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.operations import Case
+from stretto.benchmarks.timing import SAMPLES_PER_VISIT
 
 GB = 1e9
 
 
 def needed_bytes(case: Case, sets: int) -> int:
-    """Bytes on one device: the operands of all peers, and the largest peer's results twice.
+    """Bytes on one device: the operands of all peers, the largest peer's results twice, and those
+    of the runs that are queued.
 
     The peers that time the matmul alone hold a gathered operand of their own.
     """
-    return case.footprint * sets + 2 * case.footprint
+    return case.footprint * (sets + 2) + (SAMPLES_PER_VISIT + 1) * _result_bytes(case)
+
+
+def _result_bytes(case: Case) -> int:
+    """Bytes of the largest result of a peer on one device."""
+    if case.operation.product_blocks is None:
+        return case.size
+    (m, _), (_, n) = case.operation.product_blocks(case.shape, case.devices)
+    return m * n * case.itemsize
 
 
 def available_bytes(mesh: Mesh) -> int | None:

@@ -5,48 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stretto.benchmarks import figures
+from stretto.benchmarks import figures, shares
+from stretto.benchmarks.drawing import COLOURS, FLOOR, finish, label, line, nan, size_axis
 from stretto.benchmarks.markdown import operation_peers, peers_in
 from stretto.benchmarks.peers import FUSED, MATMUL, XLA
 from stretto.benchmarks.results import Measurement, Results
 from stretto.benchmarks.shapes import KERNELS, MATMULS
-from stretto.benchmarks.table import peer_label as label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 type Draw = Callable[..., Any]
 
-COLOURS = {
-    "fused": "#0072b2",
-    "auto": "#56b4e9",
-    "xla": "#d55e00",
-    "xla-windowed": "#e69f00",
-    "jax-pallas": "#009e73",
-    "torch": "#cc79a7",
-    "torch-symm": "#8e6bbf",
-    "matmul": "#8a8a8a",
-    "own-matmul": "#b0a080",
-    "communication": "#8a8a8a",
-}
-MARKERS = {
-    "fused": "o",
-    "auto": "h",
-    "xla": "s",
-    "xla-windowed": "D",
-    "jax-pallas": "^",
-    "torch": "v",
-    "torch-symm": "P",
-    "matmul": "x",
-    "own-matmul": "+",
-    "communication": "x",
-}
-FLOOR = "#8a8a8a"
-
 SMALL = 1 << 20
 """Bytes below which a collective is a matter of latency, not of bandwidth."""
-LEAST_FLOOR_US = 10.0
-"""Below this, launching takes longer than the floor, and a share of it says nothing."""
 
 
 def all_pictures(results: Results, figure: Callable[[], Figure]) -> dict[str, Figure]:
@@ -64,25 +36,30 @@ def all_pictures(results: Results, figure: Callable[[], Figure]) -> dict[str, Fi
         elif most > 1:
             found[f"bandwidth-{kernel}"] = bandwidth(cases, figure())
             found[f"latency-{kernel}"] = latency(cases, figure())
-    found["share-of-floor"] = share_of_floor(sorted(largest, key=_case_order), figure())
+        every = [m for m in measurements if m.kernel == kernel and m.devices > 1]
+        found[f"share-{kernel}"] = shares.by_size(every, figure())
+    found["share-of-floor"] = shares.by_case(sorted(largest, key=_case_order), figure())
     found["scaling"] = scaling(measurements, figure())
     found["roofline"] = roofline(largest, results.link_gb_per_s, figure())
     return {name: picture for name, picture in found.items() if picture is not None}
 
 
-def rate(cases: Sequence[Measurement], figure: Figure) -> Figure:
+def rate(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
     """TFLOP/s per device of every peer over the shapes, with the floor."""
+    cases = [m for m in cases if m.floor is not None and m.floor >= shares.LEAST_FLOOR_US]
+    if not cases:
+        return None
     axes = figure.subplots()
     places = range(len(cases))
     floors = [_rate(m.flops, m.floor) for m in cases]
     axes.plot(places, floors, color=FLOOR, linestyle="--", label="floor")
     for peer in operation_peers(cases):
         rates = [_rate(m.flops, timed.time) if (timed := m.of(peer)) else None for m in cases]
-        _line(axes, peer, places, rates)
+        line(axes, peer, places, rates)
     axes.set_xticks(list(places), [m.shape for m in cases], rotation=25, ha="right")
     axes.set_ylabel("TFLOP/s per device")
     axes.set_ylim(bottom=0)
-    _finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices")
+    finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices")
     return figure
 
 
@@ -94,13 +71,13 @@ def bandwidth(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
     axes = figure.subplots()
     sizes = [m.size for m in cases]
     floors = [m.sent_bytes / m.floor / 1e3 if m.floor else None for m in cases]
-    axes.plot(sizes, [_nan(value) for value in floors], color=FLOOR, linestyle="--", label="floor")
+    axes.plot(sizes, [nan(value) for value in floors], color=FLOOR, linestyle="--", label="floor")
     for peer in peers_in(cases):
-        _line(axes, peer, sizes, [timed.bus_bw if (timed := m.of(peer)) else None for m in cases])
-    _size_axis(axes, sizes)
+        line(axes, peer, sizes, [timed.bus_bw if (timed := m.of(peer)) else None for m in cases])
+    size_axis(axes, sizes)
     axes.set_ylabel("bus bandwidth, GB/s")
     axes.set_ylim(bottom=0)
-    _finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices")
+    finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices")
     return figure
 
 
@@ -112,43 +89,11 @@ def latency(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
     axes = figure.subplots()
     sizes = [m.size for m in cases]
     for peer in peers_in(cases):
-        _line(axes, peer, sizes, [timed.time if (timed := m.of(peer)) else None for m in cases])
-    _size_axis(axes, sizes)
+        line(axes, peer, sizes, [timed.time if (timed := m.of(peer)) else None for m in cases])
+    size_axis(axes, sizes)
     axes.set_ylabel("time, us")
     axes.set_ylim(bottom=0)
-    _finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices, small")
-    return figure
-
-
-def share_of_floor(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
-    """A row per case, a point per peer: how close each comes to its floor."""
-    cases = [m for m in cases if m.floor is not None and m.floor >= LEAST_FLOOR_US]
-    if not cases:
-        return None
-    figure.set_size_inches(7.5, 1.6 + 0.28 * len(cases))
-    axes = figure.subplots()
-    for peer in operation_peers(cases):
-        pairs = [
-            (100 * timed.share_of_floor, place)
-            for place, m in enumerate(cases)
-            if (timed := m.of(peer)) is not None and timed.share_of_floor
-        ]
-        if pairs:
-            shares, places = zip(*pairs, strict=True)
-            axes.scatter(
-                shares,
-                places,
-                color=COLOURS.get(peer, FLOOR),
-                marker=MARKERS.get(peer, "."),
-                label=label(peer),
-                zorder=4 if peer == "fused" else 3,
-            )
-    axes.axvline(100, color=FLOOR, linestyle="--")
-    axes.set_yticks(range(len(cases)), [f"{m.kernel} {m.shape}" for m in cases])
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the floor, %")
-    axes.set_xlim(left=0)
-    _finish(axes, f"Share of the floor, {cases[0].devices} devices")
+    finish(axes, f"{cases[0].kernel}, {cases[0].devices} devices, small")
     return figure
 
 
@@ -172,7 +117,7 @@ def scaling(measurements: Sequence[Measurement], figure: Figure) -> Figure | Non
     axes.set_xlabel("devices")
     axes.set_ylabel("efficiency, %")
     axes.set_ylim(bottom=0)
-    _finish(axes, "Scaling")
+    finish(axes, "Scaling")
     return figure
 
 
@@ -206,50 +151,12 @@ def roofline(cases: Sequence[Measurement], link_gb_per_s: float, figure: Figure)
     axes.set_yscale("log")
     axes.set_xlabel("floating-point operations per byte sent")
     axes.set_ylabel("TFLOP/s per device")
-    _finish(axes, f"Roofline of the link at {link_gb_per_s:.0f} GB/s, {cases[0].devices} devices")
+    finish(axes, f"Roofline of the link at {link_gb_per_s:.0f} GB/s, {cases[0].devices} devices")
     return figure
-
-
-def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [_bytes(size) for size in sizes], rotation=45, ha="right")
-    axes.minorticks_off()
-
-
-def _line(axes: Any, peer: str, x: Sequence[float], y: Sequence[float | None]) -> None:
-    axes.plot(
-        x,
-        [_nan(value) for value in y],
-        color=COLOURS.get(peer, FLOOR),
-        marker=MARKERS.get(peer, "."),
-        linewidth=2 if peer == "fused" else 1,
-        zorder=4 if peer == "fused" else 3,
-        label=label(peer),
-    )
-
-
-def _finish(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _rate(flops: int, microseconds: float | None) -> float:
     return float("nan") if not microseconds else flops / microseconds / 1e6
-
-
-def _nan(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _bytes(size: int) -> str:
-    for unit in ("B", "KB", "MB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size //= 1024
-    return f"{size:.0f} GB"
 
 
 def _work(measurement: Measurement) -> tuple:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.benchmarks import floors, timing
-from stretto.benchmarks.measure import SAMPLES_PER_VISIT, Settings
+from stretto.benchmarks import floors
+from stretto.benchmarks.measure import Settings
 from stretto.benchmarks.operations import Case
 from stretto.benchmarks.peers import FUSED, Peer, applies
+from stretto.benchmarks.timing import SAMPLES_PER_VISIT, TARGET_RUN_US
 
 # Of a machine with H100s and many cores, in seconds.
 START_S = 15.0
-TRACE_FUSED_S = 1.0
+TRACE_FUSED_MATMUL_S = 1.0
+TRACE_FUSED_COLLECTIVE_S = 0.25
 TRACE_OTHER_S = 0.05
 COMPILE_S = 0.3
 WARM_UP_S = 0.15
@@ -21,12 +23,15 @@ def seconds(case: Case, peers: Sequence[Peer], settings: Settings) -> float:
     """Seconds that `case` is expected to take on GPUs, with its part of what is done for all."""
     peers = [peer for peer in peers if applies(peer, case)]
     call_us = floors.expected_us(case)
-    run_s = max(timing.TARGET_RUN_US, 2 * call_us) * 1e-6
+    run_s = max(TARGET_RUN_US, 2 * call_us) * 1e-6
     visits = -(-settings.repeats // SAMPLES_PER_VISIT)
     timed_s = (settings.repeats + visits) * run_s + visits * settings.rest_s
-    ours = any(peer.role == FUSED for peer in peers) and case.devices > 1
-    trace_s = TRACE_FUSED_S * ours + TRACE_OTHER_S * len(peers)
-    return trace_s + COMPILE_S + len(peers) * (WARM_UP_S + timed_s)
+    ours = sum(peer.role == FUSED for peer in peers)
+    fused_s = TRACE_FUSED_MATMUL_S if case.flops else TRACE_FUSED_COLLECTIVE_S
+    trace_s = fused_s * ours * (case.devices > 1) + TRACE_OTHER_S * len(peers)
+    # `auto` is always the same program as another peer.
+    programs = len(peers) - (len(peers) > 1 and any(peer.name == "auto" for peer in peers))
+    return trace_s + COMPILE_S + programs * (WARM_UP_S + timed_s)
 
 
 def words(total_s: float, cases: int) -> str:

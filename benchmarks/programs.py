@@ -204,17 +204,17 @@ def _corner(out: jax.Array) -> jax.Array:
     return lax.slice(out, (0, 0), (1, 1)).astype(jnp.float32)
 
 
-def lowered(
+def traced(
     candidate: Candidate,
     mesh: Mesh,
     operands: Sequence[jax.ShapeDtypeStruct],
     num_sets: int,
     rounds: int,
 ) -> Any:
-    """`looped`, traced and lowered for `num_sets` sets of such operands."""
+    """`looped`, traced for `num_sets` sets of such operands: to be lowered and compiled."""
     token = jax.ShapeDtypeStruct((mesh.size, 1), jnp.float32, sharding=NamedSharding(mesh, ROWS))
     loop = looped(candidate, mesh, num_sets, rounds)
-    return jax.jit(loop).lower(token, *operands * num_sets)
+    return jax.jit(loop).trace(token, *operands * num_sets)
 
 
 def run_once(candidate: Candidate, mesh: Mesh, operands: tuple[jax.Array, ...]) -> jax.Array:

@@ -134,15 +134,15 @@ def _latency(kernel: str, devices: int) -> list[Shape]:
     del devices
     if kernel in MATMULS:
         return []
-    return [Shape(1 << power, 0, 16) for power in range(4, 12)]
+    return [Shape(1 << power, 0, 16) for power in (4, 6, 8, 10, 11)]
 
 
 def _bandwidth(kernel: str, devices: int) -> list[Shape]:
-    """1 MB to 1 GB in 16-bit types."""
+    """64 KB to 256 MB in 16-bit types."""
     del devices
     if kernel in MATMULS:
         return []
-    return [Shape(rows, 0, 8192) for rows in (64, 256, 1024, 4096, 8192, 16384, 65536)]
+    return [Shape(1 << power, 0, 2048) for power in range(4, 17, 2)]
 
 
 def _goals(kernel: str, devices: int) -> list[Shape]:
@@ -155,7 +155,7 @@ def _goals(kernel: str, devices: int) -> list[Shape]:
             Shape(16384, 16384, 16384),
             _flipped(kernel, 2048, 8192, 28672),
         ]
-    return [*_latency(kernel, devices)[::3], Shape(4096, 0, 8192), Shape(8192, 0, 8192)]
+    return [*_latency(kernel, devices)[::2], Shape(4096, 0, 8192), Shape(8192, 0, 8192)]
 
 
 SETS: dict[str, Callable[[str, int], list[Shape]]] = {

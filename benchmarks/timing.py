@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 TARGET_RUN_US = 6000.0
 """Length of a run, so that the host's few microseconds of jitter are about 0.1%."""
 MOST_CALLS = 400
+SAMPLES_PER_VISIT = 4
 
 
 class Timer(Protocol):
@@ -46,7 +47,7 @@ def rounds_per_run(expected_us: float, num_sets: int, on_gpu: bool) -> int:
 
 
 class LoopTimer:
-    """Times a program made from `programs.lowered`.
+    """Times a program made from `programs.traced`.
 
     Args:
       program: maps (token, *operands) to the next token and a result.

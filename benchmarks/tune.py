@@ -18,6 +18,7 @@ from stretto.benchmarks.peers import FUSED, PEERS, Peer
 from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.programs import Candidate
 from stretto.benchmarks.spread import spread
+from stretto.benchmarks.tuned_file import entry_of
 from stretto.kernels import moving
 from stretto.kernels.dispatch import Problem
 from stretto.kernels.tables import Entry, config_to_data
@@ -104,19 +105,8 @@ def take(
     say(f"timing {len(finalists)} finalists and XLA")
     medians = _in_turns([*finalists, xla], settings)
     best = min(range(len(finalists)), key=lambda index: medians[index])
-    problem = case.problem("gpu", "")
-    return Entry(
-        op=problem.op,
-        m=problem.m,
-        k=problem.k,
-        n=problem.n,
-        dtype=problem.dtype,
-        devices=problem.devices,
-        fused_us=round(medians[best], 2),
-        xla_us=round(medians[-1], 2),
-        config=config_to_data(prepared.configs[int(finalists[best].candidate.config)]),
-        versions=versions,
-    )
+    config = config_to_data(prepared.configs[int(finalists[best].candidate.config)])
+    return entry_of(case, config, medians[best], medians[-1], versions)
 
 
 def tune(

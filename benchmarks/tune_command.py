@@ -13,7 +13,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from stretto.benchmarks import machine, table, tuned_file
+from stretto.benchmarks import machine, results, table, tuned_file
 from stretto.benchmarks.command import counts_of, progress, split, start_devices
 from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
@@ -30,19 +30,20 @@ from stretto.kernels.tables import Entry, Table, TableError
 BATCH = 8
 """Cases whose configurations are compiled together."""
 
-_RECORDED = ("stretto", "jax", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Measure a kernel's configurations on the present GPUs and keep the fastest per shape.
+    """Measure kernels' configurations on the present GPUs and keep the fastest per shape.
 
     Shapes that the table holds already are not measured again, so a run that was interrupted goes
     on where it was.
     """
 
-    kernel: Annotated[str, tyro.conf.Positional]
-    """The kernel to tune."""
+    kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """The kernels to tune, or `all`."""
+    results: tuple[pathlib.Path, ...] = ()
+    """Measure nothing; take the times in these results of `stretto bench --json`, each in the
+    configuration that was run. Needs no GPU."""
     shapes: str = "goals,llama-70b,square"
     """Shape sets or sizes, comma separated."""
     devices: str = ""
@@ -73,12 +74,13 @@ def main(argv: list[str]) -> int:
 
 
 def _tune(options: TuneOptions) -> int:
+    if options.results:
+        return _from_results(options)
     sweep = sweep_of(options)
-    config_type = config_type_of(options.kernel)
     start_devices()
     on_gpu = machine.is_gpu(jax.devices()[0].platform)
     path = options.output or _own_table(on_gpu)
-    found = _existing(path)
+    found = _existing(path, jax.devices()[0].device_kind)
     console = Console()
     if not on_gpu:
         console.print(table.NOT_A_MEASUREMENT, style="bold", highlight=False)
@@ -95,22 +97,46 @@ def _tune(options: TuneOptions) -> int:
                 _say(console, "The time limit has passed; the same command goes on from here.")
                 break
             batch, todo = todo[:BATCH], todo[BATCH:]
-            for entry in _batch(batch, config_type, options, on_gpu, say, console):
+            for entry in _batch(batch, options, on_gpu, say, console):
                 found = tuned_file.merged(found, entry)
                 if jax.process_index() == 0:
                     tuned_file.write(found, path)
     return 0
 
 
-def _batch(cases, config_type, options, on_gpu, say, console) -> Iterator[Entry]:
+def _from_results(options: TuneOptions) -> int:
+    """Fills the table from what `stretto bench` measured."""
+    measured = results.merged([results.read(path) for path in options.results])
+    if not measured.measurement_of_speed and options.output is None:
+        raise BenchmarkError("they are no measurement of speed; to try it out, give --output FILE.")
+    kind = measured.machine.card
+    path = options.output or tables.folder() / tables.file_name(kind)
+    found = _existing(path, kind)
+    taken = [
+        entry
+        for entry in tuned_file.entries_of(measured)
+        if not options.kernels or {"all", entry.op} & set(options.kernels)
+    ]
+    if not options.retune:
+        held = {entry.key for entry in found.entries}
+        taken = [entry for entry in taken if entry.key not in held]
+    for entry in taken:
+        found = tuned_file.merged(found, entry)
+    tuned_file.write(found, path)
+    print(f"{len(taken)} entries taken over into {path}, which now has {len(found.entries)}")
+    return 0
+
+
+def _batch(cases, options, on_gpu, say, console) -> Iterator[Entry]:
     """Compiles the configurations of all `cases` at once, then tunes one after another."""
     settings = Settings(repeats=options.repeats, seed=options.seed)
-    versions = {name: v for name, v in machine.versions().items() if name in _RECORDED}
+    versions = machine.versions()
     backend = "pallas" if on_gpu else "auto"
     with Compiler() as compiler:
         waiting: list[Prepared] = []
         for case in cases:
             say(f"tracing {case}")
+            config_type = config_type_of(case.operation.name)
             configs = candidates_of(config_type, _problem(case))[: options.candidates]
             waiting.append(prepare(case, configs, settings, compiler, backend=backend))
         say(f"compiling {len(cases)} cases")
@@ -140,8 +166,10 @@ def _one(prepared: Prepared, settings, versions, say, console) -> Entry | None:
 
 def sweep_of(options: TuneOptions) -> Sweep:
     """The cases that the options ask for, checked; BenchmarkError says what is wrong."""
+    if not options.kernels:
+        raise BenchmarkError("no kernel; name some, or `all`.")
     sweep = Sweep(
-        kernels=(options.kernel,),
+        kernels=() if "all" in options.kernels else options.kernels,
         shapes=split(options.shapes),
         devices=counts_of(options.devices),
         dtypes=split(options.dtypes),
@@ -162,9 +190,8 @@ def _own_table(on_gpu: bool) -> pathlib.Path:
     return tables.folder() / tables.file_name(jax.devices()[0].device_kind)
 
 
-def _existing(path: pathlib.Path) -> Table:
+def _existing(path: pathlib.Path, kind: str) -> Table:
     """The table in `path`, an empty one if there is none; the first process alone reads it."""
-    kind = jax.devices()[0].device_kind
     if jax.process_index() != 0 or not path.exists():
         return Table(kind)
     try:

@@ -8,11 +8,15 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from stretto.benchmarks.operations import OPERATIONS, Case
+from stretto.benchmarks.results import Results
+from stretto.benchmarks.shapes import Shape
 from stretto.kernels.tables import SCHEMA, Entry, Table
 
 _HEAD = """\
 # Written by `stretto tune`; do not edit. Times in microseconds, one call, the slowest device.
 """
+_RECORDED = ("stretto", "jax", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _FIELDS = ("op", "m", "k", "n", "dtype", "devices", "fused_us", "xla_us")
 
 
@@ -21,6 +25,52 @@ def merged(table: Table, entry: Entry) -> Table:
     entries = {old.key: old for old in table.entries}
     entries[entry.key] = entry
     return Table(table.device_kind, tuple(entries[key] for key in sorted(entries)))
+
+
+def entries_of(found: Results) -> list[Entry]:
+    """What the results of `stretto bench` say of our kernels beside XLA, one entry a case.
+
+    Each with the configuration that the kernel was run in. Cases without both times are left out.
+    """
+    entries = []
+    for measurement in found.measurements:
+        fused, xla = measurement.of("fused"), measurement.of("xla")
+        if fused is None or xla is None or fused.backend != "pallas" or not fused.config:
+            continue
+        shape = Shape(measurement.m, measurement.k, measurement.n)
+        operation = OPERATIONS[measurement.kernel]
+        case = Case(
+            operation=operation,
+            shape=shape,
+            dtype=measurement.type,
+            devices=measurement.devices,
+        )
+        config = json.loads(fused.config)
+        entries.append(entry_of(case, config, fused.time, xla.time, found.machine.versions))
+    return entries
+
+
+def entry_of(
+    case: Case,
+    config: Mapping[str, Any],
+    fused_us: float,
+    xla_us: float,
+    versions: Mapping[str, str],
+) -> Entry:
+    """A table's entry for `case`; of the versions those that a time depends on most."""
+    problem = case.problem("gpu", "")
+    return Entry(
+        op=problem.op,
+        m=problem.m,
+        k=problem.k,
+        n=problem.n,
+        dtype=problem.dtype,
+        devices=problem.devices,
+        fused_us=round(fused_us, 2),
+        xla_us=round(xla_us, 2),
+        config=config,
+        versions={name: versions[name] for name in _RECORDED if name in versions},
+    )
 
 
 def write(table: Table, path: pathlib.Path) -> None:

@@ -44,7 +44,7 @@ def test_each_call_adds_its_results_corner_to_the_token(mesh):
     operands = operands_of(mesh, "float32")
     sets = operands.sets(candidate, 3)
     described = operands.describe(candidate)
-    run = programs.lowered(candidate, mesh, described, num_sets=3, rounds=5).compile()
+    run = programs.traced(candidate, mesh, described, num_sets=3, rounds=5).lower().compile()
     token, out = run(programs.first_token(mesh), *(operand for (operand,) in sets))
     corners = [np.asarray(operand)[:: BLOCK[0], :1] for (operand,) in sets]
     np.testing.assert_allclose(np.asarray(token), 2 * (5 * sum(corners) + corners[0]), rtol=1e-5)
@@ -64,7 +64,7 @@ def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):
     )
     candidate = PEERS[peer].candidates(case, mesh)[0]
     described = Operands(mesh, "bfloat16", Compiler()).describe(candidate)
-    program = programs.lowered(candidate, mesh, described, num_sets=3, rounds=10)
+    program = programs.traced(candidate, mesh, described, num_sets=3, rounds=10).lower()
     text = program.compile(compiler_options=dict(candidate.compiler_options)).as_text()
     parts = re.split(r"\n(?=\S)", text)
     body = max(parts, key=lambda part: part.count("get-tuple-element("))

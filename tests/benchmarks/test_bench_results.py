@@ -216,7 +216,7 @@ def test_the_report_is_one_well_formed_page(page, make_results):
     tags.feed(text)
     assert tags.open == []
     assert tags.outside == []
-    assert text.count("<figure") == 6
+    assert text.count("<figure") == 8
     assert "prefers-color-scheme: dark" in text
     assert "NVIDIA H100" in text
     assert table.NOT_A_MEASUREMENT not in text
@@ -235,7 +235,7 @@ def test_text_of_results_is_escaped(make_results, monkeypatch):
 
 
 def test_pictures_take_their_ink_from_the_page_and_share_no_ids(page):
-    for name in ("rate-all_gather_matmul", "bandwidth-all_reduce", "share-of-floor", "roofline"):
+    for name in ("rate-all_gather_matmul", "share-all_reduce", "share-of-floor", "roofline"):
         assert f'aria-label="{name}"' in page
     assert "currentColor" in page
     assert "#010203" not in page
