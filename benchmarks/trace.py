@@ -28,6 +28,10 @@ from stretto.distributed import profiling, simulator
 from stretto.distributed.simulator.cost_model import CostModel
 
 SIMULATED_BLOCKS = 4
+EVENTS = 192
+"""Of a warp; what they need of a block's shared memory is less than a stage of the ring."""
+BLOCK_WARPS = (4, 8, 12, 16)
+"""Warps that a block may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ def _profile(case: Case, mesh: Any, operands: programs.Operands) -> dict[str, An
     programs.run_once(candidate, mesh, inputs).block_until_ready()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        with profiling.profiled(folder):
+        with profiling.profiled(folder, events=EVENTS):
             # Another function, so that the program that was run already is not taken again.
             again = dataclasses.replace(candidate, body=lambda *blocks: candidate.body(*blocks))
             programs.run_once(again, mesh, inputs).block_until_ready()
@@ -132,11 +136,12 @@ def _spans(events: Sequence[dict[str, Any]]) -> list[tuple[str, Span]]:
         for event in events
         if event["ph"] == "M" and event["name"] == "thread_name"
     }
+    block_warps = BLOCK_WARPS[-1] if names else _block_warps(events)
     found: list[tuple[str, Span]] = []
     open_spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in events:
         key = (event["pid"], event.get("tid", 0))
-        row = names.get(key, f"multiprocessor {key[0]} warp {key[1]}")
+        row = names.get(key) or _row(*key, block_warps)
         if event["ph"] == "B":
             open_spans.setdefault(key, []).append(event)
             continue
@@ -152,3 +157,22 @@ def _spans(events: Sequence[dict[str, Any]]) -> list[tuple[str, Span]]:
             rest = row.replace(block.group(0), "").strip() or "block"
             found.append((block.group(1), Span(rest, what, begin, end)))
     return found
+
+
+def _row(multiprocessor: int, thread: int, block_warps: int) -> str:
+    """The row of a warp in a kernel's profile, whose threads count warps over all blocks."""
+    warp = (thread - 1) % block_warps
+    return f"multiprocessor {multiprocessor} warpgroup {warp // 4} warp {warp % 4}"
+
+
+def _block_warps(events: Sequence[dict[str, Any]]) -> int:
+    """Warps of a block: so many that each multiprocessor has one block, and none has another's."""
+    threads: dict[int, set[int]] = {}
+    for event in events:
+        threads.setdefault(event["pid"], set()).add(event.get("tid", 1) - 1)
+    for warps in BLOCK_WARPS:
+        blocks = [{thread // warps for thread in mine} for mine in threads.values()]
+        alone = all(len(mine) == 1 for mine in blocks)
+        if alone and len(set.union(*blocks, set())) == len(blocks):
+            return warps
+    return BLOCK_WARPS[-1]

@@ -40,22 +40,23 @@ def test_a_kernels_own_events_are_read():
         return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": ts}
 
     events = [
-        event("B", "multiply", 5, 1, 10.0),
-        event("B", "store", 5, 1, 12.0),
-        event("E", "store", 5, 1, 13.0),
-        event("E", "multiply", 5, 1, 14.0),
-        event("B", "load", 5, 2, 11.0),
-        event("E", "load", 5, 2, 15.0),
+        event("B", "multiply", 5, 13, 10.0),
+        event("B", "store", 5, 13, 12.0),
+        event("E", "store", 5, 13, 13.0),
+        event("E", "multiply", 5, 13, 14.0),
+        event("B", "load", 5, 22, 11.0),
+        event("E", "load", 5, 22, 15.0),
         event("B", "load", 6, 1, 1.0),
         event("E", "load", 6, 1, 2.0),
-        event("B", "multiply", 5, 2, 16.0),
+        event("B", "multiply", 5, 22, 16.0),
     ]
     block, spans = trace.spans_of_one_block({"traceEvents": events})
     assert block == "multiprocessor 5"
+    # Twelve warps a block: 13 is the first of the second block, 22 its tenth.
     assert [(s.row, s.what, s.begin, s.end) for s in spans] == [
-        ("warp 1", "multiply", 0.0, 4.0),
-        ("warp 1", "store", 2.0, 3.0),
-        ("warp 2", "load", 1.0, 5.0),
+        ("warpgroup 0 warp 0", "multiply", 0.0, 4.0),
+        ("warpgroup 0 warp 0", "store", 2.0, 3.0),
+        ("warpgroup 2 warp 1", "load", 1.0, 5.0),
     ]
     assert trace.spans_of_one_block({"traceEvents": []}) == ("", [])
 
