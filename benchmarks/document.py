@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import tyro
 
-from stretto.benchmarks import markdown, results, table
+from stretto.benchmarks import markdown, plots, results, table
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.figures import strong_efficiencies, weak_efficiencies
-from stretto.benchmarks.markdown import rows
-from stretto.benchmarks.results import Measurement, Results
+from stretto.benchmarks.markdown import microseconds, rows
+from stretto.benchmarks.results import Measurement, Prediction, Results
 from stretto.benchmarks.shapes import KERNELS, MATMULS, shapes_of
+from stretto.benchmarks.table import number
 
 BEGIN, END = "<!-- times -->", "<!-- /times -->"
 
@@ -34,8 +37,10 @@ class DocumentOptions:
     """The file that holds the markers `<!-- times -->` and `<!-- /times -->`."""
     page: pathlib.Path = pathlib.Path("docs/performance.md")
     """The page to write."""
+    pictures: pathlib.Path | None = None
+    """The folder of the page's pictures; default: `pictures` beside the page."""
     check: bool = False
-    """Write nothing; exit with status 1 if a file would change."""
+    """Write nothing; exit with status 1 if a text would change."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,9 +56,14 @@ def main(argv: list[str]) -> int:
         readme = options.readme.read_text()
     except OSError as error:
         raise BenchmarkError(f"{options.readme}: {error.strerror}; see --readme.") from None
+    times = with_times(readme, readme_times(found), str(options.readme))
+    folder = options.pictures or options.page.parent / "pictures"
+    if not options.check:
+        _draw(found, folder)
+    shown = [_relative(path, options.page) for path in sorted(folder.glob("*.svg"))]
     wanted = {
-        options.readme: with_times(readme, readme_times(found), str(options.readme)),
-        options.page: page(found, [path.name for path in options.files]),
+        options.readme: times,
+        options.page: page(found, [path.name for path in options.files], shown),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if options.check:
@@ -67,6 +77,27 @@ def main(argv: list[str]) -> int:
         path.write_text(wanted[path])
         print(f"wrote {path}")
     return 0
+
+
+def _draw(found: list[Results], folder: pathlib.Path) -> None:
+    """Writes the pictures of the last file's machine, if matplotlib is installed."""
+    if not plots.available():
+        print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
+        return
+    machine = found[-1].machine
+    alike = [
+        one
+        for one in found
+        if (one.machine.card, one.machine.layout, one.machine.num_devices, one.machine.driver)
+        == (machine.card, machine.layout, machine.num_devices, machine.driver)
+    ]
+    kept = ("share-", "bandwidth-", "latency-", "scaling", "roofline")
+    for path in plots.write_all(results.merged(alike), folder, ("svg",), kept):
+        print(f"wrote {path}")
+
+
+def _relative(path: pathlib.Path, page: pathlib.Path) -> str:
+    return os.path.relpath(path, page.parent).replace(os.sep, "/")
 
 
 def with_times(text: str, times: str, name: str) -> str:
@@ -118,8 +149,8 @@ def _order(measurement: Measurement) -> tuple:
     return (KERNELS.index(measurement.kernel), -measurement.devices, work, measurement.key)
 
 
-def page(found: list[Results], names: list[str]) -> str:
-    """The whole of docs/performance.md."""
+def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -> str:
+    """The whole of docs/performance.md; `pictures` are files, as the page reaches them."""
     parts = ["# Performance\n"]
     if not found:
         return parts[0] + "\nNo results yet: `stretto bench document FILE...` writes this page.\n"
@@ -139,6 +170,10 @@ def page(found: list[Results], names: list[str]) -> str:
             commit = f", commit {one.machine.commit}" if one.machine.commit else ""
             parts.append(f"{table.machine_line(one)}; {one.start_time[:10]}{commit}.\n")
         parts += _sections(sorted((m for _, m in pairs), key=_order))
+        parts += _predicted([p for one in found for p in one.predictions], [m for _, m in pairs])
+    if pictures:
+        parts.append("## Pictures\n")
+        parts += [f"![{pathlib.PurePath(path).stem}]({path})\n" for path in pictures]
     missing = [text for one in found if (text := markdown.missing_list(one))]
     if missing:
         parts.append("## No times\n")
@@ -174,3 +209,18 @@ def _scaling(title: str, found: dict[tuple, dict[int, float]]) -> list[str]:
         body.append([f"`{kernel}`", shape, dtype, *cells])
     header = ["kernel", "shape on one device", "type", *(str(count) for count in counts)]
     return [f"### {title}, by devices\n", rows(header, body, left=3)]
+
+
+def _predicted(predictions: Sequence[Prediction], measurements: Sequence[Measurement]) -> list[str]:
+    """Predicted times beside the measured ones; nothing if nothing was predicted."""
+    if not predictions:
+        return []
+    measured = {m.key: m for m in measurements}
+    body = []
+    for one in sorted(predictions, key=lambda p: (KERNELS.index(p.kernel), p.shape, p.devices)):
+        real = measured.get(one.key)
+        cells = [number(one.fused), microseconds(real and real.of("fused"))]
+        cells += [number(one.xla), microseconds(real and real.of("xla"))]
+        body.append([f"`{one.kernel}`", one.shape, str(one.devices), *cells])
+    header = ["kernel", "shape", "devices", "Stretto, predicted", "measured", "XLA, predicted"]
+    return ["### Predicted\n", rows([*header, "measured"], body, left=2)]

@@ -6,7 +6,7 @@ import importlib.util
 import io
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.benchmarks import pictures
@@ -45,13 +45,18 @@ def check_available() -> None:
         )
 
 
-def write_all(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes every picture into `folder` as SVG and PNG; returns the files."""
+def write_all(
+    results: Results,
+    folder: pathlib.Path,
+    kinds: Sequence[str] = ("svg", "png"),
+    beginnings: tuple[str, ...] = ("",),
+) -> list[pathlib.Path]:
+    """Writes the pictures whose names begin so into `folder`, in each kind; returns the files."""
     check_available()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in draw(results).items():
-        for kind in ("svg", "png"):
+        for kind in kinds if name.startswith(beginnings) else ():
             path = folder / f"{name}.{kind}"
             _save(figure, path, kind, facecolor="white")
             written.append(path)

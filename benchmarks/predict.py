@@ -75,13 +75,12 @@ def print_predictions(
     for column in ("kernel", "shape", "devices", "Stretto", "measured", "XLA", "measured"):
         rows.add_column(column, justify="left" if column in ("kernel", "shape") else "right")
     for one in sorted(predictions, key=lambda p: (p.kernel, p.m * p.k * p.n, p.devices)):
-        real = measured.get((one.kernel, one.m, one.k, one.n, one.type, one.devices))
+        real = measured.get(one.key)
         times = [real.of(peer) if real is not None else None for peer in ("fused", "xla")]
         fused, xla = (table.number(timed.time) if timed is not None else "" for timed in times)
-        shape = f"{one.m}x{one.k}x{one.n}"
         rows.add_row(
             one.kernel,
-            shape,
+            one.shape,
             str(one.devices),
             table.number(one.fused),
             fused,

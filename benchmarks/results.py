@@ -97,6 +97,16 @@ class Prediction(msgspec.Struct, kw_only=True, frozen=True):
     fused: float
     xla: float
 
+    @property
+    def key(self) -> tuple[str, int, int, int, str, int]:
+        """The key of the measurement of the same case."""
+        return (self.kernel, self.m, self.k, self.n, self.type, self.devices)
+
+    @property
+    def shape(self) -> str:
+        """`MxKxN`, or `MxN` of a collective."""
+        return f"{self.m}x{self.k}x{self.n}" if self.k else f"{self.m}x{self.n}"
+
 
 class Machine(msgspec.Struct, kw_only=True):
     """Where and with what the times were taken."""
@@ -181,11 +191,7 @@ def merged(found: Sequence[Results]) -> Results:
                 f"floors of different links, {first.link_gb_per_s} and {other.link_gb_per_s} GB/s."
             )
     cases = {one.key: one for results in found for one in results.measurements}
-    predictions = {
-        (one.kernel, one.m, one.k, one.n, one.type, one.devices): one
-        for results in found
-        for one in results.predictions
-    }
+    predictions = {one.key: one for results in found for one in results.predictions}
     return msgspec.structs.replace(
         first,
         start_time=min(results.start_time for results in found),

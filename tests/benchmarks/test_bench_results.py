@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import importlib.util
 import json
+import pathlib
 
 import pytest
 
@@ -149,7 +150,7 @@ def test_compare_counts_a_lost_time_and_names_what_differs(make_results):
 
 def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys):
     path, readme, page = (tmp_path / name for name in ("r.json", "README.md", "performance.md"))
-    results.write(make_results(), path)
+    results.write(make_results(kernels=DRAWN), path)
     readme.write_text("before\n<!-- times -->\nold\n<!-- /times -->\nafter\n")
     options = [str(path), "--readme", str(readme), "--page", str(page)]
     assert command.main(["document", *options, "--check"]) == 1
@@ -162,7 +163,54 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     assert "| `all_gather_matmul` | 8192x8192x8192 |" in text
     assert "Strong scaling" in page.read_text()
     assert "`all_reduce`, 4 devices" in page.read_text()
+    for picture in ("share-all_reduce.svg", "scaling.svg", "roofline.svg"):
+        assert (tmp_path / "pictures" / picture).read_text().startswith("<?xml")
+        assert f"(pictures/{picture})" in page.read_text()
     assert command.main(["document", *options, "--check"]) == 0
+
+
+def test_predictions_stand_beside_measurements_in_the_documents(make_results):
+    found = make_results(kernels=("all_gather_matmul",))
+    one = next(m for m in found.measurements if m.devices == 4)
+    for devices in (4, 8):
+        sizes = {"kernel": one.kernel, "m": one.m, "k": one.k, "n": one.n, "type": one.type}
+        prediction = results.Prediction(**sizes, devices=devices, fused=1.5, xla=2.5)
+        found.predictions.append(prediction)
+    text = document.page([found], ["r.json"])
+    time = table.number(one.of("fused").time)
+    assert f"| `all_gather_matmul` | {one.shape} | 4 | 1.50 | {time} | 2.50 |" in text
+    assert f"| `all_gather_matmul` | {one.shape} | 8 | 1.50 | - | 2.50 | - |" in text
+
+
+def test_results_are_shown_merged_and_drawn_again(tmp_path, make_results, capsys):
+    """On a machine that has no such devices."""
+    old, new = make_results(slower=2.0, kernels=DRAWN), make_results(kernels=DRAWN[:1])
+    paths = [str(tmp_path / name) for name in ("old.json", "new.json")]
+    for path, one in zip(paths, (old, new), strict=True):
+        results.write(one, pathlib.Path(path))
+    assert command.main(["show", *paths]) == 0
+    out = capsys.readouterr().out
+    assert "4 x NVIDIA H100 80GB HBM3" in out
+    assert "all_reduce 4096x8192 bfloat16, 4 devices" in out
+    made = {name: tmp_path / name for name in ("all.json", "pictures", "r.html")}
+    options = ["--merge", str(made["all.json"]), "--plot", str(made["pictures"])]
+    assert command.main(["show", *paths, *options, "--report", str(made["r.html"])]) == 0
+    merged = {m.key: m for m in results.read(made["all.json"]).measurements}
+    assert len(merged) == len(old.measurements)
+    assert all(merged[m.key] == m for m in new.measurements)
+    assert (made["pictures"] / "roofline.svg").exists()
+    assert "<svg" in made["r.html"].read_text()
+
+
+def test_results_of_different_machines_are_not_merged(tmp_path, make_results, capsys):
+    one, other = make_results(kernels=DRAWN[:1]), make_results(kernels=DRAWN[:1])
+    other.machine.driver = "590.1"
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    results.write(one, paths[0])
+    results.write(other, paths[1])
+    assert command.main(["show", *map(str, paths)]) == 2
+    assert "driver '580.1' and '590.1'; keep them in files of" in capsys.readouterr().err
+    assert command.main(["show"]) == 2
 
 
 def test_later_files_replace_earlier_cases(make_results):
