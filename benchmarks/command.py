@@ -67,6 +67,8 @@ class BenchOptions:
     """Samples per peer and case; each is the mean over a run of many calls."""
     budget: float | None = None
     """Stop after this many seconds; --resume goes on later."""
+    rehearse: bool = False
+    """Try the sweep out: the same cases and peers with small shapes, no measurement of speed."""
     list: bool = False
     """Time nothing; list the cases and how long they would take."""
     max_slowdown: float | None = None
@@ -105,7 +107,7 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
     _check_outputs(options)
     start_devices()
     on_gpu = is_gpu(jax.devices()[0].platform)
-    work = expand(sweeps, jax.device_count(), on_gpu)
+    work = expand(sweeps, jax.device_count(), on_gpu, options.rehearse)
     if options.trace is not None:
         return _trace([item.case for item in work], options.trace)
     settings = Settings(
@@ -122,6 +124,7 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         overwrite=options.overwrite,
         command=["stretto", "bench", *argv],
         settings=settings,
+        rehearsal=options.rehearse,
     )
     console = Console(width=max(WIDTH, Console().width))
     first = jax.process_index() == 0

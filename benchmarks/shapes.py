@@ -31,6 +31,13 @@ class Shape:
         """`devices` times as many rows: the same work per device on that many (weak scaling)."""
         return dataclasses.replace(self, m=self.m * devices)
 
+    def rehearsed(self) -> Shape:
+        """A small shape in place of this one, the larger the larger this is."""
+        m, k, n = (
+            size if size <= 64 else 16 * size.bit_length() for size in (self.m, self.k, self.n)
+        )
+        return Shape(m, k, n)
+
 
 def parse_shape(text: str, kernel: str) -> Shape:
     """`"8192x8192x28672"` (a matmul) or `"8192x8192"` (a collective) as a `Shape`.

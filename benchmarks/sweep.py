@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 from rich.console import Console
 
-from stretto.benchmarks import plan, results, table
+from stretto.benchmarks import figures, plan, results, table
 from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
 from stretto.benchmarks.machine import describe
@@ -44,8 +44,12 @@ class Work:
         return (name, shape.m, shape.k, shape.n, dtype, devices)
 
 
-def expand(sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool) -> list[Work]:
+def expand(
+    sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool, rehearse: bool = False
+) -> list[Work]:
     """The cases of `sweeps` in order, each once, with the peers of all sweeps that have it.
+
+    With `rehearse` each shape is replaced by a small one, to try a sweep out.
 
     Raises:
       BenchmarkError: a sweep asks for more devices than there are, or for nothing at all.
@@ -54,6 +58,8 @@ def expand(sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool) -> list[Work
     for sweep in sweeps:
         peers = tuple(peers_named(sweep.peers))
         for case in _cases(sweep, num_devices, on_gpu):
+            if rehearse:
+                case = dataclasses.replace(case, shape=case.shape.rehearsed())
             item = Work(case, peers)
             before = found.get(item.key)
             both = peers if before is None else tuple(dict.fromkeys((*before.peers, *peers)))
@@ -96,6 +102,7 @@ class Run:
       overwrite: drop the results in `path`.
       command: the command line, for the record.
       settings: how to time.
+      rehearsal: the results will be no measurement of speed, whatever the devices.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class Run:
         overwrite: bool,
         command: Sequence[str],
         settings: Settings,
+        rehearsal: bool = False,
     ):
         self._path = path
         self._settings = settings
@@ -115,7 +123,7 @@ class Run:
             start_time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             command=list(command),
             machine=machine,
-            measurement_of_speed=machine.platform == "gpu",
+            measurement_of_speed=machine.platform == "gpu" and not rehearsal,
             link_gb_per_s=settings.link_gb_per_s,
         )
         # Only the first process may see the file; it tells the others what is done.
@@ -214,6 +222,10 @@ class Run:
         try:
             self._add(take(prepared, self._settings, helper, tell), console)
         except DeviceLostError as error:
+            # Recorded, so that a run that goes on does not lose them to the same case again.
+            lost = figures.begin(case, 0)
+            lost.skipped = f"it lost the devices: {error}"
+            self._add(lost, console)
             raise DeviceLostError(f"{case}: {error}") from error
 
     def _add(self, measurement: Measurement, console: Console) -> None:

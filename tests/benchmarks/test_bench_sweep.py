@@ -144,9 +144,32 @@ def test_misuse_is_one_line_and_status_2(options, message, capsys):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_shipped_sweeps_are_valid(path):
-    sweeps = read_sweeps(path)
-    assert expand(sweeps, 8, on_gpu=True)
+def test_the_shipped_sweeps_are_valid(path, capsys):
+    assert expand(read_sweeps(path), 8, on_gpu=True)
+    assert command.main(["--config", str(path), "--list"]) == 0
+    *cases, total = capsys.readouterr().out.splitlines()
+    assert total.startswith(f"{len(cases)} cases, about ")
+
+
+def test_a_sweep_is_tried_out_with_small_shapes(tmp_path):
+    path = tmp_path / "r.json"
+    options = ["all_gather_matmul", "--shapes", "llama-70b", "--devices", "2", "--repeats", "1"]
+    options += ["--peers", "auto,xla", "--no-torch", "--rehearse", "--budget", "60"]
+    assert command.main([*options, "--json", str(path)]) == 0
+    found = results.read(path).measurements
+    assert len(found) == 7
+    assert max(max(m.m, m.k, m.n) for m in found) <= 240
+    assert [m.m for m in found] == [160, 176, 192, 208, 224, 240, 224]
+
+
+def test_peers_of_several_sweeps_are_timed_together():
+    sweeps = [
+        Sweep(kernels=("all_gather",), shapes=("64x32", "32x32"), devices=(2,), peers=(peer,))
+        for peer in ("xla", "auto")
+    ]
+    work = expand(sweeps, 4, on_gpu=False)
+    assert [item.case.shape.m for item in work] == [64, 32]
+    assert [[peer.name for peer in item.peers] for item in work] == [["xla", "auto"]] * 2
 
 
 def test_a_sweep_file_with_a_wrong_field_names_it(tmp_path):
@@ -264,7 +287,13 @@ def test_lost_devices_end_the_run_and_keep_what_was_measured(tmp_path, monkeypat
     options += ["--peers", "xla", "--no-torch", "--json", str(path)]
     assert command.main(options) == 1
     assert "all_gather 32x32 bfloat16 on 2: the devices answer no more" in capsys.readouterr().err
-    assert [m.m for m in results.read(path).measurements] == [64]
+    first, lost = results.read(path).measurements
+    assert (first.m, lost.m) == (64, 32)
+    assert first.timed and not lost.timed
+    assert lost.skipped == "it lost the devices: the devices answer no more"
+    # Going on goes past it.
+    assert command.main([*options, "--resume"]) == 0
+    assert [m.m for m in results.read(path).measurements] == [64, 32, 16]
 
 
 def test_an_operation_that_is_not_built_is_named(monkeypatch):

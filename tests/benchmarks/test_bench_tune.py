@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
-from stretto.benchmarks import tune_command, tuned_file
+from stretto.benchmarks import results, tune_command, tuned_file
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measure import Settings
 from stretto.benchmarks.operations import OPERATIONS, Case, Operation
 from stretto.benchmarks.shapes import Shape
-from stretto.benchmarks.tune import candidates_of, config_type_of, tune
+from stretto.benchmarks.tune import candidates_of, config_type_of, kernel_named, tune
 from stretto.kernels import tables
 from stretto.kernels.all_gather_matmul import Config
 from stretto.kernels.tables import Entry, Table
@@ -164,3 +165,48 @@ def test_the_shipped_tables_can_be_read_and_fit_their_kernels():
         assert tables.file_name(table.device_kind) == path.name
         for entry in table.entries:
             tables.config_from_data(config_type_of(entry.op), entry.config).check(2)
+
+
+def test_a_table_is_made_from_what_the_benchmark_measured(tmp_path, make_results, capsys):
+    found = make_results(kernels=("all_gather_matmul", "all_reduce"))
+    for measurement in found.measurements:
+        kernel = kernel_named(measurement.kernel)
+        config = tables.config_to_data(kernel.Config())
+        fused = measurement.of("fused")
+        fused.backend, fused.config = "pallas", json.dumps(config)
+    found.measurements[-1].of("fused").backend = "xla"  # served by XLA: no entry
+    results.write(found, tmp_path / "r.json")
+    path = tmp_path / "t.toml"
+    options = ["--results", str(tmp_path / "r.json"), "--output", str(path)]
+    assert tune_command.main(["all_reduce", *options]) == 0
+    only = tables.read(path).entries
+    assert {entry.op for entry in only} == {"all_reduce"}
+    assert tune_command.main(options) == 0
+    table = tables.read(path)
+    assert len(table.entries) == len(found.measurements) - 1
+    for entry in table.entries:
+        tables.config_from_data(kernel_named(entry.op).Config, entry.config).check(2)
+    gather = [e for e in table.entries if e.op == "all_gather_matmul" and e.devices == 4]
+    assert all(entry.ratio < 1 and entry.versions["jax"] == "0.11.2" for entry in gather)
+    # Entries that are there stay, unless asked otherwise.
+    found.measurements[0].of("fused").time = 7.0
+    results.write(found, tmp_path / "r.json")
+    assert tune_command.main(options) == 0
+    assert tables.read(path) == table
+    assert tune_command.main([*options, "--retune"]) == 0
+    assert any(entry.fused_us == 7.0 for entry in tables.read(path).entries)
+
+
+def test_a_collective_is_tuned_too(tmp_path):
+    """Its entry has the size of one device's operand, by which calls look it up."""
+    path = tmp_path / "t.toml"
+    options = ["all_gather", "--devices", "2", "--output", str(path), "--repeats", "1"]
+    assert tune_command.main([*options, "--shapes", "64x64", "--candidates", "2"]) == 0
+    (entry,) = tables.read(path).entries
+    assert (entry.m, entry.k, entry.n) == (32, 0, 64)
+    config_type = config_type_of("all_gather")
+    config = tables.config_from_data(config_type, entry.config)
+    assert config in list(config_type.candidates())[:2]
+    gather = OPERATIONS["all_gather"]
+    same = Case(operation=gather, shape=Shape(32, 0, 128), dtype="bfloat16", devices=2)
+    assert entry.distance(same.problem("gpu", "")) == 0  # as many bytes
