@@ -207,7 +207,7 @@ def _corner(out: jax.Array) -> jax.Array:
 def traced(
     candidate: Candidate,
     mesh: Mesh,
-    operands: Sequence[jax.ShapeDtypeStruct],
+    operands: list[jax.ShapeDtypeStruct],
     num_sets: int,
     rounds: int,
 ) -> Any:

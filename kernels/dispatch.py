@@ -203,7 +203,7 @@ def _choose(
 def _measured(problem: Problem, kernel: Kernel) -> tables.Found | None:
     """What the table of this type of GPU says of `problem`."""
     itemsize = jnp.dtype(problem.dtype).itemsize
-    return tables.look_up(problem, kernel.Config, itemsize)
+    return tables.look_up(problem, kernel.Config, itemsize)  # pyright: ignore[reportArgumentType]
 
 
 def _faster(problem: Problem, kernel: Kernel) -> Choice:
