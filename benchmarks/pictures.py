@@ -38,8 +38,9 @@ def all_pictures(results: Results, figure: Callable[[], Figure]) -> dict[str, Fi
             found[f"latency-{kernel}"] = latency(cases, figure())
         every = [m for m in measurements if m.kernel == kernel and m.devices > 1]
         found[f"share-{kernel}"] = shares.by_size(every, figure())
+        every = [m for m in measurements if m.kernel == kernel]
+        found[f"scaling-{kernel}"] = scaling(every, figure())
     found["share-of-floor"] = shares.by_case(sorted(largest, key=_case_order), figure())
-    found["scaling"] = scaling(measurements, figure())
     found["roofline"] = roofline(largest, results.link_gb_per_s, figure())
     return {name: picture for name, picture in found.items() if picture is not None}
 
@@ -98,26 +99,33 @@ def latency(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
 
 
 def scaling(measurements: Sequence[Measurement], figure: Figure) -> Figure | None:
-    """Efficiency of our kernel against the number of devices, strong and weak."""
+    """Efficiency of one kernel against the number of devices, strong and weak, a colour a shape."""
     strong = figures.strong_efficiencies(measurements, "fused")
     weak = figures.weak_efficiencies(measurements, "fused")
-    if not any(len(row) > 1 for row in (*strong.values(), *weak.values())):
+    lines = [
+        (style, f"{m}x{k}x{n}" if k else f"{m}x{n}", name, row)
+        for style, name, found in (("-", "strong", strong), (":", "weak", weak))
+        for (_, m, k, n, _), row in found.items()
+        if len(row) > 1
+    ]
+    if not lines:
         return None
     axes = figure.subplots()
-    for style, name, found in (("-", "strong", strong), (":", "weak", weak)):
-        for (kernel, m, k, n, _), row in found.items():
-            if len(row) > 1:
-                counts = sorted(row)
-                shape = f"{m}x{k}x{n}" if k else f"{m}x{n}"
-                shares = [100 * row[count] for count in counts]
-                axes.plot(counts, shares, style, marker="o", label=f"{kernel} {shape}, {name}")
-    counts = sorted({m.devices for m in measurements})
+    colours = {
+        shape: f"C{place}" for place, shape in enumerate(dict.fromkeys(line[1] for line in lines))
+    }
+    for style, shape, name, row in lines:
+        counts = sorted(row)
+        percents = [100 * row[count] for count in counts]
+        label = f"{shape}, {name}"
+        axes.plot(counts, percents, style, marker="o", color=colours[shape], label=label)
+    counts = sorted({count for *_, row in lines for count in row})
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.axhline(100, color=FLOOR, linestyle="--")
     axes.set_xlabel("devices")
     axes.set_ylabel("efficiency, %")
     axes.set_ylim(bottom=0)
-    finish(axes, "Scaling")
+    finish(axes, f"{measurements[0].kernel}, scaling")
     return figure
 
 

@@ -163,7 +163,7 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     assert "| `all_gather_matmul` | 8192x8192x8192 |" in text
     assert "Strong scaling" in page.read_text()
     assert "`all_reduce`, 4 devices" in page.read_text()
-    for picture in ("share-all_reduce.svg", "scaling.svg", "roofline.svg"):
+    for picture in ("share-all_reduce.svg", "scaling-all_gather_matmul.svg", "roofline.svg"):
         assert (tmp_path / "pictures" / picture).read_text().startswith("<?xml")
         assert f"(pictures/{picture})" in page.read_text()
     assert command.main(["document", *options, "--check"]) == 0
