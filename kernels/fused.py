@@ -82,11 +82,12 @@ def all_gather(
     *,
     axes: Axes,
     axis: int,
-    config: exchange.Config = exchange.Config(),
+    config: exchange.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Every device's `x`, joined along `axis`, as the public operation."""
     team = Team.along(axes)
+    config = config or exchange.Config()
     words = flat.as_words(x)
     rows = exchange.all_gather(flat.to_rows(words, 1), team, config=config, interpret=interpret)
     parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
@@ -106,11 +107,12 @@ def reduce_scatter(
     *,
     axes: Axes,
     axis: int,
-    config: summation.Config = summation.Config(),
+    config: summation.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """This device's part along `axis` of the sum, as the public operation."""
     team = Team.along(axes)
+    config = config or summation.Config()
     parts = _split(x, axis, team.size)
     rows = summation.reduce_scatter(
         flat.to_rows(parts, team.size), team, config=config, interpret=interpret
@@ -122,11 +124,12 @@ def all_reduce(
     x: jax.Array,
     *,
     axes: Axes,
-    config: summation.Config = summation.Config(),
+    config: summation.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """The sum of every device's `x`, as the public operation."""
     team = Team.along(axes)
+    config = config or summation.Config()
     one_shot = x.nbytes <= moving.ONE_SHOT_BYTES
     parts = 1 if one_shot else team.size
     flat_x = x.reshape(-1)
@@ -145,11 +148,12 @@ def all_to_all(
     axes: Axes,
     split_axis: int,
     concat_axis: int,
-    config: exchange.Config = exchange.Config(),
+    config: exchange.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Parts of `x` along `split_axis`, exchanged and joined, as the public operation."""
     team = Team.along(axes)
+    config = config or exchange.Config()
     words = flat.as_words(_split(x, split_axis, team.size))
     rows = exchange.all_to_all(
         flat.to_rows(words, team.size), team, config=config, interpret=interpret
