@@ -27,7 +27,7 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import jax_compat
+from stretto.distributed import jax_compat, jax_options
 from stretto.distributed.clique import Clique, check_order, clique_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
@@ -96,6 +96,10 @@ ad.primitive_jvps[team_kernel_p] = _team_kernel_jvp
 
 
 def _team_kernel_lowering(ctx, *args, jaxpr, info):
+    if info.axes and "cuda" in ctx.module_context.platforms:
+        obstacle = jax_options.why_kernels_are_recorded()
+        if obstacle is not None:
+            raise RuntimeError(f"kernel {info.name}: {obstacle}")
     outs, tokens = mlir.jaxpr_subcomp(
         _context_of_clique(ctx.module_context, info),
         jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,

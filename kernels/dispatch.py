@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from stretto.distributed import simulator, topology
+from stretto.distributed import jax_options, simulator, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels import tables
 from stretto.kernels.checks import check_backend
@@ -220,4 +220,4 @@ def _unsuitable_devices(problem: Problem) -> str | None:
         return f"the devices are {problem.platform}, not GPUs."
     if not any(name in problem.device_kind for name in HOPPER):
         return f"the kernels are written for Hopper GPUs and these are {problem.device_kind}."
-    return None
+    return jax_options.why_kernels_are_recorded()

@@ -29,7 +29,11 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 # The command line hands `stretto bench` and `stretto tune` over inside functions, when asked for.
 LAZY = {"launch": {"benchmarks"}}
 USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author would
-PRIVATE_JAX = ("distributed/jax_compat.py", "distributed/jax_kernels.py")
+PRIVATE_JAX = (
+    "distributed/jax_compat.py",
+    "distributed/jax_kernels.py",
+    "distributed/jax_options.py",
+)
 STANDARD_LIBRARY_ONLY = (
     "launch/worker.py"  # runs the user's script, which pays for no import of ours
 )

@@ -7,6 +7,8 @@ import this package too, and do without JAX.
 import importlib
 from typing import TYPE_CHECKING
 
+from stretto.distributed.settings import exclude_kernels_from_command_buffers
+
 if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
     from stretto.distributed.mailbox import kernel_errors
@@ -52,6 +54,9 @@ _MODULES = {
     "reduce_scatter": "stretto.kernels.collectives",
     "simulate": "stretto.distributed.simulator",
 }
+
+
+exclude_kernels_from_command_buffers()
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,76 @@
+"""Kernels stay out of command buffers, or say why they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stretto.distributed import settings
+from stretto.distributed.settings import NO_RECORDED_KERNELS
+
+READ_BACK = """
+from stretto.distributed import jax_options
+print(jax_options.why_kernels_are_recorded())
+"""
+LOWER = """
+import jax.numpy as jnp, stretto as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+from stretto.distributed import aot
+mesh = aot.mesh_of_gpus((4,), ("x",))
+struct = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+gather = lambda backend: jax.jit(jax.shard_map(
+    lambda x: st.all_gather(x, "x", backend=backend), mesh=mesh, in_specs=P("x"), out_specs=P(None),
+    check_vma=False))
+print("auto", "mosaic" in gather("auto").lower(struct).as_text())
+try:
+    gather("pallas").lower(struct)
+except st.kernels.dispatch.BackendUnavailableError as error:
+    print(error)
+"""
+
+
+def run(code: str, flags: str | None = None) -> str:
+    environ = dict(os.environ, JAX_PLATFORMS="cpu")
+    environ.pop("XLA_FLAGS", None)
+    if flags is not None:
+        environ["XLA_FLAGS"] = flags
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        None,
+        "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL",
+        "--xla_gpu_enable_command_buffer=+COLLECTIVES",
+        "--xla_gpu_enable_command_buffer=",
+    ],
+)
+def test_xla_takes_the_flag_whatever_others_there_are(flags) -> None:
+    assert run(READ_BACK, flags) == "None\n"
+
+
+def test_it_is_noticed_that_xla_had_read_its_flags_before() -> None:
+    told = run("import jax; jax.devices()" + READ_BACK)
+    assert NO_RECORDED_KERNELS in told
+    assert "import stretto before" in told.lower()
+
+
+@pytest.mark.skipif("not __import__('stretto.distributed.aot', fromlist=['_']).is_available()")
+def test_a_kernel_that_would_be_recorded_is_refused_and_auto_takes_xla() -> None:
+    told = run("import jax; jax.devices()" + LOWER)
+    assert told.startswith("auto False\n")
+    assert "cannot serve this call: XLA would record kernels" in told
+
+
+def test_other_flags_are_kept() -> None:
+    environ = {"XLA_FLAGS": "--xla_dump_to=here"}
+    settings.exclude_kernels_from_command_buffers(environ)
+    settings.exclude_kernels_from_command_buffers(environ)
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {NO_RECORDED_KERNELS}"
