@@ -87,7 +87,7 @@ def _why_no_gpus(config: pytest.Config, needed: int) -> str | None:
     rehearsing = config.getoption("--rehearse")
     if (found := REHEARSED_GPUS if rehearsing else _number_of_gpus()) < needed:
         return f"needs {needed} GPU(s), and this machine has {found or 'none'}"
-    if not _only_gpu_tests(config):
+    if not rehearsing and not _only_gpu_tests(config):
         return "runs apart from the CPU tests: `pytest tests/gpu`"
     return None
 
