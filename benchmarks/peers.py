@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.operations import AXIS, Case
 from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate
+from stretto.distributed import settings
 from stretto.kernels.local_matmul import local_matmul
 from stretto.kernels.tile_config import TileConfig
 
@@ -38,7 +39,8 @@ class Peer:
     `role` says what its time means: `FUSED` ours, `XLA` the one to beat, `MATMUL` and
     `COMMUNICATION` the parts that make the floor, `OTHER` another library's. `candidates` raises
     `UnavailableError`; None where the times come from the PyTorch helper. `by_xla` says that XLA
-    generates the code, and may time variants on the device as it compiles.
+    generates the code, and may time variants on the device as it compiles. One `on_request` is
+    timed only where it is named.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Peer:
     role: str
     candidates: Callable[[Case, Mesh], list[Candidate]] | None
     by_xla: bool = True
+    on_request: bool = False
 
 
 def _public(backend: str) -> Callable[[Case, Mesh], list[Candidate]]:
@@ -53,6 +56,17 @@ def _public(backend: str) -> Callable[[Case, Mesh], list[Candidate]]:
         return [Candidate(body=case.operation.public(backend), blocks=case.blocks)]
 
     return candidates
+
+
+def _without_limit(case: Case, mesh: Mesh) -> list[Candidate]:
+    """The fused kernel whose waits spin for ever: what their limit costs is the difference."""
+    call = case.operation.public("pallas")
+
+    def body(*operands: jax.Array) -> jax.Array:
+        with settings.wait_limit(0):
+            return call(*operands)
+
+    return [Candidate(body=body, blocks=case.blocks)]
 
 
 def _unfused(case: Case, mesh: Mesh) -> list[Candidate]:
@@ -164,6 +178,14 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer(name="fused", label="Stretto", role=FUSED, candidates=_public("pallas"), by_xla=False),
+        Peer(
+            name="fused-no-limit",
+            label="Stretto, waits without limit",
+            role=OTHER,
+            candidates=_without_limit,
+            by_xla=False,
+            on_request=True,
+        ),
         Peer(name="auto", label="Stretto auto", role=FUSED, candidates=_public("auto")),
         Peer(name="xla", label="XLA", role=XLA, candidates=_unfused),
         Peer(name="xla-windowed", label="XLA windowed", role=OTHER, candidates=_windowed),
@@ -191,11 +213,13 @@ PEERS: dict[str, Peer] = {
 
 
 def peers_named(names: tuple[str, ...]) -> list[Peer]:
-    """The peers called `names`, all of them if empty; ValueError for an unknown one."""
+    """The peers called `names`; if empty, all that need not be asked for. ValueError if unknown."""
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise ValueError(f"peer {unknown[0]!r} is not one of {', '.join(PEERS)}.")
-    return [PEERS[name] for name in names] if names else list(PEERS.values())
+    if not names:
+        return [peer for peer in PEERS.values() if not peer.on_request]
+    return [PEERS[name] for name in names]
 
 
 def applies(peer: Peer, case: Case) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Literal
 
@@ -130,13 +131,16 @@ for _semantics in (
 def _emit_bounded_spin(ptr, wanted, device, indices, decrement, scope, site) -> None:
     """One thread's spin on `ptr`, its fences, and the report and trap past the limit."""
     i32 = ir.IntegerType.get_signless(32)
+    limit_ns = None if math.isinf(site.limit_s) else round(site.limit_s * 1e9)
     seen, timed_out = mgpu_utils.inline_ptx(
-        _spin_ptx(scope, decrement, round(site.limit_s * 1e9)),
+        _spin_ptx(scope, decrement, limit_ns),
         ptr,
         wanted,
         result_types=(i32, i32),
         has_side_effects=True,
     )
+    if limit_ns is None:
+        return
     late = arith.cmpi(arith.CmpIPredicate.ne, timed_out, mgpu_utils.c(0, i32))
     if_late = scf.IfOp(late)
     with ir.InsertionPoint(if_late.then_block):
@@ -170,8 +174,10 @@ def _report_ptx(num_words: int) -> str:
     }}"""
 
 
-def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
+def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int | None) -> str:
     """PTX of the spin: $0 value seen, $1 whether it timed out, $2 address, $3 value wanted.
+
+    With `limit_ns` None it spins for ever.
 
     The clock is read only once the first look has failed. Looks acquire by themselves: a fence
     after the spin would wait for everything that the thread has in flight. The proxy fence orders
@@ -184,6 +190,15 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
         atom.acquire.{scope}.global.cas.b32 w, [$2], $0, n;
         setp.eq.u32 p, w, $0;
     """
+    look_at_the_clock = f"""
+        mov.u64 now, %globaltimer;
+        setp.eq.u64 p, begin, 0;
+        @p mov.u64 begin, now;
+        sub.u64 now, now, begin;
+        setp.lt.u64 p, now, {limit_ns};
+        @p bra AGAIN;
+        mov.u32 $1, 1;
+    """
     return f"""{{
         .reg .pred p;
         .reg .u32 w, n;
@@ -193,13 +208,7 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int) -> str:
         AGAIN: {look}
         {take if decrement else ""}
         @p bra DONE;
-        LATER: mov.u64 now, %globaltimer;
-        setp.eq.u64 p, begin, 0;
-        @p mov.u64 begin, now;
-        sub.u64 now, now, begin;
-        setp.lt.u64 p, now, {limit_ns};
-        @p bra AGAIN;
-        mov.u32 $1, 1;
+        LATER: {"bra AGAIN;" if limit_ns is None else look_at_the_clock}
         DONE: fence.proxy.async;
     }}"""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Iterator, MutableMapping
+
+import jax
 
 WAIT_LIMIT_VARIABLE = "STRETTO_WAIT_LIMIT_S"
 DEFAULT_WAIT_LIMIT_S = 30.0
@@ -14,15 +17,24 @@ NO_RECORDED_KERNELS = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
 DEVICES_PER_NODE_VARIABLE = "STRETTO_DEVICES_PER_NODE"
 
 
+# Set by `wait_limit`. Part of the key of JAX's caches, since the limit is compiled in.
+_wait_limit_s = jax.make_user_context(default_value=None)
+
+
 def wait_limit_s() -> float:
     """Seconds that a wait inside a kernel may take before the kernel reports it and stops.
 
     Set by the environment variable `STRETTO_WAIT_LIMIT_S` (default 30). It is compiled into a
     kernel, so it must be the same on every process, and set before the kernel is first called.
+    0 means no limit, which is infinity here, and a warning: a signal that never comes then hangs
+    the job without a word.
 
     Raises:
-      ValueError: the variable holds anything but a positive number.
+      ValueError: the variable holds anything but a number of seconds that is not negative.
     """
+    chosen = _wait_limit_s.value
+    if chosen is not None:
+        return chosen or math.inf
     text = os.environ.get(WAIT_LIMIT_VARIABLE)
     if text is None:
         return DEFAULT_WAIT_LIMIT_S
@@ -30,12 +42,28 @@ def wait_limit_s() -> float:
         limit = float(text)
     except ValueError:
         limit = math.nan
-    if not 0 < limit < math.inf:
+    if not 0 <= limit < math.inf:
         raise ValueError(
-            f"{WAIT_LIMIT_VARIABLE}={text!r} must be a positive number of seconds;"
+            f"{WAIT_LIMIT_VARIABLE}={text!r} must be a number of seconds, 0 for no limit;"
             f" unset it for the default of {DEFAULT_WAIT_LIMIT_S:g}."
         )
-    return limit
+    if limit == 0:
+        warnings.warn(
+            f"{WAIT_LIMIT_VARIABLE}={text}: waits inside kernels have no limit, so a signal that"
+            " never comes hangs the job without a report.",
+            stacklevel=2,
+        )
+    return limit or math.inf
+
+
+def wait_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Kernels that are traced inside have this limit, 0 for none, whatever the environment says.
+
+    It must be the same on every process. For measurements and tests.
+    """
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds={seconds} must be a number of seconds, 0 for no limit.")
+    return _wait_limit_s(float(seconds))
 
 
 def devices_per_node() -> int | None:

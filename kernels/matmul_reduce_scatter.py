@@ -127,8 +127,17 @@ def launch(
     def body(lhs_ref, rhs_ref, out_ref, partial_ref, fetched_ref, *, pulled, pulled_bar, **rest):
         names = ("produced", "arrived", "released", "finished")
         sems = {name: rest.pop(name, None) for name in names}
+        # Named once: the copy engine gets a descriptor for each naming of a peer.
+        peers_outs = [
+            copies.remote(out_ref, team, team.neighbour(i)) for i in team.peer_offsets if everywhere
+        ]
         refs = _Refs(
-            lhs=lhs_ref, rhs=rhs_ref, out=out_ref, partial=partial_ref, fetched=fetched_ref, **sems
+            lhs=lhs_ref,
+            rhs=rhs_ref,
+            outs=[out_ref, *peers_outs],
+            partial=partial_ref,
+            fetched=fetched_ref,
+            **sems,
         )
 
         def communicate():
@@ -193,11 +202,14 @@ def launch(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Refs:
-    """What the device functions share; `finished` is None unless the result goes everywhere."""
+    """What the device functions share; `outs` are the own result and, of an all-reduce, the peers'.
+
+    `finished` is None unless the result goes everywhere.
+    """
 
     lhs: Any
     rhs: Any
-    out: Any
+    outs: list[Any]
     partial: Any
     fetched: Any
     produced: Any
@@ -296,11 +308,8 @@ def _store(team, order, refs, tile, part, row, column):
 
     @pl.when(step == peers)
     def _():
-        index, outs = 0, [refs.out]
-        if refs.finished is not None:
-            index = team.device_id()
-            outs += [copies.remote(refs.out, team, team.neighbour(i)) for i in team.peer_offsets]
-        for out in outs:
+        index = 0 if refs.finished is None else team.device_id()
+        for out in refs.outs:
             window = _window(order, out, index, tile, *where)
             plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import aot, clique
+from stretto.distributed import aot, clique, settings
 
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
@@ -72,6 +72,19 @@ def more_variants(name: str) -> Iterator[Program]:
 def epilogue() -> Iterator[Program]:
     mesh = aot.mesh_of_gpus((4,), ("x",))
     yield "gelu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.gelu)
+
+
+def no_limit() -> Iterator[Program]:
+    """Waits that spin for ever, as measurements of what the limit costs need them."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for name in cases.OPERATIONS:
+        program, structs = fused(name, mesh)
+
+        def unlimited(*operands, program=program):
+            with settings.wait_limit(0):
+                return program(*operands)
+
+        yield name, unlimited, structs
 
 
 def a_process_a_gpu() -> Iterator[Program]:
@@ -139,6 +152,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     "epilogue": epilogue,
+    "no limit": no_limit,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,
     **{

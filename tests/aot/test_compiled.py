@@ -108,6 +108,15 @@ def test_an_epilogue_costs_no_spills(tmp_path):
     check(compile_case("epilogue", tmp_path), warpgroups=3, local=True)
 
 
+@pytest.mark.slow
+def test_waits_without_a_limit_have_no_clock_and_no_trap(tmp_path):
+    for program in compile_case("no limit", tmp_path):
+        (kernel,) = program["kernels"]
+        found = [f for f in flaws(kernel, warpgroups=3, local=True) if "limit" not in f]
+        assert not found, found
+        assert "globaltimer" not in kernel["ptx"] and "trap;" not in kernel["ptx"]
+
+
 def test_collectives(tmp_path):
     compiled = compile_case("collectives", tmp_path)
     check(compiled, warpgroups=1, local=False)

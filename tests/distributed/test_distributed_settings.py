@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import jax
 import pytest
 
 from stretto.distributed import settings
@@ -18,8 +21,30 @@ def test_the_limit_of_a_wait(monkeypatch, text, seconds):
     assert settings.wait_limit_s() == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "inf", "nan", "30s"])
+@pytest.mark.parametrize("text", ["", "-1", "inf", "nan", "30s"])
 def test_anything_else_is_an_error(monkeypatch, text):
     monkeypatch.setenv("STRETTO_WAIT_LIMIT_S", text)
-    with pytest.raises(ValueError, match=r"STRETTO_WAIT_LIMIT_S=.* must be a positive number of s"):
+    with pytest.raises(ValueError, match=r"STRETTO_WAIT_LIMIT_S=.* must be a number of seconds, 0"):
         settings.wait_limit_s()
+
+
+def test_no_limit_is_warned_of(monkeypatch):
+    monkeypatch.setenv("STRETTO_WAIT_LIMIT_S", "0")
+    with pytest.warns(UserWarning, match="a signal that never comes hangs the job"):
+        assert settings.wait_limit_s() == math.inf
+
+
+def test_a_limit_for_what_is_traced_inside(monkeypatch):
+    monkeypatch.setenv("STRETTO_WAIT_LIMIT_S", "7")
+
+    @jax.jit
+    def traced(x):
+        return x + settings.wait_limit_s()
+
+    with settings.wait_limit(2):
+        assert traced(0) == 2
+        with settings.wait_limit(0):
+            assert settings.wait_limit_s() == math.inf
+    assert traced(0) == 7  # Not what was traced before.
+    with pytest.raises(ValueError, match="seconds=-1"):
+        settings.wait_limit(-1)
