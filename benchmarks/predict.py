@@ -1,22 +1,24 @@
 """Times predicted for device counts that are not there, beside the measured ones.
 
 The prediction is the kernels' own estimate from sizes and rates, the one that `backend="auto"`
-falls back on. Shown beside measurements, so that one sees how far to trust it.
+falls back on, or the simulator's. Shown beside measurements, so that one sees how far to trust it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stretto.benchmarks import table
+from stretto.benchmarks import simulated, table
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
-from stretto.benchmarks.operations import Case
+from stretto.benchmarks.operations import OPERATIONS, Case
 from stretto.benchmarks.results import Measurement, Prediction
+from stretto.benchmarks.shapes import MATMULS, Shape, shapes_of
 
 MOST_DEVICES = 64
 
@@ -55,6 +57,44 @@ def predict_all(cases: Sequence[Case], device_kind: str) -> list[Prediction]:
         except UnavailableError:
             continue
     return found
+
+
+def simulate_all(
+    measurements: Sequence[Measurement],
+    counts: Sequence[int],
+    device_kind: str,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Prediction]:
+    """Predictions by the simulator for the documented shapes among `measurements`.
+
+    Each on `counts` devices, which must be there as CPU devices; what cannot be simulated is left
+    out.
+    """
+    found: dict[tuple, Prediction] = {}
+    for measurement in measurements:
+        goals = shapes_of("goals", measurement.kernel, measurement.devices)
+        shape = Shape(measurement.m, measurement.k, measurement.n)
+        if measurement.kernel not in MATMULS or shape not in goals:
+            continue
+        for devices in counts:
+            case = Case(
+                operation=OPERATIONS[measurement.kernel],
+                shape=shape,
+                dtype=measurement.type,
+                devices=devices,
+            )
+            key = (measurement.kernel, shape, measurement.type, devices)
+            if key in found:
+                continue
+            say(str(case))
+            try:
+                estimate = predict(case, device_kind)
+                found[key] = msgspec.structs.replace(
+                    estimate, fused=simulated.fused_us(case), by="simulator"
+                )
+            except UnavailableError:
+                continue
+    return list(found.values())
 
 
 def check_counts(counts: Sequence[int]) -> None:

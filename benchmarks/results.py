@@ -85,8 +85,12 @@ class Measurement(msgspec.Struct, kw_only=True, omit_defaults=True):
         return next((timed for timed in self.timed if timed.peer == peer), None)
 
 
-class Prediction(msgspec.Struct, kw_only=True, frozen=True):
-    """Times of a case by the kernel's own estimate, in microseconds: no measurement."""
+class Prediction(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Times of a case in microseconds that nobody measured.
+
+    XLA's by the kernel's own estimate from sizes and rates, the fused kernel's by that or `by` the
+    simulator.
+    """
 
     kernel: str
     m: int
@@ -96,6 +100,7 @@ class Prediction(msgspec.Struct, kw_only=True, frozen=True):
     devices: int
     fused: float
     xla: float
+    by: str = "estimate"
 
     @property
     def key(self) -> tuple[str, int, int, int, str, int]:

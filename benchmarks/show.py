@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 
+import jax
 import tyro
 from rich.console import Console
 
 from stretto.benchmarks import plots, predict, report, results, table
+from stretto.benchmarks.command import counts_of, progress
 from stretto.benchmarks.errors import BenchmarkError
 
 WIDTH = 100
@@ -30,6 +33,9 @@ class ShowOptions:
     """Write pictures into this folder (needs matplotlib)."""
     report: pathlib.Path | None = None
     """Write one self-contained HTML page."""
+    predict: str = ""
+    """Simulate the documented shapes on these device counts, comma separated, and put the times
+    that the kernels would take beside those that were measured; some seconds each, on the CPU."""
 
 
 def main(argv: list[str]) -> int:
@@ -39,13 +45,27 @@ def main(argv: list[str]) -> int:
         raise BenchmarkError("no results; name files that --json wrote.")
     if options.plot is not None:
         plots.check_available()
+    counts = counts_of(options.predict)
+    predict.check_counts(counts)
     found = results.merged([results.read(path) for path in options.files])
+    if counts:
+        _predict(found, counts)
     written = _write(found, options)
     for path in written:
         print(f"wrote {path}")
     if not written:
         _print(found)
     return 0
+
+
+def _predict(found: results.Results, counts: tuple[int, ...]) -> None:
+    """Adds predictions, in place of earlier ones of the same cases."""
+    with contextlib.suppress(RuntimeError):  # The devices may have been made already.
+        jax.config.update("jax_num_cpu_devices", max(counts))
+    with progress() as say:
+        new = predict.simulate_all(found.measurements, counts, found.machine.card, say)
+    kept = {prediction.key: prediction for prediction in (*found.predictions, *new)}
+    found.predictions = list(kept.values())
 
 
 def _write(found: results.Results, options: ShowOptions) -> list[pathlib.Path]:

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from stretto.benchmarks import command, predict, results, timeline, trace
+from stretto.benchmarks import command, predict, results, simulated, timeline, trace
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.operations import OPERATIONS, Case
 from stretto.benchmarks.shapes import Shape
+from stretto.distributed.simulator.cost_model import CostModel
 
 
 def case_of(kernel="all_gather_matmul", shape=None, devices=2) -> Case:
@@ -99,3 +100,35 @@ def test_what_cannot_be_predicted():
     assert predict.predict_all([case_of(devices=3), case_of()], "NVIDIA H100")[0].devices == 2
     with pytest.raises(BenchmarkError, match="--predict 1 must be between 2 and 64"):
         predict.check_counts([8, 1])
+
+
+@pytest.mark.parametrize("shape", [Shape(2048, 8192, 4096), Shape(8192, 1024, 512)])
+def test_the_simulator_predicts_from_a_small_problem(shape):
+    """Near the longer of arithmetic (the first shape) and link (the second)."""
+    case = case_of(shape=shape)
+    scale = simulated.scale_of(case)
+    assert scale.rows > 1
+    model = CostModel()
+    arithmetic_us = 1e6 * case.flops / model.matmul_flops
+    link_us = 1e6 * case.sent_bytes / model.link_bandwidth
+    floor = max(arithmetic_us, link_us)
+    assert floor < simulated.fused_us(case) < 1.5 * floor + 20
+
+
+def test_what_cannot_be_simulated():
+    with pytest.raises(UnavailableError, match="only fused matmuls over several devices"):
+        simulated.fused_us(case_of(devices=1))
+    with pytest.raises(UnavailableError, match="it needs 16 CPU devices and there are 8"):
+        simulated.fused_us(case_of(devices=16))
+
+
+def test_predictions_by_the_simulator_are_added_to_results(tmp_path, make_results, monkeypatch):
+    monkeypatch.setattr(simulated, "fused_us", lambda case: 100.0 * case.devices)
+    found = make_results(kernels=("all_gather_matmul", "all_reduce"))
+    results.write(found, tmp_path / "r.json")
+    options = ["show", str(tmp_path / "r.json"), "--predict", "4,8"]
+    assert command.main([*options, "--merge", str(tmp_path / "all.json")]) == 0
+    added = results.read(tmp_path / "all.json").predictions
+    goals = {m.shape for m in found.measurements if m.kernel == "all_gather_matmul"}
+    assert {(one.shape, one.devices) for one in added} == {(s, d) for s in goals for d in (4, 8)}
+    assert {(one.by, one.fused) for one in added} == {("simulator", 400.0), ("simulator", 800.0)}
