@@ -14,6 +14,7 @@ from stretto.benchmarks.timing import SAMPLES_PER_VISIT, TARGET_RUN_US
 START_S = 15.0
 TRACE_FUSED_MATMUL_S = 1.0
 TRACE_FUSED_COLLECTIVE_S = 0.25
+TRACE_PEER_S = {"jax-pallas": 4.0, "own-matmul": 1.0}
 TRACE_OTHER_S = 0.05
 COMPILE_S = 0.3
 WARM_UP_S = 0.15
@@ -28,7 +29,9 @@ def seconds(case: Case, peers: Sequence[Peer], settings: Settings) -> float:
     timed_s = (settings.repeats + visits) * run_s + visits * settings.rest_s
     ours = sum(peer.role == FUSED for peer in peers)
     fused_s = TRACE_FUSED_MATMUL_S if case.flops else TRACE_FUSED_COLLECTIVE_S
-    trace_s = fused_s * ours * (case.devices > 1) + TRACE_OTHER_S * len(peers)
+    trace_s = fused_s * (ours > 0) * (case.devices > 1)
+    slow = TRACE_PEER_S if case.operation.name == "all_gather_matmul" else {}
+    trace_s += sum(slow.get(peer.name, TRACE_OTHER_S) for peer in peers)
     # `auto` is always the same program as another peer.
     programs = len(peers) - (len(peers) > 1 and any(peer.name == "auto" for peer in peers))
     return trace_s + COMPILE_S + programs * (WARM_UP_S + timed_s)

@@ -30,7 +30,7 @@ _WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
 class TorchHelper:
     """The helper process, started when first needed, for one number of devices at a time.
 
-    It runs with multicast of symmetric memory off, as all of this package does by default.
+    It runs without NVLink multicast, as all of this package does by default.
 
     Args:
       python: the interpreter that has PyTorch; by default this one.
@@ -115,7 +115,11 @@ class TorchHelper:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env={**environment.current(), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
+            env={
+                "NCCL_NVLS_ENABLE": "0",
+                **environment.current(),
+                "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            },
         )
         self._devices = devices
         self._is_starting = True
