@@ -19,7 +19,8 @@ from step import TrainState
 def run_folder(root: Path, name: str, *, resume: bool) -> Path:
     """The newest run's folder if `resume`, else a new one; the same on every process.
 
-    Every process must call it. A resumed run that finds no folder gets a new one.
+    Every process must call it. A resumed run that finds no folder gets a new one. It is made at
+    once, so that a job that crashes before its first checkpoint finds its own on a restart.
     """
     numbers = [
         int(path.name.removeprefix(f"{name}-"))
@@ -28,6 +29,8 @@ def run_folder(root: Path, name: str, *, resume: bool) -> Path:
     ]
     newest = max(numbers, default=0)
     number = newest if resume and newest else newest + 1
+    if jax.process_index() == 0:
+        (root / f"{name}-{number}").mkdir(parents=True, exist_ok=True)
     if jax.process_count() > 1:  # others may look when the folder is there already
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return root.absolute() / f"{name}-{number}"
@@ -35,6 +38,9 @@ def run_folder(root: Path, name: str, *, resume: bool) -> Path:
 
 class Checkpoints:
     """The checkpoints of one run; the newest two are kept. Every process makes the same calls.
+
+    A checkpoint is written under another name, and renamed when it is whole, so what a crash leaves
+    half written is no checkpoint. The next run removes it.
 
     Args:
       folder: of the run, on a file system that all processes share.
@@ -44,7 +50,7 @@ class Checkpoints:
     def __init__(self, folder: Path, about: dict[str, Any]):
         self.folder = folder
         self._about = about
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     def newest(self) -> int | None:

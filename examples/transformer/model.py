@@ -17,6 +17,8 @@ are the same whatever "tp" is: q, k and v lie head by head, gate and up in a dim
 
 from __future__ import annotations
 
+import functools
+
 import config
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,11 @@ EPSILON = 1e-5  # of the norms
 ROTARY_BASE = 10000.0
 
 
+# Of what is cheap to compute, a backward pass keeps the operands, and computes the rest again.
+elementwise = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@elementwise
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x / rms(x) * scale`, row by row, in float32."""
     wide = x.astype(jnp.float32)
@@ -37,6 +44,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * lax.rsqrt(mean_square + EPSILON) * scale).astype(x.dtype)
 
 
+@elementwise
 def rotate(x: jax.Array) -> jax.Array:
     """Rotary positions: turns pairs of columns of `x` `[batch, sequence, ..., head_dim]`.
 
@@ -50,6 +58,13 @@ def rotate(x: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, first * sin + second * cos]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+@elementwise
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """`[rows, gate's columns and up's]` to `silu(gate) * up`."""
+    gate, up = jnp.split(gate_up, 2, axis=1)
+    return jax.nn.silu(gate) * up
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, split: int | None) -> nnx.Param:
@@ -100,10 +115,7 @@ class Block(nnx.Module):
     def feed_forward(self, x: jax.Array, how: config.Execution) -> jax.Array:
         """`(silu(x @ gate) * (x @ up)) @ down`, by this device's columns of gate and up."""
         gate_up = st.all_gather_matmul(x, _matrix(self.gate_up), "tp", backend=how.backend)
-        gate, up = jnp.split(gate_up, 2, axis=1)
-        return st.matmul_reduce_scatter(
-            jax.nn.silu(gate) * up, self.down[...], "tp", backend=how.backend
-        )
+        return st.matmul_reduce_scatter(swiglu(gate_up), self.down[...], "tp", backend=how.backend)
 
 
 class Transformer(nnx.Module):

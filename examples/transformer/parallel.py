@@ -67,7 +67,10 @@ def initial_weights(mesh: Mesh, sizes: config.Sizes, seed: int) -> Tree:
         return nnx.to_pure_dict(nnx.state(Transformer(sizes, nnx.Rngs(seed))))
 
     _, _, specs = structure(sizes)
-    return jax.jit(initialize, out_shardings=shardings(mesh, specs))()
+    # It runs once, and optimised it would compile longer than it runs.
+    quickly = {"xla_backend_optimization_level": 0}
+    where = shardings(mesh, specs)
+    return jax.jit(initialize, out_shardings=where, compiler_options=quickly)()
 
 
 def put_rows(mesh: Mesh, batch: np.ndarray) -> jax.Array:

@@ -55,6 +55,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="bytes in a sequence")
     parser.add_argument("--evaluate-every", type=int, help="steps from one checkpoint to the next")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER")
+    parser.add_argument("--no-remat", action="store_true")
     parser.add_argument("--resume", action="store_true", help="go on with the newest run, if any")
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end")
     return parser.parse_args(argv)
@@ -166,6 +167,7 @@ def make_run(args: argparse.Namespace, process_id: int, num_processes: int) -> R
     mesh = choose_mesh(args.dp, args.tp, sizes.kv_heads)
     sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], training.batch)
     how = config.Execution.suited_to(mesh.devices.flat[0].platform, args.backend, args.dtype)
+    how = dataclasses.replace(how, remat=not args.no_remat)
     if how.dtype == "float32":  # GPUs would round operands to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -182,6 +184,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Trains, prints, writes checkpoints and some text; returns the loss of every step made."""
     args = parse_arguments(argv)
     process = st.initialize()  # joins the other processes, if there are any
+    resume = args.resume or process.restart > 0
+    folder = run_folder(args.checkpoints, args.config, resume=resume)
     run = make_run(args, process.process_id, process.num_processes)
     mesh, how = run.mesh, run.how
     weights = sum(math.prod(w.shape) for w in jax.tree.leaves(parallel.structure(run.sizes)[1]))
@@ -192,8 +196,6 @@ def main(argv: list[str] | None = None) -> list[float]:
     )
     run.say(f"weights: {weights:,}, text: {len(run.corpus.training):,} bytes")
 
-    resume = args.resume or process.restart > 0
-    folder = run_folder(args.checkpoints, args.config, resume=resume)
     checkpoints = Checkpoints(folder, run.about())
     if checkpoints.newest() is None:
         state = initial_state(mesh, run.sizes, run.training)

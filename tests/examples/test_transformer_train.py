@@ -1,0 +1,146 @@
+"""Whole runs of the transformer: stopped, crashed, and gone on with, bit for bit; its text."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
+
+import config
+import parallel
+import train
+from sample import sample
+from step import make_train_step
+
+EXAMPLE = Path(train.__file__).parent
+SIZES = config.Sizes(layers=1, hidden=32, heads=4, kv_heads=4, feed_forward=32, sequence=16)
+OPTIONS = ["--steps", "6", "--batch", "4", "--evaluate-every", "2"]
+
+
+@pytest.fixture(autouse=True)
+def small_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one test are of one small model, and share its compiled step."""
+    monkeypatch.setitem(config.SIZES, "tiny", SIZES)
+    monkeypatch.setattr(train, "make_train_step", functools.cache(make_train_step))
+    monkeypatch.setattr(parallel, "loss", functools.cache(parallel.loss))
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    def progress(at: int, what: str) -> None:
+        if at == step and what == "train_step":
+            raise Stop
+
+    monkeypatch.setattr(train, "progress", progress)
+
+
+def state_after(step: int, folder: Path) -> dict:
+    """All arrays of a checkpoint: weights and the optimiser's."""
+    return ocp.StandardCheckpointer().restore(folder / "tiny-1" / str(step) / "state")
+
+
+def leave_half_a_checkpoint(folder: Path, step: int) -> Path:
+    """As a crash does that comes before the whole of it is written, and renamed."""
+    whole = folder / "tiny-1"
+    half = whole / f"{step}.orbax-checkpoint-tmp"
+    shutil.copytree(max(whole.glob("[0-9]"), key=lambda path: int(path.name)), half)
+    files = sorted(path for path in half.rglob("*") if path.is_file())
+    for path in files[::2]:
+        path.unlink()
+    return half
+
+
+def test_run_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*OPTIONS, "--dp", "2", "--tp", "2", "--sample", "0", "--checkpoints"]
+    whole = train.main([*options, str(tmp_path / "whole")])
+    assert len(whole) == 6
+    stopped = [*options, str(tmp_path / "stopped")]
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, 5)
+        train.main(stopped)
+    halves = [leave_half_a_checkpoint(tmp_path / "stopped", step) for step in (5, 6)]
+    capsys.readouterr()
+    rest = train.main([*stopped, "--resume"])
+    assert "going on after step 4 of" in capsys.readouterr().out
+    assert rest == whole[4:]  # to the last bit
+    ours, expected = (state_after(6, tmp_path / name) for name in ("stopped", "whole"))
+    assert len(jax.tree.leaves(ours)) == 3 * 9 + 3  # weights, two moments; steps made, by three
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+    assert not any(half.exists() for half in halves)
+    with pytest.raises(ValueError, match="was trained with batch=4 and this run has 8"):
+        train.main([*stopped, "--resume", "--batch", "8"])
+    assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["tiny-1"]
+
+
+JOB = """
+import os, sys
+
+sys.path.insert(0, sys.argv.pop(1))
+crashes = sys.argv.pop(1) == "crash"
+import config, train
+from stretto.launch import initialize
+
+config.SIZES["tiny"] = config.{sizes}
+rename = os.rename
+
+def burn(source, target, **options):
+    if crashes and os.path.basename(target) == "4" and initialize().restart == 0:
+        os._exit(7)  # the checkpoint is written, but for its name
+    rename(source, target, **options)
+
+os.rename = burn
+train.main()
+"""
+
+
+@pytest.mark.parametrize("fate", ["ends well", pytest.param("crash", marks=pytest.mark.slow)])
+def test_job_of_two_processes_ends_as_one_process_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fate: str
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(sizes=SIZES))
+    options = [*OPTIONS, "--sample", "8", "--checkpoints", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "stretto.launch", "run", "-n", "2", "--restarts", "1"]
+    command += [str(script), str(EXAMPLE), fate, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("status 7" in done.stderr) == (fate == "crash"), done.stderr
+    assert ("going on after step 2 of" in done.stdout) == (fate == "crash")
+    train.main([*options, "--tp", "1", "--dp", "1"])
+    alone = capsys.readouterr().out
+    last = re.compile(r"6  validation: ([\d.]+) nats")
+    assert set(last.findall(done.stdout)) == set(last.findall(alone))
+    assert alone.splitlines()[-1] in done.stdout  # the text, too
+
+
+def test_text_is_the_same_on_every_mesh() -> None:
+    texts = []
+    for shape in ((1, 1), (2, 2)):
+        mesh = parallel.make_mesh(*shape)
+        weights = parallel.initial_weights(mesh, SIZES, seed=0)
+        how = config.Execution(backend="xla")
+        texts.append(sample(mesh, SIZES, how, weights, prompt=b"def ", count=30))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(b"def ") and len(texts[0]) == 34
+    assert len(set(texts[0])) > 10
+
+
+def test_prompt_longer_than_a_window_is_refused() -> None:
+    mesh = parallel.make_mesh(1, 1)
+    with pytest.raises(ValueError, match="prompt has 17 bytes; it must have 1 to 16"):
+        sample(mesh, SIZES, config.Execution(), {}, prompt=b"x" * 17)
