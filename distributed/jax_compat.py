@@ -1,4 +1,4 @@
-"""Private JAX: this file and `jax_kernels.py` are the only ones that import `jax._src`.
+"""Private JAX: only the files `jax_*.py` of this folder import `jax._src`.
 
 Each section says what it needs that has no public name, and the JAX versions it was checked on.
 """
@@ -14,7 +14,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import callback as jax_callback
 from jax._src import core as jax_core
 from jax._src import dispatch
 from jax._src.interpreters import mlir
@@ -28,7 +27,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, scf
 
-from stretto.distributed import mailbox
+from stretto.distributed import jax_callbacks, mailbox
 
 # --- A wait with a time limit ---------------------------------------------------------------------
 # Pallas' `semaphore_wait` spins for ever. This primitive takes its operands (a semaphore ref with
@@ -268,7 +267,10 @@ def install_kernel_interception(intercept: KernelIntercept) -> None:
         results; or to None, to lower the kernel as JAX does.
     """
     if not _kernel_intercept:
-        mlir.register_lowering(mpmd.mpmd_map_p, lower_kernel_for_cpu, platform="cpu")
+        # A cached lowering would be made in a function of its own, out of the calls' order.
+        mlir.register_lowering(
+            mpmd.mpmd_map_p, lower_kernel_for_cpu, platform="cpu", cacheable=False
+        )
     _kernel_intercept[:] = [intercept]
 
 
@@ -305,19 +307,7 @@ def lower_kernel_for_cpu(
     position = (
         hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
     )
-    position_aval = jax_core.ShapedArray((), np.dtype(np.uint32))
-    avals_in = [position_aval, *ctx.avals_in]
-    results, _, _ = jax_callback.emit_python_callback(
-        ctx.replace(avals_in=avals_in),
-        callback,
-        None,
-        [position, *operands],
-        avals_in,
-        ctx.avals_out,
-        has_side_effect=True,
-        returns_token=False,
-    )
-    return results
+    return jax_callbacks.emit(ctx, callback, position, operands)
 
 
 def _at_members(callback: Callable[..., Any], members: Sequence[int]) -> Callable[..., Any]:

@@ -54,7 +54,16 @@ def bind_team_kernel(
             f"kernel {info.name}: its body uses a traced value from outside; compute the value"
             " inside the body, or pass it as an operand."
         )
-    return team_kernel_p.bind(*operands, jaxpr=jaxpr, info=info)
+    return team_kernel_p.bind(*operands, jaxpr=_unwrapped(jaxpr), info=info)
+
+
+def _unwrapped(jaxpr: jax_core.ClosedJaxpr) -> jax_core.ClosedJaxpr:
+    """The kernel without JAX's rule for `vmap`, which would be lowered as a function of its own."""
+    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "custom_vmap_call":
+        (call,) = jaxpr.eqns
+        if call.invars == jaxpr.jaxpr.invars and call.outvars == jaxpr.jaxpr.outvars:
+            return call.params["call"]
+    return jaxpr
 
 
 @team_kernel_p.def_impl
@@ -115,7 +124,7 @@ def _team_kernel_lowering(ctx, *args, jaxpr, info):
     return outs
 
 
-mlir.register_lowering(team_kernel_p, _team_kernel_lowering)
+mlir.register_lowering(team_kernel_p, _team_kernel_lowering, cacheable=False)
 
 
 @dataclasses.dataclass(frozen=True)

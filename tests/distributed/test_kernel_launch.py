@@ -314,3 +314,15 @@ def test_a_signal_before_a_store_is_in_place_is_found(monkeypatch):
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **_: original(n, wait_read_only=True))
     with pytest.raises(FindingError), st.simulate(seed=0):
         jax.block_until_ready(jax.jit(sharded(rotate))(rows(3)))
+
+
+def test_independent_kernels_of_a_program_come_in_one_order(simulation) -> None:
+    """A device that came to the second while its peer came to the first would wait for ever."""
+
+    def both(x: jax.Array) -> jax.Array:
+        return rotate(x) + rotate(2 * x)
+
+    lowered = jax.jit(sharded(both)).lower(rows(3)).as_text()
+    calls = re.findall(r"@xla_ffi_python_cpu_callback\((.*?)\)", lowered)
+    first, second = (call.split(", ") for call in calls)
+    assert len(second) == len(first) + 1  # it takes a number from the first one's result
