@@ -85,6 +85,8 @@ class BenchOptions:
     """Compare our kernels' results with XLA's before timing them."""
     seed: int = 0
     """Of the operands' values and of the order of the peers."""
+    commit: str = ""
+    """The commit to record, where this copy of Stretto is no checkout."""
 
 
 def main(argv: list[str]) -> int:
@@ -126,6 +128,7 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         settings=settings,
         rehearsal=options.rehearse,
     )
+    run.results.machine.commit = run.results.machine.commit or options.commit
     console = Console(width=max(WIDTH, Console().width))
     first = jax.process_index() == 0
     if first:

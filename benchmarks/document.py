@@ -51,7 +51,9 @@ def main(argv: list[str]) -> int:
     found = [results.read(path) for path in options.files]
     for path, one in zip(options.files, found, strict=True):
         if not one.measurement_of_speed:
-            raise BenchmarkError(f"{path} was taken on a CPU; it is no measurement of speed.")
+            raise BenchmarkError(
+                f"{path} was taken on a CPU or in a rehearsal; it is no measurement of speed."
+            )
     try:
         readme = options.readme.read_text()
     except OSError as error:

@@ -10,7 +10,7 @@ from stretto.benchmarks.peers import PEERS
 from stretto.benchmarks.results import Measurement, Results, Timed
 
 NOT_A_MEASUREMENT = (
-    "These are CPU devices: the times show that the benchmark runs, not how fast anything is."
+    "CPU devices, or a rehearsal: the times show that the benchmark runs, not how fast anything is."
 )
 
 

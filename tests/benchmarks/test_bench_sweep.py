@@ -151,11 +151,13 @@ def test_the_shipped_sweeps_are_valid(path, capsys):
     assert total.startswith(f"{len(cases)} cases, about ")
 
 
-def test_a_sweep_is_tried_out_with_small_shapes(tmp_path):
+def test_a_sweep_is_tried_out_with_small_shapes(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     options = ["all_gather_matmul", "--shapes", "llama-70b", "--devices", "2", "--repeats", "1"]
     options += ["--peers", "auto,xla", "--no-torch", "--rehearse", "--budget", "60"]
-    assert command.main([*options, "--json", str(path)]) == 0
+    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.machine"), "_commit", str)
+    assert command.main([*options, "--json", str(path), "--commit", "0123abc"]) == 0
+    assert results.read(path).machine.commit == "0123abc"
     found = results.read(path).measurements
     assert len(found) == 7
     assert max(max(m.m, m.k, m.n) for m in found) <= 240
