@@ -1,12 +1,17 @@
 """Time a model's steps with fused projections beside XLA's, in one run on random bytes.
 
-    python examples/transformer/benchmark.py --config 7b-layer --tp 4 --sequence 4096
+    python examples/transformer/benchmark.py RESULTS
+    python examples/transformer/benchmark.py RESULTS --cases 7b-layer:8192 --parts gradients step
 
-Parts of a step: "forward" is the loss alone, "gradients" the loss and its gradients with weights in
-16 bits, "step" all of training with weights in float32. Backends take turns in random order within
-each round, so that clocks and temperature weigh on all alike. The backend "silent" sends nothing:
-it computes on as much data of its own, and what the others take longer is communication that they
-have not hidden.
+The first times two models of which 4 H100s hold a few layers, at two lengths; RESULTS is a folder,
+where each result is written as soon as it is there. A case is a configuration and the length of its
+sequence. Parts of a step: "forward" is the loss alone, "gradients" the loss and its gradients with
+weights in 16 bits, "remat" the same with layers computed again in the backward pass, "step" all
+of training with weights in float32.
+
+Backends take turns in random order within each round, so that clocks and temperature weigh on all
+alike. The backend "silent" sends nothing for the projections: it computes on as much data of its
+own. What the others take longer is communication that they have not hidden.
 """
 
 from __future__ import annotations
@@ -14,46 +19,49 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import random
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import NamedTuple
 
 import config
 import jax
-import jax.numpy as jnp
-import model
 import msgspec
 import numpy as np
 import parallel
+from breakdown import profile
 from jax.sharding import Mesh
-from step import initial_state, make_train_step
-from timing import Program, visit
+from programs import BACKENDS, PARTS, Inputs, Program, compile_programs
+from timing import measure
 
 import stretto as st
 from stretto.benchmarks.machine import describe
 from stretto.benchmarks.spread import median_ratio, spread
 
 PEAK_TFLOPS = 989.0  # of an H100, 16 bit, without sparsity
-PARTS = ("forward", "gradients", "step")
-BACKENDS = ("xla", "auto", "pallas", "silent")
 
 
-class Silent:
-    """Stands in for `stretto`: the same arithmetic on the same amount of data, nothing sent."""
+class Case(NamedTuple):
+    """A configuration, and the bytes in its sequences."""
 
-    @staticmethod
-    def all_gather_matmul(x, weights, axis_name, *, backend):
-        """A matmul on this device's rows, repeated as often as there are devices."""
-        rows = jnp.tile(x, (jax.lax.axis_size(axis_name), 1))
-        return jax.lax.optimization_barrier(rows) @ weights
+    name: str
+    sequence: int
 
-    @staticmethod
-    def matmul_reduce_scatter(x, weights, axis_name, *, backend):
-        """A matmul, and the sum over as many parts of it as there are devices."""
-        product = jax.lax.optimization_barrier(x @ weights)
-        return product.reshape(jax.lax.axis_size(axis_name), -1, product.shape[1]).sum(0)
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """`name:sequence`; the configuration's own length where none is given."""
+        name, _, sequence = text.partition(":")
+        if name not in config.SIZES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(config.SIZES)}")
+        return cls(name, int(sequence or config.SIZES[name].sequence))
+
+    def sizes(self, layers: int | None) -> config.Sizes:
+        """Of the model."""
+        return config.replaced(config.SIZES[self.name], sequence=self.sequence, layers=layers)
+
+
+CASES = [Case(name, sequence) for name in ("7b-layer", "70b-layer") for sequence in (4096, 8192)]
 
 
 def flops_per_device(sizes: config.Sizes, part: str, batch: int, devices: int) -> float:
@@ -70,42 +78,10 @@ def flops_per_device(sizes: config.Sizes, part: str, batch: int, devices: int) -
     return forward * (1 if part == "forward" else 3) / devices
 
 
-def make_program(
-    mesh: Mesh,
-    sizes: config.Sizes,
-    training: config.Training,
-    how: config.Execution,
-    part: str,
-    weights: parallel.Tree,
-    rows: jax.Array,
-) -> Program:
-    """Compiles one part of the step with one backend."""
-    stand_in = Silent if how.backend == "silent" else st
-    with mock.patch.object(model, "st", stand_in):  # while it is traced
-        if part == "step":
-            state = initial_state(mesh, sizes, training)
-            function = make_train_step(mesh, sizes, training, how)
-            return Program(function.lower(state, rows, rows).compile(), state, rows, True)
-        make = parallel.loss if part == "forward" else parallel.loss_and_gradients
-        function = jax.jit(make(mesh, sizes, how))
-        return Program(function.lower(weights, rows, rows).compile(), weights, rows, False)
-
-
-def measure(programs: dict[Any, Program], rounds: int, runs: int) -> dict[Any, list[float]]:
-    """Milliseconds of each program: medians of `runs` queued runs, one for each round."""
-    queued = jax.devices()[0].platform != "cpu"
-    order = random.Random(0)
-    times: dict[Any, list[float]] = {key: [] for key in programs}
-    for _ in range(rounds):
-        for key in order.sample(list(programs), len(programs)):
-            times[key].append(float(np.median(visit(programs[key], runs, queued))))
-    return times
-
-
 def describe_times(
     sizes: config.Sizes, batch: int, devices: int, part: str, times: dict[str, list[float]]
 ) -> list[dict]:
-    """One record for each backend of a part; ratios are of times of the same round."""
+    """One record for each backend of a part; ratios and differences are of the same round."""
     flops = flops_per_device(sizes, part, batch, devices)
     records = []
     for backend, samples in times.items():
@@ -122,9 +98,15 @@ def describe_times(
         if "xla" in times:
             record["speedup_over_xla"] = median_ratio(times["xla"], samples)
         if "silent" in times:
-            record["exposed_ms"] = ms.median - spread(times["silent"]).median
+            record["exposed_ms"] = float(np.median(np.subtract(samples, times["silent"])))
         records.append(record)
     return records
+
+
+HEADER = (
+    "part       backend   ms median        10% to       90%   TFLOP/s    peak  x XLA's"
+    "   exposed       GB"
+)
 
 
 def show(record: dict) -> str:
@@ -133,22 +115,16 @@ def show(record: dict) -> str:
     line = f"{record['part']:9}  {record['backend']:7}  {ms['median']:9.2f}"
     line += f"  {ms['p10']:9.2f} to {ms['p90']:9.2f}  {record['tflops_per_device']:7.1f}"
     line += f"  {record['share_of_peak']:6.1%}  {record.get('speedup_over_xla', 1.0):6.3f}"
-    return line + f"  {record.get('exposed_ms', np.nan):8.2f}  {record['needed_gb']:7.2f}"
-
-
-HEADER = (
-    "part       backend   ms median        10% to       90%   TFLOP/s    peak  x XLA's"
-    "  exposed   GB"
-)
+    return line + f"  {record.get('exposed_ms', np.nan):9.2f}  {record['needed_gb']:7.2f}"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `argv` is `sys.argv[1:]` where it is None."""
     parser = argparse.ArgumentParser(description="Time a model's steps, fused and not.")
-    parser.add_argument("--config", choices=config.SIZES, default="7b-layer")
+    parser.add_argument("results", type=Path, help="a folder, made if it is not there")
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME:BYTES")
     parser.add_argument("--dp", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=len(jax.devices()))
-    parser.add_argument("--sequence", type=int, help="bytes in a sequence")
+    parser.add_argument("--tp", type=int, help="default: all devices")
     parser.add_argument("--batch", type=int, default=1, help="sequences, over all devices")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
@@ -157,68 +133,114 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs")
-    parser.add_argument("--no-remat", action="store_true", help="keep what the layers make")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--runs", type=int, default=5, help="runs of a program in a round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FOLDER", help="profile a run of each program"
-    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--runs", type=int, default=3, help="runs of a program in a round")
+    parser.add_argument("--no-profile", action="store_true", help="leave the breakdowns out")
     return parser.parse_args(argv)
 
 
+class Measurement:
+    """What is found out about one case, and the file that holds it."""
+
+    def __init__(self, case: Case, mesh: Mesh, args: argparse.Namespace):
+        self.case, self.mesh, self.args = case, mesh, args
+        self.sizes = case.sizes(args.layers)
+        self.sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], args.batch)
+        how = config.Execution.suited_to(mesh.devices.flat[0].platform, "xla", args.dtype)
+        self.how = config.replaced(how, attention=args.attention)
+        self.programs: dict[tuple[str, str], Program] = {}
+        self.found: dict = {
+            "case": case._asdict(),
+            "sizes": dataclasses.asdict(self.sizes),
+            "how": dataclasses.asdict(self.how),
+            "batch": args.batch,
+            "mesh": dict(mesh.shape),
+            "records": [],
+        }
+
+    def compile(self) -> None:
+        """Compiles and runs each program once; what fails is told, and left out."""
+        training = config.replaced(config.TRAININGS[self.case.name], batch=self.args.batch)
+        inputs = Inputs(self.mesh, self.sizes, training, self.how)
+        wanted = [(part, backend) for part in self.args.parts for backend in self.args.backends]
+        for key, program in compile_programs(inputs, wanted):
+            try:
+                self.programs[key] = program()
+            except Exception as error:
+                self.found.setdefault("failed", {})["-".join(key)] = str(error)
+                traceback.print_exc()
+                continue
+            loss = float(self.programs[key].run())  # the first run loads kernels
+            self.found.setdefault("first_losses", {})["-".join(key)] = loss
+            print(f"compiled {key[0]} {key[1]}: loss {loss:.4f}", flush=True)
+        self.found["choices"] = inputs.choices
+        self.write()
+
+    def time(self) -> list[dict]:
+        """Times what was compiled; returns the records that are also printed and written."""
+        times = measure(self.programs, self.args.rounds, self.args.runs)
+        print(HEADER)
+        for part in self.args.parts:
+            own = {backend: times[p, backend] for p, backend in times if p == part}
+            records = describe_times(self.sizes, self.args.batch, self.mesh.size, part, own)
+            for record in records:
+                program = self.programs[part, record["backend"]]
+                record["needed_gb"] = program.needed_bytes() / 1e9
+                self.found["records"].append(record)
+                print(show(record), flush=True)
+        self.write()
+        return self.found["records"]
+
+    def profile(self) -> None:
+        """Adds where the time of each program goes, by a profile of two of its runs."""
+        for (part, backend), program in self.programs.items():
+            name = f"{self.case.name}-{self.case.sequence}-{part}-{backend}"
+            try:
+                found = profile(
+                    lambda program=program: program.run().block_until_ready(),
+                    2,
+                    self.args.results / "profiles" / name,
+                )
+            except Exception as error:  # a machine may forbid it, and the times count without it
+                self.found.setdefault("failed", {})[f"profile-{part}-{backend}"] = str(error)
+                print(f"no profile of {name}: {error}", flush=True)
+                continue
+            breakdown = self.found.setdefault("breakdown", {})
+            breakdown[f"{part}-{backend}"] = dataclasses.asdict(found)
+            kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.kinds.items())
+            print(f"{name}: {kinds}, idle {found.idle:.2f} ms", flush=True)
+            self.write()
+
+    def write(self) -> None:
+        """Writes all that is known so far."""
+        if jax.process_index() == 0:
+            file = self.args.results / f"{self.case.name}-{self.case.sequence}.json"
+            file.write_text(json.dumps(self.found, indent=1))
+
+
 def main(argv: Sequence[str] | None = None) -> list[dict]:
-    """Measures and prints; returns the records that it also writes as JSON."""
+    """Measures and prints; returns the records of all cases."""
     st.initialize()
     args = parse_arguments(argv)
-    sizes = config.replaced(config.SIZES[args.config], sequence=args.sequence, layers=args.layers)
-    training = config.replaced(config.TRAININGS[args.config], batch=args.batch)
-    sizes.check_fits(args.dp, args.tp, args.batch)
-    mesh = parallel.make_mesh(args.dp, args.tp)
-    how = config.Execution.suited_to(mesh.devices.flat[0].platform, "xla", args.dtype)
-    how = config.replaced(how, attention=args.attention, remat=not args.no_remat)
+    mesh = parallel.make_mesh(args.dp, args.tp or len(jax.devices()) // args.dp)
+    args.results.mkdir(parents=True, exist_ok=True)
     machine = msgspec.to_builtins(describe())
-    print(f"{args.config}: {sizes}, batch {args.batch}, dp {args.dp} x tp {args.tp}, {how.dtype}")
-    print(f"{machine['num_devices']} x {machine['card']}, JAX {jax.__version__},", how, flush=True)
-
-    random_bytes = np.random.default_rng(0).integers(256, size=(args.batch, sizes.sequence))
-    rows = parallel.put_rows(mesh, random_bytes.astype(np.int32))
-    weights = parallel.initial_weights(mesh, sizes, 0)
-    weights = jax.jit(lambda tree: jax.tree.map(lambda w: w.astype(how.dtype), tree))(weights)
-    programs, first_losses = {}, {}
-    for part in args.parts:
-        for backend in args.backends:
-            key = part, backend
-            backed = dataclasses.replace(how, backend=backend)
-            programs[key] = make_program(mesh, sizes, training, backed, part, weights, rows)
-            first_losses[key] = float(programs[key].run())  # the first run loads kernels
-            print(f"compiled {part} {backend}: loss {first_losses[key]:.4f}", flush=True)
-
-    times = measure(programs, args.rounds, args.runs)
+    (args.results / "machine.json").write_text(json.dumps(machine, indent=1))
+    print(f"{machine['num_devices']} x {machine['card']}, JAX {jax.__version__}", flush=True)
+    started = time.perf_counter()
+    measurements = [Measurement(case, mesh, args) for case in args.cases]
     records = []
-    print(HEADER)
-    for part in args.parts:
-        own = {backend: times[part, backend] for backend in args.backends}
-        for record in describe_times(sizes, args.batch, mesh.size, part, own):
-            key = part, record["backend"]
-            record["needed_gb"] = programs[key].needed_bytes() / 1e9
-            record["first_loss"] = first_losses[key]
-            records.append(record)
-            print(show(record), flush=True)
-    about = {"machine": machine, "sizes": dataclasses.asdict(sizes), "how": dataclasses.asdict(how)}
-    about |= {"config": args.config, "batch": args.batch, "dp": args.dp, "tp": args.tp}
-    if args.json and jax.process_index() == 0:
-        args.json.write_text(json.dumps({**about, "records": records}, indent=1))
-    if args.trace:
-        trace(programs, args.trace)
+    for measurement in measurements:
+        seconds = time.perf_counter() - started
+        print(f"{seconds:4.0f} s: {measurement.case}, {measurement.sizes}", measurement.how)
+        measurement.compile()
+        print(f"{time.perf_counter() - started:4.0f} s: compiled", flush=True)
+        records += measurement.time()
+    if not args.no_profile:  # after all times: the profiler may slow what comes after it
+        for measurement in measurements:
+            measurement.profile()
+    print(f"{time.perf_counter() - started:4.0f} s: done", flush=True)
     return records
-
-
-def trace(programs: dict[tuple[str, str], Program], folder: Path) -> None:
-    """Writes a profile of two runs of each program into a folder of its own below `folder`."""
-    for (part, backend), program in programs.items():
-        with jax.profiler.trace(str(folder / f"{part}-{backend}")):
-            visit(program, 1, queued=False)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,9 @@ def initial_weights(mesh: Mesh, sizes: config.Sizes, seed: int) -> Tree:
         return nnx.to_pure_dict(nnx.state(Transformer(sizes, nnx.Rngs(seed))))
 
     _, _, specs = structure(sizes)
-    # It runs once, and optimised it would compile longer than it runs.
-    quickly = {"xla_backend_optimization_level": 0}
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    # It runs once; optimised for a CPU, it would compile longer than it runs.
+    quickly = {"xla_backend_optimization_level": 0} if on_cpu else None
     where = shardings(mesh, specs)
     return jax.jit(initialize, out_shardings=where, compiler_options=quickly)()
 

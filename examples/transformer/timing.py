@@ -3,49 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Protocol
 
 import jax
+import numpy as np
 
 
-class Program:
-    """A compiled part of a step with all that it takes.
-
-    Args:
-      compiled: maps (state, *rows) to the next state and a loss, or to the loss first and,
-        where it has them, gradients.
-      state: weights, or a whole training state that each run consumes and replaces.
-      rows: the bytes, which are also what is to be predicted.
-      replaces_state: which of the two.
-    """
-
-    def __init__(self, compiled: Any, state: Any, rows: jax.Array, replaces_state: bool):
-        self.compiled = compiled
-        self._state = state
-        self._rows = rows, rows
-        self._replaces_state = replaces_state
+class Runs(Protocol):
+    """What can be queued again and again."""
 
     def run(self) -> jax.Array:
-        """Queues one run; returns its loss, a number that is there when the run has completed."""
-        if self._replaces_state:
-            self._state, loss = self.compiled(self._state, *self._rows)
-            return loss
-        out = self.compiled(self._state, *self._rows)
-        return out[0] if isinstance(out, tuple) else out
-
-    def needed_bytes(self) -> int:
-        """Memory on one device: operands, results and what lies between."""
-        stats = self.compiled.memory_analysis()
-        return (
-            stats.argument_size_in_bytes
-            + stats.output_size_in_bytes
-            + stats.temp_size_in_bytes
-            - stats.alias_size_in_bytes
-        )
+        """Queues one run; the result is there when the run has completed."""
+        ...
 
 
-def visit(program: Program, samples: int, queued: bool) -> list[float]:
+def measure[Key: Hashable](
+    programs: Mapping[Key, Runs], rounds: int, runs: int
+) -> dict[Key, list[float]]:
+    """Milliseconds of each program: medians of `runs` queued runs, one for each round.
+
+    In each round all take their turn, in random order.
+    """
+    queued = jax.devices()[0].platform != "cpu"
+    order = random.Random(0)
+    times: dict[Key, list[float]] = {key: [] for key in programs}
+    for _ in range(rounds):
+        for key in order.sample(list(programs), len(programs)):
+            times[key].append(float(np.median(visit(programs[key], runs, queued))))
+    return times
+
+
+def visit(program: Runs, samples: int, queued: bool) -> list[float]:
     """`samples` times of one run, in milliseconds.
 
     The first run's time is dropped: it holds the dispatch and the change from another program.
