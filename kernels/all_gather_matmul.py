@@ -1,4 +1,4 @@
-"""`out = epilogue(all_gather(lhs) @ rhs)`, the gather under the matmul.
+"""`out = epilogue(all_gather(lhs) @ rhs)`, for one rhs or several, the gather under the matmul.
 
 Each device multiplies its own shard of lhs first, then those of its successors on the ring. One
 spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
@@ -8,8 +8,8 @@ at the end, that a peer's operand is no longer needed.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `gathered[i]` | the pulling warps | | | shard of the `i + 1`-th successor |
-| `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of `gathered[i]` are in place |
+| `gathered.shard(i + 1)` | the pulling warps | | | shard of the `i + 1`-th successor |
+| `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
 Peers' operands are ready when a kernel starts, by XLA's barrier before every collective kernel.
@@ -18,11 +18,13 @@ Peers' operands are ready when a kernel starts, by XLA's barrier before every co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,6 +34,7 @@ from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.reference import Epilogue
+from stretto.kernels.segments import Segments
 from stretto.kernels.tile_config import TileConfig
 
 
@@ -115,67 +118,46 @@ def judge(problem: Problem) -> Verdict:
 
 def launch(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     team: Team,
     *,
     epilogue: Epilogue | None,
     out_dtype: jnp.dtype,
     config: Config,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
     interpret: Any = None,
-) -> jax.Array:
-    """Runs the kernel on lhs `[m_shard, k]` and rhs `[k, n_shard]` -> `[size, m_shard, n_shard]`.
+) -> list[jax.Array]:
+    """Runs the kernel on lhs `[m_shard, k]` and each of rhs, `[k, n_i]` or `[n_i, k]` transposed.
 
-    Both must be padded (`padding`).
+    All must be padded (`padding`). Returns the products `[size, m_shard, n_i]`, and after them, if
+    asked for, the gathered lhs `[size, m_shard, k]`.
     """
     m_shard, k = lhs.shape
-    n_shard = rhs.shape[1]
     num_blocks = kernel.num_multiprocessors()
-    # A piece as wide as lhs would not be cut off at the last row (`copies.Pull`).
-    pull_columns = config.pull_columns // (2 if config.pull_columns == k else 1)
-    plan = schedule.PullPlan(
-        rows=m_shard,
-        columns=k,
-        piece_rows=config.pull_rows,
-        piece_columns=pull_columns,
-        chunk_columns=config.chunk_columns,
-    )
-    order = tiles.ShardOrder(m_shard, n_shard, config.tiles)
-    peers = team.size - 1
+    plan = _plan(config, m_shard, k)
+    columns = [x.shape[0 if rhs_transposed else 1] for x in rhs]
+    parts = Segments(tuple(schedule.ceil_div(n, config.tiles.tile_n) for n in columns))
+    order = tiles.ShardOrder(m_shard, parts.total * config.tiles.tile_n, config.tiles)
 
-    def body(
-        lhs_ref, rhs_ref, out_ref, gathered_ref, *, received, released, pulled, arrived, **own
-    ):
-        def communicate():
-            block = kernel.block_id()
-
-            def place(i):
-                source, piece = plan.piece_of(block + i * num_blocks)
-                row, column, chunk = plan.locate(piece)
-                return copies.Place(source, row, column, chunk)
-
-            copies.Pull(
-                pieces=schedule.share(peers * plan.pieces, block, num_blocks),
-                place=place,
-                sources=[
-                    copies.remote(lhs_ref, team, team.neighbour(i)) for i in team.peer_offsets
-                ],
-                destination=lambda source: gathered_ref.at[source],
-                arrived=lambda place: received.at[place.source, place.key].signal(),
-                buffers=pulled,
-                barriers=arrived,
-            ).run()
-            for offset in team.peer_offsets:
-                released.signal(peer_id=team.neighbour(offset))
-
-            @pl.when(block == 0)
-            def _():
-                released.wait(num_blocks * peers)
-
-        hooks = _hooks(
-            team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received, epilogue
+    def body(lhs_ref, *refs, received, released, pulled, arrived, **own):
+        sems = dict(received=received, released=released)
+        gathered = _Gathered(refs[-1], team, return_gathered)
+        refs = _Refs(lhs_ref, refs[: len(rhs)], refs[len(rhs) : -1], gathered, **sems)
+        hooks = matmul.Hooks(
+            locate=order.locate,
+            load_lhs=functools.partial(_load_lhs, config.tiles, refs),
+            load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
+            store=functools.partial(_store, team, config.tiles, parts, refs),
+            rhs_transposed=rhs_transposed,
+            epilogue=epilogue,
+            gate=matmul.Gate(
+                columns=plan.chunk_columns, wait=functools.partial(_wait_for_chunk, plan, refs)
+            ),
+            communicate=lambda: _pull(team, plan, refs, num_blocks, pulled, arrived),
         )
         matmul.run(
-            dataclasses.replace(hooks, communicate=communicate),
+            hooks,
             config.tiles,
             num_tiles=team.size * order.tiles_per_shard,
             k=k,
@@ -183,75 +165,142 @@ def launch(
             **own,
         )
 
-    pieces = (config.pull_slots, config.pull_rows, pull_columns)
-    (out,) = kernel.launch(
+    peers = team.size - 1
+    *outs, gathered = kernel.launch(
         body,
         lhs,
-        rhs,
+        *rhs,
         name="all_gather_matmul",
         team=team,
-        out_type=[jax.ShapeDtypeStruct((team.size, m_shard, n_shard), out_dtype)],
-        symmetric=[jax.ShapeDtypeStruct((peers, m_shard, k), lhs.dtype)],
+        out_type=[
+            *(jax.ShapeDtypeStruct((team.size, m_shard, n), out_dtype) for n in columns),
+            jax.ShapeDtypeStruct((team.size if return_gathered else peers, m_shard, k), lhs.dtype),
+        ],
         num_blocks=num_blocks,
         num_threads=tile_config.NUM_WARPGROUPS,
         semaphore_arrays=dict(
             received=SemaphoreArray((peers, plan.chunks), local=True), released=SemaphoreArray()
         ),
         scratch=dict(
-            pulled=plgpu.SMEM(pieces, lhs.dtype),
+            pulled=plgpu.SMEM((config.pull_slots, config.pull_rows, plan.piece_columns), lhs.dtype),
             arrived=plgpu.Barrier(num_barriers=config.pull_slots),
-            **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
+            **tile_config.scratch(
+                config.tiles, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed
+            ),
             **tile_config.gate_scratch(),
         ),
         closing_barrier=False,  # `released` does it, long before the matmul is over.
         interpret=interpret,
     )
-    return out
+    if return_gathered:  # The own rows were multiplied from where they are.
+        outs.append(lax.dynamic_update_index_in_dim(gathered, lhs, team.device_id(), 0))
+    return outs
 
 
-def _hooks(team, order, plan, lhs_ref, rhs_ref, out_ref, gathered_ref, received, epilogue):
-    """Where the matmul's tiles come from and go to."""
-    config = order.config
+def _plan(config: Config, m_shard: int, k: int) -> schedule.PullPlan:
+    """How the peers' shards are fetched."""
+    # A piece as wide as lhs would not be cut off at the last row (`copies.Pull`).
+    pull_columns = config.pull_columns // (2 if config.pull_columns == k else 1)
+    return schedule.PullPlan(
+        rows=m_shard,
+        columns=k,
+        piece_rows=config.pull_rows,
+        piece_columns=pull_columns,
+        chunk_columns=config.chunk_columns,
+    )
 
-    def load_lhs(tile, k_index, slot, barrier):
-        step, m, _ = tile
-        column = k_index * config.tile_k
-        window = pl.ds(m * config.tile_m, config.tile_m), pl.ds(column, config.tile_k)
 
-        @pl.when(step == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(lhs_ref.at[window], slot, barrier)
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """Where the peers' rows go: in the order of the steps or, as a result, of the shards."""
 
-        @pl.when(step > 0)
-        def _():
-            plgpu.copy_gmem_to_smem(gathered_ref.at[step - 1, *window], slot, barrier)
+    ref: Any
+    team: Team
+    by_shard: bool
 
-    def wait_for_chunk(tile, chunk):
-        step, _, _ = tile
+    def shard(self, step: schedule.Int) -> Any:
+        """The rows that are multiplied at `step`, which is not 0."""
+        shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
+        return self.ref.at[shard if self.by_shard else step - 1]
 
-        @pl.when(step > 0)
-        def _():
-            received.at[step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
 
-    def load_rhs(tile, k_index, slot, barrier):
-        _, _, n = tile
-        rows = pl.ds(k_index * config.tile_k, config.tile_k)
-        window = rows, pl.ds(n * config.tile_n, config.tile_n)
-        plgpu.copy_gmem_to_smem(rhs_ref.at[window], slot, barrier)
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """What the device functions share."""
 
-    def store(tile, part, row, column):
-        step, m, n = tile
-        rows, columns = part.shape
-        shard = schedule.shard_of_step(team.device_id(), step, team.size)
-        row_slice = pl.ds(m * config.tile_m + row, rows)
-        window = out_ref.at[shard, row_slice, pl.ds(n * config.tile_n + column, columns)]
+    lhs: Any
+    rhs: Sequence[Any]
+    outs: Sequence[Any]
+    gathered: _Gathered
+    received: Any
+    released: Any
+
+
+def _pull(team, plan, refs, num_blocks, buffers, barriers):
+    """The pulling warp: fetches the peers' rows in the order in which the matmul wants them."""
+    block, peers = kernel.block_id(), team.size - 1
+
+    def place(i):
+        source, piece = plan.piece_of(block + i * num_blocks)
+        row, column, chunk = plan.locate(piece)
+        return copies.Place(source, row, column, chunk)
+
+    copies.Pull(
+        pieces=schedule.share(peers * plan.pieces, block, num_blocks),
+        place=place,
+        sources=[copies.remote(refs.lhs, team, team.neighbour(i)) for i in team.peer_offsets],
+        destination=lambda source: refs.gathered.shard(source + 1),
+        arrived=lambda place: refs.received.at[place.source, place.key].signal(),
+        buffers=buffers,
+        barriers=barriers,
+    ).run()
+    for offset in team.peer_offsets:
+        refs.released.signal(peer_id=team.neighbour(offset))
+
+    @pl.when(block == 0)
+    def _():
+        refs.released.wait(num_blocks * peers)
+
+
+def _wait_for_chunk(plan, refs, tile, chunk):
+    step, _, _ = tile
+
+    @pl.when(step > 0)
+    def _():
+        refs.received.at[step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
+
+
+def _load_lhs(config, refs, tile, k_index, slot, barrier):
+    step, m, _ = tile
+    window = config.lhs_tile(m, k_index)
+
+    @pl.when(step == 0)
+    def _():
+        plgpu.copy_gmem_to_smem(refs.lhs.at[window], slot, barrier)
+
+    @pl.when(step > 0)
+    def _():
+        plgpu.copy_gmem_to_smem(refs.gathered.shard(step).at[window], slot, barrier)
+
+
+def _load_rhs(config, parts, transposed, refs, tile, k_index, slot, barrier):
+    _, _, n = tile
+
+    def load(index, n):
+        window = config.rhs_tile(k_index, n, transposed)
+        plgpu.copy_gmem_to_smem(refs.rhs[index].at[window], slot, barrier)
+
+    parts.visit(n, load)
+
+
+def _store(team, config, parts, refs, tile, part, row, column):
+    step, m, n = tile
+    rows, columns = part.shape
+    shard = schedule.shard_of_step(team.device_id(), step, team.size)
+    row_slice = pl.ds(m * config.tile_m + row, rows)
+
+    def store(index, n):
+        window = refs.outs[index].at[shard, row_slice, pl.ds(n * config.tile_n + column, columns)]
         plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 
-    return matmul.Hooks(
-        locate=order.locate,
-        load_lhs=load_lhs,
-        load_rhs=load_rhs,
-        store=store,
-        epilogue=epilogue,
-        gate=matmul.Gate(columns=plan.chunk_columns, wait=wait_for_chunk),
-    )
+    parts.visit(n, store)

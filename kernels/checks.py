@@ -16,7 +16,7 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
 
 
-def check_matmul_operands(op: str, lhs: Any, rhs: Any) -> None:
+def check_matmul_operands(op: str, lhs: Any, rhs: Any, *, rhs_transposed: bool = False) -> None:
     """Raises ValueError unless `lhs @ rhs` multiplies two floating-point matrices of one type."""
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if x.ndim != 2:
@@ -33,11 +33,37 @@ def check_matmul_operands(op: str, lhs: Any, rhs: Any) -> None:
         raise ValueError(
             f"{op}: lhs is {lhs.dtype} and rhs is {rhs.dtype}; cast one so that they agree."
         )
-    if lhs.shape[1] != rhs.shape[0]:
+    k, side = (rhs.shape[1], "columns") if rhs_transposed else (rhs.shape[0], "rows")
+    if lhs.shape[1] != k:
+        transposed = "transposed " * rhs_transposed
         raise ValueError(
-            f"{op}: lhs {lhs.shape} has k={lhs.shape[1]} columns and rhs {rhs.shape} has"
-            f" k={rhs.shape[0]} rows; they must be equal."
+            f"{op}: lhs {lhs.shape} has k={lhs.shape[1]} columns and {transposed}rhs {rhs.shape}"
+            f" has k={k} {side}; they must be equal."
         )
+
+
+def as_matrices(op: str, name: str, operand: Any) -> tuple[Any, ...]:
+    """A matrix as a tuple of one, a tuple or list as it is; ValueError if there is none in it."""
+    if not isinstance(operand, tuple | list):
+        return (operand,)
+    if not operand:
+        raise ValueError(f"{op}: {name} is empty; pass a matrix or a tuple of matrices.")
+    return tuple(operand)
+
+
+def check_pairs(op: str, lhs: tuple, rhs: tuple, *, rhs_transposed: bool) -> None:
+    """Raises ValueError unless the products `lhs_i @ rhs_i` can be added up."""
+    if len(lhs) != len(rhs):
+        raise ValueError(
+            f"{op}: there are {len(lhs)} lhs and {len(rhs)} rhs; each needs its counterpart."
+        )
+    for x, y in zip(lhs, rhs, strict=True):
+        check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed)
+    n = 0 if rhs_transposed else 1
+    sizes = [(x.shape[0], y.shape[n], x.dtype) for x, y in zip(lhs, rhs, strict=True)]
+    if len(set(sizes)) > 1:
+        found = ", ".join(f"{m} x {n} of {dtype}" for m, n, dtype in sizes)
+        raise ValueError(f"{op}: the pairs' products, which are added up, differ: {found}.")
 
 
 def check_divisible(op: str, what: str, size: int, by: int) -> None:

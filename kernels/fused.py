@@ -6,7 +6,7 @@ within a node.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -23,35 +23,48 @@ from stretto.kernels.gradients import Call
 type Axes = tuple[Hashable, ...]
 
 
-def all_gather_matmul(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
-    """`[m_shard, k] @ [k, n_shard]` -> `[D * m_shard, n_shard]`, as the public operation."""
+def all_gather_matmul(
+    lhs: jax.Array, rhs: Sequence[jax.Array], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
+
+    And the gathered lhs `[D * m_shard, k]` where `call.gathered` asks for it.
+    """
     team = Team.along(call.axes)
-    m_shard, n_shard = lhs.shape[0], rhs.shape[1]
-    out = all_gather_matmul_kernel.launch(
+    m_shard, k = lhs.shape
+    results = all_gather_matmul_kernel.launch(
         padding.pad(lhs, padding.ROWS, padding.COLUMNS),
-        padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
+        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
         team,
         epilogue=call.epilogue,
         out_dtype=call.out_dtype,
         config=call.config,
+        rhs_transposed=call.rhs_transposed,
+        return_gathered=call.gathered,
         interpret=call.interpret,
     )
-    out = out[:, :m_shard, :n_shard]
-    return out.reshape(team.size * m_shard, n_shard)
+    columns = [x.shape[0 if call.rhs_transposed else 1] for x in rhs] + [k] * call.gathered
+    cut = [
+        x[:, :m_shard, :n].reshape(team.size * m_shard, n)
+        for x, n in zip(results, columns, strict=True)
+    ]
+    return tuple(cut[: len(rhs)]), cut[-1] if call.gathered else None
 
 
-def matmul_reduce_scatter(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
-    """`[m, k_shard] @ [k_shard, n]` -> `[m / D, n]`, as the public operation.
+def matmul_reduce_scatter(
+    lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call
+) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
 
     Where m is no multiple of D, the last devices' rows are of padding: `[ceil(m / D), n]`.
     """
     return _scattered(lhs, rhs, call, matmul_reduce_scatter_kernel.launch)[0]
 
 
-def matmul_all_reduce(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
-    """`[m, k_shard] @ [k_shard, n]` -> `[m, n]`, as the public operation."""
+def matmul_all_reduce(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]`, everywhere -> `[m, n]`, as the public operation."""
     out = _scattered(lhs, rhs, call, matmul_all_reduce_kernel.launch)
-    return out.reshape(-1, rhs.shape[1])[: lhs.shape[0]]
+    return out.reshape(-1, out.shape[2])[: lhs[0].shape[0]]
 
 
 def _scattered(lhs, rhs, call, launch) -> jax.Array:
@@ -61,17 +74,22 @@ def _scattered(lhs, rhs, call, launch) -> jax.Array:
     Returns `[shards, m_shard, n]`, the shards that this device holds.
     """
     team = Team.along(call.axes)
-    m_shard, n = schedule.ceil_div(lhs.shape[0], team.size), rhs.shape[1]
-    missing = team.size * m_shard - lhs.shape[0]
-    if missing:
-        lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
-    shards = lhs.reshape(team.size, m_shard, lhs.shape[1])
+    m, n = lhs[0].shape[0], rhs[0].shape[0 if call.rhs_transposed else 1]
+    m_shard = schedule.ceil_div(m, team.size)
+
+    def shards(x):
+        if missing := team.size * m_shard - m:
+            x = jnp.pad(x, ((0, missing), (0, 0)))
+        x = x.reshape(team.size, m_shard, x.shape[1])
+        return padding.pad(x, padding.ROWS, padding.COLUMNS)
+
     out = launch(
-        padding.pad(shards, padding.ROWS, padding.COLUMNS),
-        padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
+        [shards(x) for x in lhs],
+        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
         team,
         out_dtype=call.out_dtype,
         config=call.config,
+        rhs_transposed=call.rhs_transposed,
         interpret=call.interpret,
     )
     return out[:, :m_shard, :n]

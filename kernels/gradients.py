@@ -19,15 +19,16 @@ from stretto.distributed.axes import make_varying, varying_axes
 from stretto.kernels import reference
 from stretto.kernels.reference import Epilogue, matmul
 
-type Primitive = Callable[..., jax.Array]
+type Primitive = Callable[..., Any]
+type Matrices = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What of a call is known when it is traced; hashable, as `custom_vjp` asks.
 
-    `fused` is the kernel itself, `(lhs, rhs, call) -> out`; the others are the public operations
-    that its derivative is made of, with the backend bound.
+    `fused` is the kernel itself, as in `fused.py`; the others are the public operations that its
+    derivative is made of, with the backend bound. `gathered`: whether the gathered lhs is a result.
     """
 
     axes: tuple[Hashable, ...]
@@ -37,6 +38,9 @@ class Call:
     all_gather: Primitive
     all_gather_matmul: Primitive
     matmul_reduce_scatter: Primitive
+    reduce_scatter: Primitive
+    rhs_transposed: bool = False
+    gathered: bool = False
     epilogue: Epilogue | None = None
     keep_gathered: bool = False
     interpret: Any = None
@@ -51,9 +55,9 @@ class bound:
     axes: tuple[Hashable, ...]
     backend: str
 
-    def __call__(self, *operands: jax.Array) -> jax.Array:
+    def __call__(self, *operands: Any, **options: Any) -> Any:
         """The operation's result."""
-        return self.operation(*operands, self.axes, backend=self.backend)
+        return self.operation(*operands, self.axes, backend=self.backend, **options)
 
 
 def vary_alike(axes: tuple[Hashable, ...], *operands: jax.Array) -> list[jax.Array]:
@@ -103,40 +107,55 @@ def sum_of_replicated(x: jax.Array, *, axes: tuple[Hashable, ...], typed: bool) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def all_gather_matmul(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
+def all_gather_matmul(lhs: jax.Array, rhs: Matrices, call: Call) -> tuple[Matrices, Any]:
     """`call.fused(lhs, rhs, call)`, with the derivative of an all-gather matmul."""
     return call.fused(lhs, rhs, call)
 
 
 def _all_gather_matmul_forward(lhs, rhs, call):
-    gathered = call.all_gather(lhs) if call.keep_gathered else None
-    if call.epilogue is None:
-        return call.fused(lhs, rhs, call), (lhs, rhs, gathered, None)
     # The epilogue's derivative needs the product, so here the product is what the kernel stores,
     # and the epilogue follows as an operation of its own.
-    product = call.fused(lhs, rhs, dataclasses.replace(call, epilogue=None))
-    return _apply(call.epilogue, product), (lhs, rhs, gathered, product)
+    kept = call.gathered or call.keep_gathered
+    products, gathered = call.fused(
+        lhs, rhs, dataclasses.replace(call, epilogue=None, gathered=kept)
+    )
+    residuals = lhs, rhs, gathered if call.keep_gathered else None
+    gathered = gathered if call.gathered else None
+    if call.epilogue is None:
+        return (products, gathered), (*residuals, None)
+    outs = tuple(_apply(call.epilogue, product) for product in products)
+    return (outs, gathered), (*residuals, products)
 
 
-def _all_gather_matmul_backward(call, residuals, out_bar):
-    """lhs_bar = reduce_scatter(product_bar @ rhs^T), rhs_bar = all_gather(lhs)^T @ product_bar."""
-    lhs, rhs, gathered, product = residuals
-    if product is not None:
-        _, pull_back = jax.vjp(functools.partial(_apply, call.epilogue), product)
-        (out_bar,) = pull_back(out_bar)
-    product_bar = out_bar.astype(lhs.dtype)
-    lhs_bar = call.matmul_reduce_scatter(product_bar, rhs.T)
+def _all_gather_matmul_backward(call, residuals, out_bars):
+    """lhs_bar = reduce_scatter(sum of product_bar @ rhs^T), rhs_bar = gathered^T @ product_bar.
+
+    One reduce-scatter serves all right-hand sides: its kernel adds their products up. `gathered`
+    has what the caller made of it besides, which is scattered, too.
+    """
+    lhs, rhs, gathered, products = residuals
+    out_bars, gathered_bar = out_bars
+    if products is not None:
+        _, pull_back = jax.vjp(
+            lambda xs: tuple(_apply(call.epilogue, product) for product in xs), products
+        )
+        (out_bars,) = pull_back(out_bars)
+    product_bars = tuple(x.astype(lhs.dtype) for x in out_bars)
+    transposed = not call.rhs_transposed
+    lhs_bar = call.matmul_reduce_scatter(product_bars, rhs, rhs_transposed=transposed)
+    if call.gathered:
+        lhs_bar += call.reduce_scatter(gathered_bar)
     if gathered is None:
         gathered = call.all_gather(lhs)
-    rhs_bar = matmul(gathered.T, product_bar)
-    return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)
+    rhs_bars = tuple(_rhs_bar(gathered, x, call) for x in product_bars)
+    return lhs_bar.astype(lhs.dtype), rhs_bars
 
 
 all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul_reduce_scatter(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
+def matmul_reduce_scatter(lhs: Matrices, rhs: Matrices, call: Call) -> jax.Array:
     """`call.fused(lhs, rhs, call)`, with the derivative of a matmul reduce-scatter."""
     return call.fused(lhs, rhs, call)
 
@@ -146,19 +165,22 @@ def _matmul_reduce_scatter_forward(lhs, rhs, call):
 
 
 def _matmul_reduce_scatter_backward(call, residuals, out_bar):
-    """lhs_bar = all_gather(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_gather(out_bar)."""
+    """lhs_bar = all_gather(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_gather(out_bar): one gather."""
     lhs, rhs = residuals
-    out_bar = out_bar.astype(lhs.dtype)
-    lhs_bar = call.all_gather_matmul(out_bar, rhs.T)
-    rhs_bar = matmul(lhs.T, call.all_gather(out_bar))
-    return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)
+    lhs_bars, gathered = call.all_gather_matmul(
+        out_bar.astype(lhs[0].dtype),
+        rhs,
+        rhs_transposed=not call.rhs_transposed,
+        return_gathered=True,
+    )
+    return lhs_bars, tuple(_rhs_bar(x, gathered, call) for x in lhs)
 
 
 matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul_all_reduce(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
+def matmul_all_reduce(lhs: Matrices, rhs: Matrices, call: Call) -> jax.Array:
     """`call.fused(lhs, rhs, call)`, with the derivative of a matmul all-reduce."""
     return call.fused(lhs, rhs, call)
 
@@ -166,13 +188,19 @@ def matmul_all_reduce(lhs: jax.Array, rhs: jax.Array, call: Call) -> jax.Array:
 def _matmul_all_reduce_backward(call, residuals, out_bar):
     """lhs_bar = out_bar @ rhs^T, rhs_bar = lhs^T @ out_bar."""
     lhs, rhs = residuals
-    out_bar = sum_of_replicated(out_bar, axes=call.axes, typed=call.typed).astype(lhs.dtype)
-    lhs_bar = matmul(out_bar, rhs.T)
-    rhs_bar = matmul(lhs.T, out_bar)
-    return lhs_bar.astype(lhs.dtype), rhs_bar.astype(rhs.dtype)
+    dtype = lhs[0].dtype
+    out_bar = sum_of_replicated(out_bar, axes=call.axes, typed=call.typed).astype(dtype)
+    lhs_bars = tuple(matmul(out_bar, x if call.rhs_transposed else x.T).astype(dtype) for x in rhs)
+    return lhs_bars, tuple(_rhs_bar(x, out_bar, call) for x in lhs)
 
 
 matmul_all_reduce.defvjp(_matmul_reduce_scatter_forward, _matmul_all_reduce_backward)
+
+
+def _rhs_bar(lhs: jax.Array, product_bar: jax.Array, call: Call) -> jax.Array:
+    """The derivative by rhs of `lhs @ rhs`, as rhs lies in memory."""
+    x, y = (product_bar, lhs) if call.rhs_transposed else (lhs, product_bar)
+    return reference.matmul_of_columns(x, y).astype(lhs.dtype)
 
 
 def _apply(epilogue: Epilogue, product: jax.Array) -> jax.Array:

@@ -84,15 +84,11 @@ def _hooks(order: tiles.ShardOrder, lhs_ref: Any, rhs_ref: Any, out_ref: Any) ->
 
     def load_lhs(tile, k_index, slot, barrier):
         _, m, _ = tile
-        columns = pl.ds(k_index * config.tile_k, config.tile_k)
-        window = pl.ds(m * config.tile_m, config.tile_m), columns
-        plgpu.copy_gmem_to_smem(lhs_ref.at[window], slot, barrier)
+        plgpu.copy_gmem_to_smem(lhs_ref.at[config.lhs_tile(m, k_index)], slot, barrier)
 
     def load_rhs(tile, k_index, slot, barrier):
         _, _, n = tile
-        rows = pl.ds(k_index * config.tile_k, config.tile_k)
-        window = rows, pl.ds(n * config.tile_n, config.tile_n)
-        plgpu.copy_gmem_to_smem(rhs_ref.at[window], slot, barrier)
+        plgpu.copy_gmem_to_smem(rhs_ref.at[config.rhs_tile(k_index, n)], slot, barrier)
 
     def store(tile, part, row, column):
         _, m, n = tile

@@ -54,6 +54,7 @@ class Hooks:
         row and column within the tile); starts the copies to where it goes, in no group of copies.
       stored: called in the storing warp with (tile) once all its stores are complete, for what
         must follow, such as a signal.
+      rhs_transposed: slots of rhs hold `[tile_n, tile_k]`.
       epilogue: elementwise function of the float32 product, applied before the store.
       addends: what is added to the product.
       communicate: runs in a warp of its own, beside everything else; returns when it is done.
@@ -65,6 +66,7 @@ class Hooks:
     load_rhs: Callable[..., None]
     store: Callable[..., None]
     stored: Callable[[Any], None] | None = None
+    rhs_transposed: bool = False
     epilogue: Epilogue | None = None
     addends: Addends | None = None
     communicate: Callable[[], None] | None = None

@@ -22,7 +22,8 @@ peers before it waits for theirs: the own rows come last.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem, Verdict
+from stretto.kernels.segments import Segments
 from stretto.kernels.tile_config import TileConfig
 
 PIECE_ROWS = 64
@@ -104,39 +106,43 @@ def judge(problem: Problem) -> Verdict:
 
 
 def launch(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
     team: Team,
     *,
     out_dtype: jnp.dtype,
     config: Config,
+    rhs_transposed: bool = False,
     everywhere: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Runs the kernel on lhs `[size, m_shard, k_shard]` and rhs `[k_shard, n]`, padded (`padding`).
+    """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
-    Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`.
+    All must be padded (`padding`). The pairs' products are added up. Returns `[1, m_shard, n]`, or
+    with `everywhere` (all-reduce) `[size, m_shard, n]`.
     """
-    m_shard, n = lhs.shape[1], rhs.shape[1]
+    m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
+    parts = Segments(tuple(schedule.ceil_div(x.shape[2], config.tiles.tile_k) for x in lhs))
     order = tiles.ShardOrder(m_shard, n, config.tiles)
     num_blocks = kernel.num_multiprocessors()
     peers = team.size - 1
     slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
     piece = (PIECE_ROWS, tile_config.SWIZZLE_BYTES // out_dtype.itemsize)
 
-    def body(lhs_ref, rhs_ref, out_ref, partial_ref, fetched_ref, *, pulled, pulled_bar, **rest):
+    def body(*refs, pulled, pulled_bar, **rest):
         names = ("produced", "arrived", "released", "finished")
         sems = {name: rest.pop(name, None) for name in names}
         # Named once: the copy engine gets a descriptor for each naming of a peer.
+        operands, (out, partial, fetched) = refs[:-3], refs[-3:]
         peers_outs = [
-            copies.remote(out_ref, team, team.neighbour(i)) for i in team.peer_offsets if everywhere
+            copies.remote(out, team, team.neighbour(i)) for i in team.peer_offsets if everywhere
         ]
         refs = _Refs(
-            lhs=lhs_ref,
-            rhs=rhs_ref,
-            outs=[out_ref, *peers_outs],
-            partial=partial_ref,
-            fetched=fetched_ref,
+            lhs=operands[: len(lhs)],
+            rhs=operands[len(lhs) :],
+            outs=[out, *peers_outs],
+            partial=partial,
+            fetched=fetched,
             **sems,
         )
 
@@ -153,10 +159,11 @@ def launch(
 
         hooks = matmul.Hooks(
             locate=order.locate,
-            load_lhs=lambda *args: _load_lhs(team, config.tiles, refs, *args),
-            load_rhs=lambda *args: _load_rhs(config.tiles, refs, *args),
-            store=lambda *args: _store(team, order, refs, *args),
-            stored=lambda tile: _tell(team, order, refs, tile),
+            load_lhs=functools.partial(_load_lhs, team, config.tiles, parts, refs),
+            load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
+            store=functools.partial(_store, team, order, refs),
+            stored=functools.partial(_tell, team, order, refs),
+            rhs_transposed=rhs_transposed,
             addends=_addends(order, refs, peers),
             communicate=communicate,
         )
@@ -164,7 +171,7 @@ def launch(
             hooks,
             config.tiles,
             num_tiles=team.size * order.tiles_per_shard,
-            k=rhs.shape[0],
+            k=parts.total * config.tiles.tile_k,
             num_blocks=num_blocks,
             **rest,
         )
@@ -178,8 +185,8 @@ def launch(
         arrays["finished"] = SemaphoreArray()
     (out,) = kernel.launch(
         body,
-        lhs,
-        rhs,
+        *lhs,
+        *rhs,
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
         out_type=[jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)],
@@ -190,7 +197,9 @@ def launch(
         scratch=dict(
             pulled=plgpu.SMEM((config.pull_slots, *piece), out_dtype),
             pulled_bar=plgpu.Barrier(num_barriers=config.pull_slots),
-            **tile_config.scratch(config.tiles, lhs.dtype, out_dtype),
+            **tile_config.scratch(
+                config.tiles, lhs[0].dtype, out_dtype, rhs_transposed=rhs_transposed
+            ),
             **tile_config.addend_scratch(config.tiles),
         ),
         closing_barrier=False,  # `released` and `finished` do it.
@@ -207,8 +216,8 @@ class _Refs:
     `finished` is None unless the result goes everywhere.
     """
 
-    lhs: Any
-    rhs: Any
+    lhs: Sequence[Any]
+    rhs: Sequence[Any]
     outs: list[Any]
     partial: Any
     fetched: Any
@@ -267,18 +276,24 @@ def _owner(team: Team, step: schedule.Int) -> schedule.Int:
     return schedule.shard_of_step(team.device_id(), step + 1, team.size)
 
 
-def _load_lhs(team, config, refs, tile, k_index, slot, barrier):
+def _load_lhs(team, config, parts, refs, tile, k_index, slot, barrier):
     step, m, _ = tile
-    rows = pl.ds(m * config.tile_m, config.tile_m)
-    columns = pl.ds(k_index * config.tile_k, config.tile_k)
-    plgpu.copy_gmem_to_smem(refs.lhs.at[_owner(team, step), rows, columns], slot, barrier)
+
+    def load(index, k):
+        window = config.lhs_tile(m, k)
+        plgpu.copy_gmem_to_smem(refs.lhs[index].at[_owner(team, step), *window], slot, barrier)
+
+    parts.visit(k_index, load)
 
 
-def _load_rhs(config, refs, tile, k_index, slot, barrier):
+def _load_rhs(config, parts, transposed, refs, tile, k_index, slot, barrier):
     _, _, n = tile
-    rows = pl.ds(k_index * config.tile_k, config.tile_k)
-    columns = pl.ds(n * config.tile_n, config.tile_n)
-    plgpu.copy_gmem_to_smem(refs.rhs.at[rows, columns], slot, barrier)
+
+    def load(index, k):
+        window = config.rhs_tile(k, n, transposed)
+        plgpu.copy_gmem_to_smem(refs.rhs[index].at[window], slot, barrier)
+
+    parts.visit(k_index, load)
 
 
 def _addends(order, refs, peers):

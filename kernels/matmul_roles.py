@@ -194,7 +194,10 @@ class Roles:
         rows = self.config.tile_m // MULTIPLYING_WARPGROUPS
         own_rows = pl.ds(lax.axis_index(THREAD_AXIS) * rows, rows)
         plgpu.barrier_wait(self.full.at[stage])
-        plgpu.wgmma(acc, self.lhs_smem.at[stage, own_rows], self.rhs_smem.at[stage])
+        rhs = self.rhs_smem.at[stage]
+        if self.hooks.rhs_transposed:
+            rhs = rhs.transpose((1, 0))
+        plgpu.wgmma(acc, self.lhs_smem.at[stage, own_rows], rhs)
         plgpu.wgmma_wait(1)  # All but the newest product is done.
 
         @pl.when(k_index > 0)

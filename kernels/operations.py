@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -11,44 +13,54 @@ from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels import checks, dispatch, fused, gradients, reference
 from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
-from stretto.kernels.collectives import all_gather
+from stretto.kernels.collectives import all_gather, reduce_scatter
 from stretto.kernels.dispatch import Choice, Problem
-from stretto.kernels.gradients import Call, bound, vary_alike
+from stretto.kernels.gradients import Call, Matrices, bound, vary_alike
 from stretto.kernels.reference import Epilogue
 
 
 def all_gather_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Sequence[jax.Array],
     axis_name: AxisNames,
     *,
     epilogue: Epilogue | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
     keep_gathered: bool = False,
     config: all_gather_matmul_kernel.Config | None = None,
     backend: str = "auto",
-) -> jax.Array:
+) -> Any:
     """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
     | lhs | `[m_shard, k]` | `[D * m_shard, k]` | rows |
     | rhs | `[k, n_shard]` | `[k, D * n_shard]` | columns |
+    | rhs, transposed | `[n_shard, k]` | `[D * n_shard, k]` | rows |
     | out | `[D * m_shard, n_shard]` | `[D * m_shard, D * n_shard]` | columns |
 
     Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` with products summed in
     float32 and rounded once, to `out_dtype`.
 
     Args:
-      lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
+      lhs: matrix; the fused kernel takes bfloat16 and float16.
+      rhs: matrix of lhs's type, or several, each with an `n_shard` of its own, in a tuple: lhs is
+        gathered once for all (queries, keys and values; gate and up).
       axis_name: mesh axis, or tuple of axes, that lhs is gathered over.
-      epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`.
+      epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
       out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[n_shard, k]`. No transposed copy is made.
+      return_gathered: return `(out, gathered)`, with the gathered lhs `[D * m_shard, k]`.
       keep_gathered: keep the gathered lhs for the backward pass (`(D - 1) * m_shard * k` elements
         more memory) in place of gathering it again.
       config: of the fused kernel; chosen for the shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
+
+    Returns:
+      out, or a tuple of them where rhs is one; with the gathered lhs after it, if asked for.
 
     Raises:
       ValueError: operands that do not fit each other, an unknown axis or backend, a call outside
@@ -58,23 +70,40 @@ def all_gather_matmul(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    checks.check_matmul_operands("all_gather_matmul", lhs, rhs)
-    dtype = checks.check_out_dtype("all_gather_matmul", out_dtype, lhs.dtype)
+    op = "all_gather_matmul"
+    sides = checks.as_matrices(op, "rhs", rhs)
+    for side in sides:
+        checks.check_matmul_operands(op, lhs, side, rhs_transposed=rhs_transposed)
+    dtype = checks.check_out_dtype(op, out_dtype, lhs.dtype)
     devices = axis_size(axes)
-    problem = _problem("all_gather_matmul", lhs, rhs, dtype, devices, m=devices, n=devices)
+    n = sum(side.shape[0 if rhs_transposed else 1] for side in sides)
+    m, k = devices * lhs.shape[0], lhs.shape[1]
+    problem = _problem(op, lhs.dtype, dtype, devices, m, k, devices * n)
     choice = dispatch.choose(problem, backend, all_gather_matmul_kernel, config, axes=axes)
     if choice.backend == "xla":
-        return reference.all_gather_matmul(lhs, rhs, axes, epilogue=epilogue, out_dtype=dtype)
-    call = _call(axes, dtype, choice, backend, fused.all_gather_matmul, epilogue, keep_gathered)
-    return gradients.all_gather_matmul(*vary_alike(axes, lhs, rhs), call)
+        outs, gathered = reference.all_gather_matmul(
+            lhs, sides, axes, epilogue=epilogue, out_dtype=dtype, rhs_transposed=rhs_transposed
+        )
+    else:
+        call = dataclasses.replace(
+            _call(axes, dtype, choice, backend, fused.all_gather_matmul, rhs_transposed),
+            gathered=return_gathered,
+            epilogue=epilogue,
+            keep_gathered=keep_gathered,
+        )
+        lhs, *sides = vary_alike(axes, lhs, *sides)
+        outs, gathered = gradients.all_gather_matmul(lhs, tuple(sides), call)
+    out = outs if isinstance(rhs, tuple | list) else outs[0]
+    return (out, gathered) if return_gathered else out
 
 
 def matmul_reduce_scatter(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | Sequence[jax.Array],
+    rhs: jax.Array | Sequence[jax.Array],
     axis_name: AxisNames,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
     config: matmul_reduce_scatter_kernel.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
@@ -84,6 +113,7 @@ def matmul_reduce_scatter(
     |---|---|---|---|
     | lhs | `[m, k_shard]` | `[m, D * k_shard]` | columns |
     | rhs | `[k_shard, n]` | `[D * k_shard, n]` | rows |
+    | rhs, transposed | `[n, k_shard]` | `[n, D * k_shard]` | columns |
     | out | `[m / D, n]` | `[m, n]` | rows |
 
     Equals `lax.psum_scatter(lhs @ rhs, axis_name, tiled=True)`. The fused kernel rounds each
@@ -92,8 +122,11 @@ def matmul_reduce_scatter(
 
     Args:
       lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
+        Or tuples of as many, each pair with a `k_shard` of its own: their products are added up,
+        as if they were joined along k, and no copy is made.
       axis_name: mesh axis, or tuple of axes, that the result is scattered over.
       out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       config: of the fused kernel; chosen for the shape by default.
       backend: as for `all_gather_matmul`.
 
@@ -104,26 +137,28 @@ def matmul_reduce_scatter(
     `2 * (D - 1) * m / D * n` elements.
     Synchronisation: every device of the team must make the call.
     """
-    axes = canonical_axes(axis_name)
     op = "matmul_reduce_scatter"
-    checks.check_matmul_operands(op, lhs, rhs)
-    devices = axis_size(axes)
-    checks.check_divisible(op, "m", lhs.shape[0], devices)
-    dtype = checks.check_out_dtype(op, out_dtype, lhs.dtype)
-    problem = _problem(op, lhs, rhs, dtype, devices, k=devices)
+    lhs, rhs = _pairs(op, lhs, rhs, rhs_transposed)
+    axes = canonical_axes(axis_name)
+    checks.check_divisible(op, "m", lhs[0].shape[0], axis_size(axes))
+    dtype = checks.check_out_dtype(op, out_dtype, lhs[0].dtype)
+    problem = _problem_of_pairs(op, lhs, rhs, dtype, axis_size(axes), rhs_transposed)
     choice = dispatch.choose(problem, backend, matmul_reduce_scatter_kernel, config, axes=axes)
     if choice.backend == "xla":
-        return reference.matmul_reduce_scatter(lhs, rhs, axes, out_dtype=dtype)
-    call = _call(axes, dtype, choice, backend, fused.matmul_reduce_scatter)
-    return gradients.matmul_reduce_scatter(*vary_alike(axes, lhs, rhs), call)
+        return reference.matmul_reduce_scatter(
+            lhs, rhs, axes, out_dtype=dtype, rhs_transposed=rhs_transposed
+        )
+    call = _call(axes, dtype, choice, backend, fused.matmul_reduce_scatter, rhs_transposed)
+    return gradients.matmul_reduce_scatter(*_vary_alike(axes, lhs, rhs), call)
 
 
 def matmul_all_reduce(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | Sequence[jax.Array],
+    rhs: jax.Array | Sequence[jax.Array],
     axis_name: AxisNames,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
     config: matmul_all_reduce_kernel.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
@@ -133,6 +168,7 @@ def matmul_all_reduce(
     |---|---|---|---|
     | lhs | `[m, k_shard]` | `[m, D * k_shard]` | columns |
     | rhs | `[k_shard, n]` | `[D * k_shard, n]` | rows |
+    | rhs, transposed | `[n, k_shard]` | `[n, D * k_shard]` | columns |
     | out | `[m, n]` | `[m, n]` | not sharded: the same on every device |
 
     Equals `lax.psum(lhs @ rhs, axis_name)`. The fused kernel rounds partial products once, to
@@ -140,9 +176,10 @@ def matmul_all_reduce(
     result. XLA sums in `out_dtype`.
 
     Args:
-      lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
+      lhs, rhs: matrices, or tuples of matrices, as for `matmul_reduce_scatter`.
       axis_name: mesh axis, or tuple of axes, to sum over.
       out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       config: of the fused kernel; chosen for the shape by default.
       backend: as for `all_gather_matmul`.
 
@@ -153,29 +190,49 @@ def matmul_all_reduce(
     `2 * (D - 1) * m / D * n` elements.
     Synchronisation: every device of the team must make the call.
     """
-    axes = canonical_axes(axis_name)
     op = "matmul_all_reduce"
-    checks.check_matmul_operands(op, lhs, rhs)
-    dtype = checks.check_out_dtype(op, out_dtype, lhs.dtype)
-    problem = _problem(op, lhs, rhs, dtype, axis_size(axes), k=axis_size(axes))
+    lhs, rhs = _pairs(op, lhs, rhs, rhs_transposed)
+    axes = canonical_axes(axis_name)
+    dtype = checks.check_out_dtype(op, out_dtype, lhs[0].dtype)
+    problem = _problem_of_pairs(op, lhs, rhs, dtype, axis_size(axes), rhs_transposed)
     choice = dispatch.choose(problem, backend, matmul_all_reduce_kernel, config, axes=axes)
     if choice.backend == "xla":
-        return reference.matmul_all_reduce(lhs, rhs, axes, out_dtype=dtype)
-    lhs, rhs = vary_alike(axes, lhs, rhs)
-    call = _call(axes, dtype, choice, backend, fused.matmul_all_reduce)
-    call = dataclasses.replace(call, typed=bool(varying_axes(lhs)))
+        return reference.matmul_all_reduce(
+            lhs, rhs, axes, out_dtype=dtype, rhs_transposed=rhs_transposed
+        )
+    lhs, rhs = _vary_alike(axes, lhs, rhs)
+    call = _call(axes, dtype, choice, backend, fused.matmul_all_reduce, rhs_transposed)
+    call = dataclasses.replace(call, typed=bool(varying_axes(lhs[0])))
     return gradients.matmul_all_reduce(lhs, rhs, call)
 
 
-def _problem(op, lhs, rhs, out_dtype, devices, *, m=1, k=1, n=1) -> Problem:
-    """The whole problem of a call; `m`, `k`, `n` are how often the operands' sizes count."""
+def _pairs(op, lhs, rhs, rhs_transposed) -> tuple[Matrices, Matrices]:
+    """The operands as tuples of equal length, checked."""
+    lhs, rhs = checks.as_matrices(op, "lhs", lhs), checks.as_matrices(op, "rhs", rhs)
+    checks.check_pairs(op, lhs, rhs, rhs_transposed=rhs_transposed)
+    return lhs, rhs
+
+
+def _vary_alike(axes, lhs: Matrices, rhs: Matrices) -> tuple[Matrices, Matrices]:
+    alike = tuple(vary_alike(axes, *lhs, *rhs))
+    return alike[: len(lhs)], alike[len(lhs) :]
+
+
+def _problem_of_pairs(op, lhs, rhs, out_dtype, devices, rhs_transposed) -> Problem:
+    n = rhs[0].shape[0 if rhs_transposed else 1]
+    k = devices * sum(x.shape[1] for x in lhs)
+    return _problem(op, lhs[0].dtype, out_dtype, devices, lhs[0].shape[0], k, n)
+
+
+def _problem(op, dtype, out_dtype, devices, m, k, n) -> Problem:
+    """The whole problem of a call."""
     platform, device_kind = dispatch.platform_of_mesh()
     return Problem(
         op=op,
-        m=lhs.shape[0] * m,
-        k=lhs.shape[1] * k,
-        n=rhs.shape[1] * n,
-        dtype=str(lhs.dtype),
+        m=m,
+        k=k,
+        n=n,
+        dtype=str(dtype),
         out_dtype=str(out_dtype),
         devices=devices,
         platform=platform,
@@ -183,7 +240,7 @@ def _problem(op, lhs, rhs, out_dtype, devices, *, m=1, k=1, n=1) -> Problem:
     )
 
 
-def _call(axes, out_dtype, choice: Choice, backend, fused, epilogue=None, keep_gathered=False):
+def _call(axes, out_dtype, choice: Choice, backend, fused, rhs_transposed):
     """The call as its gradient rules need it: derivatives take the backend that was asked for."""
     return Call(
         axes=axes,
@@ -191,9 +248,9 @@ def _call(axes, out_dtype, choice: Choice, backend, fused, epilogue=None, keep_g
         config=choice.config,
         interpret=choice.interpret,
         fused=fused,
-        epilogue=epilogue,
-        keep_gathered=keep_gathered,
+        rhs_transposed=rhs_transposed,
         all_gather=bound(all_gather, axes, backend),
         all_gather_matmul=bound(all_gather_matmul, axes, backend),
         matmul_reduce_scatter=bound(matmul_reduce_scatter, axes, backend),
+        reduce_scatter=bound(reduce_scatter, axes, backend),
     )

@@ -8,13 +8,15 @@ kernels sum in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.axes import AxisNames
+from stretto.kernels import dispatch
 
 type Epilogue = Callable[[jax.Array], jax.Array]
 
@@ -29,7 +31,22 @@ def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """`lhs @ rhs`, `[m, k] @ [k, n]`, in the type of `accumulator_dtype`."""
-    return jnp.matmul(lhs, rhs, preferred_element_type=accumulator_dtype(lhs.dtype))
+    return _contract(lhs, rhs, 1)
+
+
+def matmul_of_columns(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """`lhs^T @ rhs`, of `[k, m]` and `[k, n]`, in the type of `accumulator_dtype`."""
+    return _contract(lhs, rhs, 0)
+
+
+def _contract(lhs: jax.Array, rhs: jax.Array, lhs_dim: int) -> jax.Array:
+    """The product over dimension `lhs_dim` of lhs and the first one of rhs."""
+    dtype = accumulator_dtype(lhs.dtype)
+    if dispatch.platform_of_mesh()[0] == "cpu":
+        # XLA's CPU backend has no 16 bit product with a wider result where `vmap` makes a batch
+        # of it (JAX 0.11.2). Products of 16 bit numbers are exact in float32 either way.
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    return lax.dot_general(lhs, rhs, (((lhs_dim,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
 def all_gather(x: jax.Array, axis_name: AxisNames, *, axis: int) -> jax.Array:
@@ -63,26 +80,49 @@ def all_to_all(
 
 def all_gather_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     axis_name: AxisNames,
     *,
     epilogue: Epilogue | None,
     out_dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-    """`epilogue(all_gather(lhs) @ rhs)`."""
-    out = matmul(all_gather(lhs, axis_name, axis=0), rhs)
-    return (out if epilogue is None else epilogue(out)).astype(out_dtype)
+    rhs_transposed: bool = False,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """`epilogue(all_gather(lhs) @ x)` for each `x` of rhs, and the gathered lhs."""
+    gathered = all_gather(lhs, axis_name, axis=0)
+    outs = (matmul(gathered, x.T if rhs_transposed else x) for x in rhs)
+    outs = (out if epilogue is None else epilogue(out) for out in outs)
+    return tuple(out.astype(out_dtype) for out in outs), gathered
 
 
 def matmul_reduce_scatter(
-    lhs: jax.Array, rhs: jax.Array, axis_name: AxisNames, *, out_dtype: jax.typing.DTypeLike
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    axis_name: AxisNames,
+    *,
+    out_dtype: jax.typing.DTypeLike,
+    rhs_transposed: bool = False,
 ) -> jax.Array:
-    """`reduce_scatter(lhs @ rhs)`, along the rows."""
-    return reduce_scatter(matmul(lhs, rhs).astype(out_dtype), axis_name, axis=0)
+    """`reduce_scatter(sum of lhs_i @ rhs_i)`, along the rows."""
+    product = sum_of_products(lhs, rhs, rhs_transposed)
+    return reduce_scatter(product.astype(out_dtype), axis_name, axis=0)
 
 
 def matmul_all_reduce(
-    lhs: jax.Array, rhs: jax.Array, axis_name: AxisNames, *, out_dtype: jax.typing.DTypeLike
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    axis_name: AxisNames,
+    *,
+    out_dtype: jax.typing.DTypeLike,
+    rhs_transposed: bool = False,
 ) -> jax.Array:
-    """`all_reduce(lhs @ rhs)`."""
-    return all_reduce(matmul(lhs, rhs).astype(out_dtype), axis_name)
+    """`all_reduce(sum of lhs_i @ rhs_i)`."""
+    return all_reduce(sum_of_products(lhs, rhs, rhs_transposed).astype(out_dtype), axis_name)
+
+
+def sum_of_products(
+    lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], rhs_transposed: bool = False
+) -> jax.Array:
+    """The sum of all `lhs_i @ rhs_i`, in the type of `accumulator_dtype`."""
+    pairs = zip(lhs, rhs, strict=True)
+    products = [matmul(x, y.T if rhs_transposed else y) for x, y in pairs]
+    return functools.reduce(jnp.add, products)

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.dispatch import Problem
 
 MULTIPLYING_WARPGROUPS = 2
@@ -58,6 +60,15 @@ class TileConfig:
                 " warpgroups have; at most 128 x 256."
             )
 
+    def lhs_tile(self, m: Int, k: Int) -> tuple[pl.Slice, pl.Slice]:
+        """The window of lhs with the tile at row `m` and column `k` of tiles."""
+        return pl.ds(m * self.tile_m, self.tile_m), pl.ds(k * self.tile_k, self.tile_k)
+
+    def rhs_tile(self, k: Int, n: Int, transposed: bool = False) -> tuple[pl.Slice, pl.Slice]:
+        """The window of rhs, `[k, n]` or `transposed`, with the tile at row `k` and column `n`."""
+        rows, columns = pl.ds(k * self.tile_k, self.tile_k), pl.ds(n * self.tile_n, self.tile_n)
+        return (columns, rows) if transposed else (rows, columns)
+
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of the ring and of the epilogue's buffers, in bytes."""
         ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
@@ -83,16 +94,19 @@ def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
     return tiling, swizzle
 
 
-def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
+def scratch(
+    config: TileConfig, dtype: Any, out_dtype: Any, *, rhs_transposed: bool = False
+) -> dict[str, Any]:
     """Shared memory and barriers of the matmul, by name, for `kernel.launch`."""
     stages = config.num_stages
+    rhs_tile = config.rhs_tile(0, 0, rhs_transposed)
     out_columns = SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
     return dict(
         lhs_smem=plgpu.SMEM(
             (stages, config.tile_m, config.tile_k), dtype, transforms=swizzled(dtype)
         ),
         rhs_smem=plgpu.SMEM(
-            (stages, config.tile_k, config.tile_n), dtype, transforms=swizzled(dtype)
+            (stages, *(dim.size for dim in rhs_tile)), dtype, transforms=swizzled(dtype)
         ),
         out_smem=plgpu.SMEM(
             (MULTIPLYING_WARPGROUPS, config.store_buffers, 64, out_columns),
