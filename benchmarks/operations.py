@@ -63,10 +63,7 @@ class Operation:
         """The same through XLA's matmul and collectives: the result that others are held to."""
         if self.product_blocks is None:
             return self.communicate(operands[0])
-        lhs, rhs = operands
-        if self.name == "all_gather_matmul":
-            return reference.all_gather_matmul(lhs, rhs, AXIS, epilogue=None, out_dtype=lhs.dtype)
-        return getattr(reference, self.name)(lhs, rhs, AXIS, out_dtype=lhs.dtype)
+        return getattr(stretto, self.name)(*operands, AXIS, backend="xla")
 
     def communicate(self, x: jax.Array) -> jax.Array:
         """The collective inside the operation, alone, through XLA (NCCL on GPUs)."""

@@ -107,7 +107,7 @@ def sum_of_replicated(x: jax.Array, *, axes: tuple[Hashable, ...], typed: bool) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def all_gather_matmul(lhs: jax.Array, rhs: Matrices, call: Call) -> tuple[Matrices, Any]:
+def all_gather_matmul(lhs: jax.Array, rhs: Matrices, call: Call) -> Any:
     """`call.fused(lhs, rhs, call)`, with the derivative of an all-gather matmul."""
     return call.fused(lhs, rhs, call)
 

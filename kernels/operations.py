@@ -91,8 +91,9 @@ def all_gather_matmul(
             epilogue=epilogue,
             keep_gathered=keep_gathered,
         )
-        lhs, *sides = vary_alike(axes, lhs, *sides)
-        outs, gathered = gradients.all_gather_matmul(lhs, tuple(sides), call)
+        alike = vary_alike(axes, lhs, *sides)
+        results: Any = gradients.all_gather_matmul(alike[0], tuple(alike[1:]), call)
+        outs, gathered = results
     out = outs if isinstance(rhs, tuple | list) else outs[0]
     return (out, gathered) if return_gathered else out
 

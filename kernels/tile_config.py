@@ -99,14 +99,16 @@ def scratch(
 ) -> dict[str, Any]:
     """Shared memory and barriers of the matmul, by name, for `kernel.launch`."""
     stages = config.num_stages
-    rhs_tile = config.rhs_tile(0, 0, rhs_transposed)
+    rhs_tile = config.tile_k, config.tile_n
     out_columns = SWIZZLE_BYTES // jnp.dtype(out_dtype).itemsize
     return dict(
         lhs_smem=plgpu.SMEM(
             (stages, config.tile_m, config.tile_k), dtype, transforms=swizzled(dtype)
         ),
         rhs_smem=plgpu.SMEM(
-            (stages, *(dim.size for dim in rhs_tile)), dtype, transforms=swizzled(dtype)
+            (stages, *(rhs_tile[::-1] if rhs_transposed else rhs_tile)),
+            dtype,
+            transforms=swizzled(dtype),
         ),
         out_smem=plgpu.SMEM(
             (MULTIPLYING_WARPGROUPS, config.store_buffers, 64, out_columns),
