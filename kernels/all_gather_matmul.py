@@ -33,6 +33,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
 from stretto.kernels.dispatch import Problem, Verdict
+from stretto.kernels.epilogues import without_derivatives
 from stretto.kernels.reference import Epilogue
 from stretto.kernels.segments import Segments
 from stretto.kernels.tile_config import TileConfig
@@ -150,7 +151,7 @@ def launch(
             load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
             store=functools.partial(_store, team, config.tiles, parts, refs),
             rhs_transposed=rhs_transposed,
-            epilogue=epilogue,
+            epilogue=None if epilogue is None else without_derivatives(epilogue),
             gate=matmul.Gate(
                 columns=plan.chunk_columns, wait=functools.partial(_wait_for_chunk, plan, refs)
             ),

@@ -72,6 +72,8 @@ def more_variants(name: str) -> Iterator[Program]:
 def epilogue() -> Iterator[Program]:
     mesh = aot.mesh_of_gpus((4,), ("x",))
     yield "gelu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.gelu)
+    # It comes with a rule for its derivative.
+    yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
 
 
 def no_limit() -> Iterator[Program]:
