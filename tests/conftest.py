@@ -18,6 +18,7 @@ import pytest
 GPU_TESTS = Path(__file__).parent / "gpu"
 CPU_DEVICES = 8
 REHEARSED_GPUS = 4
+GPU_TEST_LIMIT_S = 180
 
 with contextlib.suppress(ImportError):  # tests/gpu does without it
     import hypothesis
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left out unless --slow is given")
     config.addinivalue_line("markers", "gpu(n): needs n (default 1) GPUs; see tests/gpu")
     config.addinivalue_line("markers", "real: cannot be rehearsed without GPUs")
+    config.addinivalue_line("markers", "timeout(seconds): limit of a test, by pytest-timeout")
     on_gpus = _only_gpu_tests(config) and not config.getoption("--rehearse")
     if on_gpus and _number_of_gpus():
         # The CPU as well: callbacks need it, and the simulator. No silent fall back on it.
@@ -62,6 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if GPU_TESTS in item.path.parents and not config.getoption("--rehearse"):
+            # A thread of its own ends the process: a signal does not reach one that waits for a
+            # GPU. A test's own limit, if it has one, comes first.
+            item.add_marker(pytest.mark.timeout(GPU_TEST_LIMIT_S, method="thread"))
         if GPU_TESTS in item.path.parents and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):

@@ -19,10 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "gpu"))
 
+import field_cases
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
+import launching
+import slow_peers
+import subjects
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -149,12 +154,35 @@ def collectives() -> Iterator[Program]:
         )
 
 
+def gpu_tests() -> Iterator[Program]:
+    """Programs of `tests/gpu`: what it compiles there must compile here."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for name, make in field_cases.CASES.items():
+        yield name, *on_scalars(make(mesh, "pallas"), mesh, 1)
+    for name, subject in subjects.SUBJECTS.items():
+        sizes = subject.sizes_of(4, 65, 72, 136)
+
+        def body(seed, subject=subject, sizes=sizes):
+            operands = launching.drawn(subject, mesh, sizes, "x", seed, 0)
+            return subject.call(operands, "x", backend="pallas")[:1, :1]
+
+        with slow_peers.signals(lambda send, _: (slow_peers.sleep_on(2, 200), send())):
+            yield f"{name} that dawdles", *on_scalars(body, mesh, 1)
+
+
+def on_scalars(body: Callable, mesh: Mesh, count: int) -> tuple:
+    """A program of whole numbers that all devices get alike."""
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return subjects.on_mesh(body, mesh), [scalar] * count
+
+
 CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"configs of {name}": functools.partial(configs, name) for name in cases.OPERATIONS},
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     "epilogue": epilogue,
     "no limit": no_limit,
+    "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,
     **{

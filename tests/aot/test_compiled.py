@@ -33,7 +33,7 @@ READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
 COPIED = re.compile(r"= \(?(?!s32)\w+\[[\d,]+\][^=]*? copy(?:-start)?\(")
 
 
-def compile_case(case: str, folder: Path) -> list[dict]:
+def compile_case(case: str, folder: Path, timeout_s: float = 280) -> list[dict]:
     """Compiles a case; each entry is a program with its `label`, `hlo` and `kernels`."""
     file = folder / "compiled.json"
     done = subprocess.run(
@@ -41,7 +41,7 @@ def compile_case(case: str, folder: Path) -> list[dict]:
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -115,6 +115,13 @@ def test_waits_without_a_limit_have_no_clock_and_no_trap(tmp_path):
         found = [f for f in flaws(kernel, warpgroups=3, local=True) if "limit" not in f]
         assert not found, found
         assert "globaltimer" not in kernel["ptx"] and "trap;" not in kernel["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_the_tests_on_gpus_compile(tmp_path):
+    """There is nothing in their programs that is not lowered. How fast they are is no matter."""
+    assert len(compile_case("tests on GPUs", tmp_path, timeout_s=580)) >= 15
 
 
 def test_collectives(tmp_path):

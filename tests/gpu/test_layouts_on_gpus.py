@@ -32,7 +32,7 @@ def run_job(processes_per: str, devices: int, rehearsing: bool, nccl: str | None
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.timeout(2 * (LIMIT_S + 60))
+@pytest.mark.timeout(2 * (LIMIT_S + 60), method="thread")
 def test_both_layouts_give_the_same(mesh, rehearsing, tally, pytestconfig, record_property) -> None:
     nccl = pytestconfig.getoption("--nccl")
     environ = {**os.environ, **({"LD_PRELOAD": nccl} if nccl else {})}
