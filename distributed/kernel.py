@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_kernels, profiling, semaphores, simulator
+from stretto.distributed import jax_kernels, profiling, semaphores, settings, simulator
 from stretto.distributed.axes import make_varying, varying_axes
 from stretto.distributed.jax_kernels import TeamKernelInfo
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
@@ -53,8 +55,8 @@ def launch(
       name: of the kernel, in reports and profiles.
       team: whom it talks to; None for a kernel on one device.
       out_type: shape and type of each result, per device.
-      num_blocks: at most the number of multiprocessors, so that all blocks are resident: blocks
-        wait for each other.
+      num_blocks: at most `num_multiprocessors()`, so that all blocks are resident: blocks wait for
+        each other.
       num_threads: warpgroups in a block.
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
@@ -142,8 +144,39 @@ def _when(condition: jax.Array, fun: Callable[[], None]) -> None:
     lax.cond(condition, lambda: fun(), lambda: None)
 
 
+@contextlib.contextmanager
+def beside_collectives() -> Iterator[None]:
+    """Kernels traced inside it leave multiprocessors to XLA's collectives that run beside them.
+
+    A kernel's blocks wait for those of other devices, and so do a collective's. On a device that
+    the one has filled the other does not start, and two devices that began with different ones
+    wait for each other for ever.
+    """
+    token = _beside_collectives.set(True)
+    try:
+        yield
+    finally:
+        _beside_collectives.reset(token)
+
+
+_beside_collectives = contextvars.ContextVar("beside_collectives", default=False)
+
+
 def num_multiprocessors() -> int:
-    """Multiprocessors of a device of the enclosing mesh, or of the default one (132 on H100).
+    """Multiprocessors that a kernel may fill: of 132 on an H100, all that are not left free.
+
+    That many are left free that `STRETTO_FREE_MULTIPROCESSORS` says; by default none, and a
+    sixteenth inside `beside_collectives`.
+    """
+    count = _multiprocessors_of_device()
+    free = settings.free_multiprocessors()
+    if free is None:
+        free = count // 16 if _beside_collectives.get() else 0
+    return max(1, count - free)
+
+
+def _multiprocessors_of_device() -> int:
+    """Multiprocessors of a device of the enclosing mesh, or of the default one.
 
     CPU devices have none; the simulator says how many blocks its devices run.
     """
@@ -159,5 +192,6 @@ def _check_resident(name: str, num_blocks: int) -> None:
     if not 1 <= num_blocks <= limit:
         raise ValueError(
             f"kernel {name}: num_blocks={num_blocks} must be between 1 and {limit}, the number of"
-            " multiprocessors: its blocks wait for each other and must all be resident."
+            " multiprocessors that it may fill: its blocks wait for each other and must all be"
+            " resident."
         )

@@ -15,10 +15,12 @@ DEFAULT_WAIT_LIMIT_S = 30.0
 XLA_FLAGS_VARIABLE = "XLA_FLAGS"
 NO_RECORDED_KERNELS = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
 DEVICES_PER_NODE_VARIABLE = "STRETTO_DEVICES_PER_NODE"
+FREE_MULTIPROCESSORS_VARIABLE = "STRETTO_FREE_MULTIPROCESSORS"
 
 
 # Set by `wait_limit`. Part of the key of JAX's caches, since the limit is compiled in.
 _wait_limit_s = jax.make_user_context(default_value=None)
+_devices_per_node = jax.make_user_context(default_value=None)  # Set by `nodes_of`.
 
 
 def wait_limit_s() -> float:
@@ -75,13 +77,41 @@ def devices_per_node() -> int | None:
     Raises:
       ValueError: the variable holds anything but a positive whole number.
     """
-    text = os.environ.get(DEVICES_PER_NODE_VARIABLE)
+    if _devices_per_node.value is not None:
+        return _devices_per_node.value
+    return _whole_number(DEVICES_PER_NODE_VARIABLE, 1, "to go by the hosts that devices are on")
+
+
+def nodes_of(devices: int) -> contextlib.AbstractContextManager[None]:
+    """Programs that are traced inside take that many devices for a node, whatever they are.
+
+    It must be the same on every process. For tests and measurements.
+    """
+    if devices < 1:
+        raise ValueError(f"devices={devices} must be at least 1.")
+    return _devices_per_node(devices)
+
+
+def free_multiprocessors() -> int | None:
+    """How many multiprocessors of a device kernels leave free; None for what is usual.
+
+    Set by the environment variable `STRETTO_FREE_MULTIPROCESSORS`, for programs in which XLA's
+    collectives run beside kernels: the two must both find room. It must be the same on every
+    process, and set before a program is traced.
+
+    Raises:
+      ValueError: the variable holds anything but a whole number.
+    """
+    return _whole_number(FREE_MULTIPROCESSORS_VARIABLE, 0, "for a number that has been found good")
+
+
+def _whole_number(variable: str, least: int, unset: str) -> int | None:
+    text = os.environ.get(variable)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or int(text) < least:
         raise ValueError(
-            f"{DEVICES_PER_NODE_VARIABLE}={text!r} must be a positive whole number; unset it to go"
-            " by the hosts that devices are on."
+            f"{variable}={text!r} must be a whole number of {least} or more; unset it {unset}."
         )
     return int(text)
 

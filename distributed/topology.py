@@ -154,8 +154,12 @@ def describe_crossing(
         if one.node == other.node
         else "NVLink joins devices of one node only"
     )
-    named = repr(axes[0]) if len(axes) == 1 else repr(axes)
-    return f"axis {named} joins {pair[0]} and {pair[1]}, and {cause}."
+    return f"axis {names_of(axes)} joins {pair[0]} and {pair[1]}, and {cause}."
+
+
+def names_of(axes: tuple[Hashable, ...]) -> str:
+    """Axes as a message names them."""
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
 def _first_crossing(domains: np.ndarray, dimensions: Sequence[int]) -> tuple[int, int] | None:

@@ -20,11 +20,14 @@ from stretto.kernels import (
     exchange,
     fused,
     gradients,
+    hierarchical_collectives,
     moving,
+    nodes,
     reference,
     summation,
 )
 from stretto.kernels.dispatch import Choice, Problem
+from stretto.kernels.gradients import Primitive
 
 type Axes = tuple[Hashable, ...]
 
@@ -63,7 +66,7 @@ def all_gather(
     choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER, config)
     if choice.backend == "xla":
         return reference.all_gather(x, axes, axis=axis)
-    call = functools.partial(fused.all_gather, axes=axes, axis=axis, **_how(choice))
+    call = _bind(choice, axes, config, axis=axis)
     back = functools.partial(reduce_scatter, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
@@ -91,7 +94,7 @@ def reduce_scatter(
     choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER, config)
     if choice.backend == "xla":
         return reference.reduce_scatter(x, axes, axis=axis)
-    call = functools.partial(fused.reduce_scatter, axes=axes, axis=axis, **_how(choice))
+    call = _bind(choice, axes, config, axis=axis)
     back = functools.partial(all_gather, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
@@ -115,7 +118,7 @@ def all_reduce(
     choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE, config)
     if choice.backend == "xla":
         return reference.all_reduce(x, axes)
-    call = functools.partial(fused.all_reduce, axes=axes, **_how(choice))
+    call = _bind(choice, axes, config)
     (x,) = gradients.vary_alike(axes, x)
     back = functools.partial(gradients.sum_of_replicated, axes=axes, typed=bool(varying_axes(x)))
     return gradients.linear(x, gradients.Linear(call, back))
@@ -145,13 +148,7 @@ def all_to_all(
     choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL, config)
     if choice.backend == "xla":
         return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
-    call = functools.partial(
-        fused.all_to_all,
-        axes=axes,
-        split_axis=split_axis,
-        concat_axis=concat_axis,
-        **_how(choice),
-    )
+    call = _bind(choice, axes, config, split_axis=split_axis, concat_axis=concat_axis)
     back = functools.partial(
         all_to_all, axis_name=axes, split_axis=concat_axis, concat_axis=split_axis, backend=backend
     )
@@ -174,6 +171,12 @@ def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any, config: Any)
     return dispatch.choose(problem, backend, kernel, config, axes=axes)
 
 
-def _how(choice: Choice) -> dict[str, Any]:
-    """How the kernel is launched."""
-    return {"config": choice.config, "interpret": choice.interpret}
+def _bind(choice: Choice, axes: Axes, config: Any, **arguments: int) -> Primitive:
+    """What serves a call that is not XLA's: the kernel, or over several nodes its hierarchy."""
+    op = choice.problem.op
+    arguments |= {"config": choice.config, "interpret": choice.interpret}
+    if choice.split is None:
+        return functools.partial(getattr(fused, op), axes=axes, **arguments)
+    pieces = config.pieces if isinstance(config, nodes.Config) else None
+    hierarchical = getattr(hierarchical_collectives, op)
+    return functools.partial(hierarchical, split=choice.split, pieces=pieces, **arguments)

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from stretto.distributed import jax_options, simulator, topology
 from stretto.distributed.errors import BackendUnavailableError
-from stretto.kernels import tables
+from stretto.kernels import nodes, tables
 from stretto.kernels.checks import check_backend
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -48,7 +49,8 @@ class Choice:
     """The implementation that a call takes: what `stretto.explain` returns.
 
     `backend` is "pallas", "xla" or "simulator"; `fused_us` and `xla_us` are the times in
-    microseconds that the choice rests on, None where they are not known.
+    microseconds that the choice rests on, None where they are not known. Where the team spans
+    nodes and a kernel serves within each, `split` says which axes lie within a node.
     """
 
     problem: Problem
@@ -57,6 +59,7 @@ class Choice:
     config: Any = None
     fused_us: float | None = None
     xla_us: float | None = None
+    split: topology.Split | None = None
 
     @property
     def interpret(self) -> Any:
@@ -173,19 +176,17 @@ def _choose(
         return Choice(problem=problem, backend="xla", reason="it was asked for")
     if problem.devices == 1:
         return Choice(problem=problem, backend="xla", reason="a team of one has nobody to talk to")
+    split = topology.split(axes)
+    if split.outer:
+        return _choose_across_nodes(problem, backend, kernel, config, split)
+    if isinstance(config, nodes.Config):
+        config = config.kernel
     simulated = backend == "simulator" or simulator.is_simulating()
     obstacle = kernel.unsupported(problem, config)
     if obstacle is None and not simulated:
         obstacle = _unsuitable_devices(problem)
-    if obstacle is None and axes:
-        obstacle = topology.obstacle(axes)
     if obstacle is not None:
-        if backend != "auto":
-            raise BackendUnavailableError(
-                f"{problem.op}: backend={backend!r} cannot serve this call: {obstacle}"
-                " Pass backend='auto' to fall back on XLA."
-            )
-        return Choice(problem=problem, backend="xla", reason=obstacle)
+        return _fall_back(problem, backend, obstacle)
     if simulated:
         reason = "it was asked for" if backend != "auto" else "a simulation encloses the call"
         config = config or kernel.default_config(problem)
@@ -198,6 +199,50 @@ def _choose(
         config = found.config if found else kernel.default_config(problem)
         return Choice(problem=problem, backend="pallas", reason="it was asked for", config=config)
     return _faster(problem, kernel)
+
+
+def _fall_back(problem: Problem, backend: str, obstacle: str) -> Choice:
+    """XLA, for the reason that no kernel can serve; an error if a kernel was asked for."""
+    if backend != "auto":
+        raise BackendUnavailableError(
+            f"{problem.op}: backend={backend!r} cannot serve this call: {obstacle}"
+            " Pass backend='auto' to fall back on XLA."
+        )
+    return Choice(problem=problem, backend="xla", reason=obstacle)
+
+
+def _choose_across_nodes(
+    problem: Problem, backend: str, kernel: Kernel, config: Any, split: topology.Split
+) -> Choice:
+    """XLA between nodes and a kernel within each, where the kernel's part is one for it."""
+    within = _within(problem, split)
+    if within is None:
+        return _fall_back(problem, backend, str(topology.obstacle(split.outer + split.inner)))
+    if isinstance(config, nodes.Config):
+        config = config.kernel
+    choice = _choose(within, backend, kernel, config, split.inner)
+    part = f"axis {topology.names_of(split.outer)} joins nodes, and for the part within each"
+    return dataclasses.replace(
+        choice,
+        problem=problem,
+        split=None if choice.backend == "xla" else split,
+        reason=f"{part}, {within}, {choice.reason}",
+        fused_us=None,
+        xla_us=None,
+    )
+
+
+def _within(problem: Problem, split: topology.Split) -> Problem | None:
+    """The part of `problem` that a kernel serves within a node, None if there is none.
+
+    There is none if no axes lie within a node, or if the operation has no hierarchical version.
+    """
+    devices = lax.axis_size(split.inner) if split.inner else 1
+    if problem.op not in nodes.DIVIDED or devices == 1:
+        return None
+    count = problem.devices // devices
+    divided = {name: -(-getattr(problem, name) // count) for name in nodes.DIVIDED[problem.op]}
+    return dataclasses.replace(problem, devices=devices, **divided)
 
 
 def _measured(problem: Problem, kernel: Kernel) -> tables.Found | None:

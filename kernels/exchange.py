@@ -62,9 +62,17 @@ class Config:
 
 
 def all_gather(
-    x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
+    x: jax.Array,
+    team: Team,
+    *,
+    config: Config = Config(),
+    invariant: bool = False,
+    interpret: Any = None,
 ) -> jax.Array:
-    """`[1, rows, columns]` -> `[size, rows, columns]`: everybody's, in the order of the team."""
+    """`[1, rows, columns]` -> `[size, rows, columns]`: everybody's, in the order of the team.
+
+    With `invariant` the result is typed as not varying over the team's axes.
+    """
 
     def routes(x_ref, out_ref):
         own = out_ref.at[team.device_id()]
@@ -74,7 +82,7 @@ def all_gather(
         ]
         return [x_ref.at[0]], [[*peers, own]]
 
-    return _push("all_gather", x, team, routes, config, interpret)
+    return _push("all_gather", x, team, routes, config, interpret, invariant)
 
 
 def all_to_all(
@@ -93,7 +101,7 @@ def all_to_all(
     return _push("all_to_all", x, team, routes, config, interpret)
 
 
-def _push(name, x, team, routes, config, interpret):
+def _push(name, x, team, routes, config, interpret, invariant=False):
     """Launches a kernel of pushes; `routes` gives the sources and their destinations."""
     _, rows, columns = x.shape
     piece_rows = flat.piece_rows(rows, config.piece_rows)
@@ -122,6 +130,7 @@ def _push(name, x, team, routes, config, interpret):
             buffers=plgpu.SMEM((config.slots, piece_rows, columns), x.dtype),
             arrived=plgpu.Barrier(num_barriers=config.slots),
         ),
+        invariant=invariant,
         interpret=interpret,
     )
     return out

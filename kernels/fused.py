@@ -101,20 +101,31 @@ def all_gather(
     axes: Axes,
     axis: int,
     config: exchange.Config | None = None,
+    invariant: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Every device's `x`, joined along `axis`, as the public operation."""
+    """Every device's `x`, joined along `axis`, as the public operation.
+
+    With `invariant` the result is typed as not varying over `axes`.
+    """
     team = Team.along(axes)
     config = config or exchange.Config()
     words = flat.as_words(x)
-    rows = exchange.all_gather(flat.to_rows(words, 1), team, config=config, interpret=interpret)
+    rows = exchange.all_gather(
+        flat.to_rows(words, 1), team, config=config, invariant=invariant, interpret=interpret
+    )
     parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
     return jnp.moveaxis(parts, 0, axis).reshape(
         *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
     )
 
 
-def _split(x: jax.Array, axis: int, parts: int) -> jax.Array:
+def all_gather_of_sums(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
+    """The parts `x` of a sum, joined along the first axis: typed as the same on every device."""
+    return all_gather(x, axes=axes, axis=0, interpret=interpret, invariant=True)
+
+
+def split(x: jax.Array, axis: int, parts: int) -> jax.Array:
     """`x` with its `axis` cut into `parts`, which come first: `[parts, ..., s, ...]`."""
     shape = (*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis, 0)
@@ -131,7 +142,7 @@ def reduce_scatter(
     """This device's part along `axis` of the sum, as the public operation."""
     team = Team.along(axes)
     config = config or summation.Config()
-    parts = _split(x, axis, team.size)
+    parts = split(x, axis, team.size)
     rows = summation.reduce_scatter(
         flat.to_rows(parts, team.size), team, config=config, interpret=interpret
     )
@@ -172,7 +183,7 @@ def all_to_all(
     """Parts of `x` along `split_axis`, exchanged and joined, as the public operation."""
     team = Team.along(axes)
     config = config or exchange.Config()
-    words = flat.as_words(_split(x, split_axis, team.size))
+    words = flat.as_words(split(x, split_axis, team.size))
     rows = exchange.all_to_all(
         flat.to_rows(words, team.size), team, config=config, interpret=interpret
     )

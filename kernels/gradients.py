@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.axes import make_varying, varying_axes
+from stretto.distributed.topology import Split
 from stretto.kernels import reference
 from stretto.kernels.reference import Epilogue, matmul
 
@@ -29,6 +30,7 @@ class Call:
 
     `fused` is the kernel itself, as in `fused.py`; the others are the public operations that its
     derivative is made of, with the backend bound. `gathered`: whether the gathered lhs is a result.
+    Where the axes span nodes, `split` says how, and `pieces` what `nodes.Config` does.
     """
 
     axes: tuple[Hashable, ...]
@@ -45,6 +47,8 @@ class Call:
     keep_gathered: bool = False
     interpret: Any = None
     typed: bool = False
+    split: Split | None = None
+    pieces: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

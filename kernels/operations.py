@@ -1,4 +1,8 @@
-"""The public matmuls: what they compute, what they refuse, and which implementation serves them."""
+"""The public matmuls: what they compute, what they refuse, and which implementation serves them.
+
+Over axes that span nodes, such as `("node", "gpu")`, XLA moves between nodes and a fused kernel
+serves within each (`hierarchical_matmuls`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,15 @@ import jax
 
 from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
 from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import checks, dispatch, fused, gradients, reference
+from stretto.kernels import (
+    checks,
+    dispatch,
+    fused,
+    gradients,
+    hierarchical_matmuls,
+    nodes,
+    reference,
+)
 from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.collectives import all_gather, reduce_scatter
@@ -29,7 +41,7 @@ def all_gather_matmul(
     rhs_transposed: bool = False,
     return_gathered: bool = False,
     keep_gathered: bool = False,
-    config: all_gather_matmul_kernel.Config | None = None,
+    config: all_gather_matmul_kernel.Config | nodes.Config | None = None,
     backend: str = "auto",
 ) -> Any:
     """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
@@ -55,7 +67,8 @@ def all_gather_matmul(
       return_gathered: return `(out, gathered)`, with the gathered lhs `[D * m_shard, k]`.
       keep_gathered: keep the gathered lhs for the backward pass (`(D - 1) * m_shard * k` elements
         more memory) in place of gathering it again.
-      config: of the fused kernel; chosen for the shape by default.
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
@@ -86,7 +99,7 @@ def all_gather_matmul(
         )
     else:
         call = dataclasses.replace(
-            _call(axes, dtype, choice, backend, fused.all_gather_matmul, rhs_transposed),
+            _call(axes, dtype, choice, backend, config, rhs_transposed),
             gathered=return_gathered,
             epilogue=epilogue,
             keep_gathered=keep_gathered,
@@ -105,7 +118,7 @@ def matmul_reduce_scatter(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
-    config: matmul_reduce_scatter_kernel.Config | None = None,
+    config: matmul_reduce_scatter_kernel.Config | nodes.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
@@ -128,7 +141,8 @@ def matmul_reduce_scatter(
       axis_name: mesh axis, or tuple of axes, that the result is scattered over.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
-      config: of the fused kernel; chosen for the shape by default.
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        shape by default.
       backend: as for `all_gather_matmul`.
 
     Raises:
@@ -149,7 +163,7 @@ def matmul_reduce_scatter(
         return reference.matmul_reduce_scatter(
             lhs, rhs, axes, out_dtype=dtype, rhs_transposed=rhs_transposed
         )
-    call = _call(axes, dtype, choice, backend, fused.matmul_reduce_scatter, rhs_transposed)
+    call = _call(axes, dtype, choice, backend, config, rhs_transposed)
     return gradients.matmul_reduce_scatter(*_vary_alike(axes, lhs, rhs), call)
 
 
@@ -160,7 +174,7 @@ def matmul_all_reduce(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
-    config: matmul_all_reduce_kernel.Config | None = None,
+    config: matmul_all_reduce_kernel.Config | nodes.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
@@ -181,7 +195,8 @@ def matmul_all_reduce(
       axis_name: mesh axis, or tuple of axes, to sum over.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
-      config: of the fused kernel; chosen for the shape by default.
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        shape by default.
       backend: as for `all_gather_matmul`.
 
     Raises:
@@ -202,7 +217,7 @@ def matmul_all_reduce(
             lhs, rhs, axes, out_dtype=dtype, rhs_transposed=rhs_transposed
         )
     lhs, rhs = _vary_alike(axes, lhs, rhs)
-    call = _call(axes, dtype, choice, backend, fused.matmul_all_reduce, rhs_transposed)
+    call = _call(axes, dtype, choice, backend, config, rhs_transposed)
     call = dataclasses.replace(call, typed=bool(varying_axes(lhs[0])))
     return gradients.matmul_all_reduce(lhs, rhs, call)
 
@@ -241,17 +256,19 @@ def _problem(op, dtype, out_dtype, devices, m, k, n) -> Problem:
     )
 
 
-def _call(axes, out_dtype, choice: Choice, backend, fused, rhs_transposed):
+def _call(axes, out_dtype, choice: Choice, backend, config, rhs_transposed):
     """The call as its gradient rules need it: derivatives take the backend that was asked for."""
     return Call(
         axes=axes,
         out_dtype=out_dtype,
         config=choice.config,
         interpret=choice.interpret,
-        fused=fused,
+        fused=getattr(hierarchical_matmuls if choice.split else fused, choice.problem.op),
         rhs_transposed=rhs_transposed,
         all_gather=bound(all_gather, axes, backend),
         all_gather_matmul=bound(all_gather_matmul, axes, backend),
         matmul_reduce_scatter=bound(matmul_reduce_scatter, axes, backend),
         reduce_scatter=bound(reduce_scatter, axes, backend),
+        split=choice.split,
+        pieces=config.pieces if isinstance(config, nodes.Config) else None,
     )

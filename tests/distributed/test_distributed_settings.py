@@ -48,3 +48,39 @@ def test_a_limit_for_what_is_traced_inside(monkeypatch):
     assert traced(0) == 7  # Not what was traced before.
     with pytest.raises(ValueError, match="seconds=-1"):
         settings.wait_limit(-1)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two"])
+def test_devices_per_node(monkeypatch, text):
+    monkeypatch.delenv("STRETTO_DEVICES_PER_NODE", raising=False)
+    assert settings.devices_per_node() is None
+    monkeypatch.setenv("STRETTO_DEVICES_PER_NODE", "4")
+    assert settings.devices_per_node() == 4
+    monkeypatch.setenv("STRETTO_DEVICES_PER_NODE", text)
+    with pytest.raises(ValueError, match=r"STRETTO_DEVICES_PER_NODE=.* whole number of 1 or more;"):
+        settings.devices_per_node()
+
+
+@pytest.mark.parametrize("text", ["", "-1", "few"])
+def test_free_multiprocessors(monkeypatch, text):
+    monkeypatch.delenv("STRETTO_FREE_MULTIPROCESSORS", raising=False)
+    assert settings.free_multiprocessors() is None
+    monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "0")
+    assert settings.free_multiprocessors() == 0
+    monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", text)
+    with pytest.raises(ValueError, match=r"STRETTO_FREE_MULTIPROCESSORS=.* number of 0 or more;"):
+        settings.free_multiprocessors()
+
+
+def test_nodes_for_what_is_traced_inside(monkeypatch):
+    monkeypatch.setenv("STRETTO_DEVICES_PER_NODE", "4")
+
+    @jax.jit
+    def traced(x):
+        return x + settings.devices_per_node()
+
+    with settings.nodes_of(2):
+        assert traced(0) == 2
+    assert traced(0) == 4
+    with pytest.raises(ValueError, match="devices=0 must be at least 1"):
+        settings.nodes_of(0)

@@ -194,10 +194,3 @@ class TestOfTheEnclosingMesh:
             "axis ('a', 'b') joins device 0 (process 0, node 0) and device 4 (process 0, node 1),"
             " and NVLink joins devices of one node only."
         )
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two"])
-def test_a_setting_that_is_no_number(monkeypatch, text):
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ValueError, match=rf"{VARIABLE}=.* must be a positive whole number; unset"):
-        settings.devices_per_node()
