@@ -37,7 +37,7 @@ def all_gather(
     axis_name: AxisNames,
     *,
     axis: int = 0,
-    config: exchange.Config | None = None,
+    config: exchange.Config | nodes.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """Concatenation along `axis` of every device's `x`, inside `jax.shard_map`; bit for bit.
@@ -49,7 +49,8 @@ def all_gather(
       x: an array of any type.
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array; may be negative.
-      config: of the fused kernel; chosen for the size by default.
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        size by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
@@ -76,7 +77,7 @@ def reduce_scatter(
     axis_name: AxisNames,
     *,
     axis: int = 0,
-    config: summation.Config | None = None,
+    config: summation.Config | nodes.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """This device's part along `axis` of the sum of every device's `x`, inside `jax.shard_map`.
@@ -103,7 +104,7 @@ def all_reduce(
     x: jax.Array,
     axis_name: AxisNames,
     *,
-    config: summation.Config | None = None,
+    config: summation.Config | nodes.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """Sum of every device's `x`, inside `jax.shard_map`; bitwise the same on every device.

@@ -29,11 +29,11 @@ LEAST_BYTES = 4 * 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a matmul over several nodes is cut up; over one node, `kernel` alone counts.
+    """How an operation over several nodes is cut up; over one node, `kernel` alone counts.
 
     Attributes:
-      pieces: that the rows for another node, or from it, go in; by default as many as leave a
-        kernel enough to do, up to `MOST_PIECES` for all nodes together.
+      pieces: that all that goes to other nodes, or comes from them, is cut into; at least one for
+        each node. By default as many as leave a kernel enough to do, up to `MOST_PIECES`.
       kernel: the configuration of the fused kernel; chosen by default.
     """
 

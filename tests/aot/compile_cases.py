@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -34,12 +33,13 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import aot, clique, settings
+from stretto.kernels import nodes
 
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
 
-def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis="x", dtype=jnp.bfloat16, **options):
+def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis: Any = "x", dtype=jnp.bfloat16, **options):
     """One call of a fused matmul on operands that lie as it wants them."""
     m, k, n = sizes
     in_specs, _ = cases.specs(name, axis)
@@ -103,26 +103,38 @@ def a_process_a_gpu() -> Iterator[Program]:
 def two_nodes(process: int, processes: int) -> Iterator[Program]:
     """A fused matmul over the devices of a node, seen from one of the processes of two nodes."""
     clique.this_process = lambda mesh: process
-    mesh = aot.mesh_of_gpus((2, 2), ("node", "gpu"), processes=processes)
-    os.environ.update({"STRETTO_DEVICES_PER_NODE": "2"})
+    mesh = aot.mesh_of_gpus((2, 2), ("x", "y"), processes=processes)
 
     def body(lhs, rhs):
-        product = st.all_gather_matmul(lhs, rhs, "gpu", backend="pallas")
-        return lax.psum(product, "node")
+        return lax.psum(st.all_gather_matmul(lhs, rhs, "y", backend="pallas"), "x")
 
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(P(("node", "gpu")), P(None, "gpu")),
-        out_specs=P(None, "gpu"),
-        check_vma=False,
-    )
-    shapes = ((2048, 1024), P(("node", "gpu"))), ((1024, 1024), P(None, "gpu"))
+    specs = P(("x", "y")), P(None, "y")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
     structs = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in shapes
+        for shape, spec in zip([(2048, 1024), (1024, 1024)], specs, strict=True)
     ]
-    yield f"process {process} of {processes}", mapped, structs
+    with settings.nodes_of(2):
+        yield f"process {process} of {processes}", mapped, structs
+
+
+def hierarchical(name: str) -> Iterator[Program]:
+    """An operation over two nodes, in several pieces."""
+    mesh = aot.mesh_of_gpus((2, 2), ("x", "y"), processes=2)
+    both, config = ("x", "y"), nodes.Config(pieces=2)
+    with settings.nodes_of(2):
+        if name in cases.OPERATIONS:
+            yield name, *fused(name, mesh, (8192, 1024, 1024), axis=both, config=config)
+            return
+        sharding = NamedSharding(mesh, P(both))
+        mapped = jax.shard_map(
+            functools.partial(getattr(st, name), axis_name=both, backend="pallas", config=config),
+            mesh=mesh,
+            in_specs=P(both),
+            out_specs=P(both) if name == "reduce_scatter" else P(),
+            check_vma=False,
+        )
+        yield name, mapped, [jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16, sharding=sharding)]
 
 
 def collectives() -> Iterator[Program]:
@@ -185,6 +197,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,
+    **{f"hierarchical {name}": functools.partial(hierarchical, name) for name in nodes.DIVIDED},
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
         for process, processes in ((0, 2), (1, 2), (3, 4))

@@ -170,6 +170,43 @@ def test_two_nodes_of_a_process_a_gpu(tmp_path):
     assert "S(1)" in compiled[0]["hlo"]
 
 
+COLLECTIVE = re.compile(r" (all-reduce|collective-permute)(-start|-done)?\(")
+
+
+def overlaps(hlo: str) -> list[int]:
+    """Kernels between the start and the end of each collective, as XLA has scheduled them."""
+    kernels, begun, found = 0, None, []
+    for line in hlo[hlo.index("\nENTRY") :].splitlines():
+        kernels += "mosaic_gpu_v2" in line
+        match = COLLECTIVE.search(line)
+        if match and match[2] == "-start":
+            begun = kernels
+        elif match:
+            found.append(kernels - begun if match[2] else 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_gather_matmul",
+        "reduce_scatter",
+        "all_reduce",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("matmul_reduce_scatter", "matmul_all_reduce", "all_gather")
+        ),
+    ],
+)
+def test_what_crosses_between_nodes_does_so_beside_a_kernel(name, tmp_path):
+    """XLA's own scheduler, which knows nothing of kernels, makes the overlap that is meant."""
+    (program,) = compile_case(f"hierarchical {name}", tmp_path)
+    found = overlaps(program["hlo"])
+    assert len(found) == 2 and all(found), f"{found}\n{program['hlo']}"
+    assert "dynamic-slice-fusion" not in program["hlo"]
+    assert set(MEMBERS.findall(program["hlo"])) == {"0,1"}
+
+
 class TestTheChecks:
     """They find what they look for."""
 

@@ -149,6 +149,18 @@ class TestLaunch:
         with pytest.raises(ValueError, match=message):
             jax.jit(program)(rows(3))
 
+    def test_room_is_left_for_what_runs_beside_kernels(self, monkeypatch):
+        monkeypatch.delenv("STRETTO_FREE_MULTIPROCESSORS", raising=False)
+        with st.simulate(core_count=32):
+            assert kernel.num_multiprocessors() == 32
+            with kernel.beside_collectives():
+                assert kernel.num_multiprocessors() == 30
+                monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "7")
+                assert kernel.num_multiprocessors() == 25
+            assert kernel.num_multiprocessors() == 25
+            monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "32")
+            assert kernel.num_multiprocessors() == 1
+
     @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1], [1, 2, 3, 0]])
     def test_a_permuted_mesh_is_refused_before_anything_runs(self, order, simulation):
         program = jax.shard_map(
