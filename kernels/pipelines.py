@@ -5,11 +5,14 @@ between values: XLA's scheduler starts a collective as early as its operand allo
 as late as its result is needed. Collectives go one after another, like kernels: XLA would make one
 of those that do not wait for each other, which begins with the last piece and ends before the first
 is used.
+
+Where it says values, they are arrays or tuples of arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +22,18 @@ from stretto.distributed import kernel
 from stretto.kernels.nodes import Nodes
 from stretto.kernels.reference import accumulator_dtype
 
-type Work = Callable[[jax.Array], jax.Array]
+type Work = Callable[[Any], Any]
 type Pieces = Sequence[tuple[int, int]]
 
 
-def _one_after_another(work: Work, operands: Sequence[jax.Array]) -> list[jax.Array]:
+def _one_after_another(work: Work, operands: Sequence[Any]) -> list[Any]:
     """`work` of each operand, each begun once the one before is done.
 
     XLA keeps an order only between values that are used behind a barrier: a result is what comes
     out of the barrier before the next call. The first operand has one too, which keeps XLA from
     handing a kernel a slice of another array in place of an array of its own.
     """
-    results: list[jax.Array] = []
+    results: list[Any] = []
     for operand in operands:
         operand, *results[-1:] = lax.optimization_barrier((operand, *results[-1:]))
         results.append(work(operand))
@@ -39,11 +42,12 @@ def _one_after_another(work: Work, operands: Sequence[jax.Array]) -> list[jax.Ar
 
 def gather(
     team: Nodes, rows: jax.Array, pieces: Pieces, work: Work
-) -> list[tuple[jax.Array, int, jax.Array]]:
+) -> list[tuple[jax.Array, int, Any]]:
     """Works on the own node's rows, then on every other node's, piece by piece as they come.
 
     Returns:
-      For each piece: the node that it came from, its first row there, and what `work` made of it.
+      For each piece: the node that it came from, its first row there, and the values that `work`
+      made of it.
     """
     places = [(shift, first, end) for shift in team.shifts for first, end in pieces]
     here, results = rows, []
@@ -64,25 +68,30 @@ def gather(
     ]
 
 
-def scatter(team: Nodes, shards: jax.Array, pieces: Pieces, work: Work) -> jax.Array:
+def scatter(team: Nodes, shards: Any, pieces: Pieces, work: Work) -> jax.Array:
     """Sums over all devices the rows that each one owns.
 
     A node's sum has the type that `work` gives it; the nodes' are added in float32.
 
     Args:
       team: whose devices own shards.
-      shards: `[nodes, devices, rows, ...]`, this device's contribution to every device's rows.
+      shards: values `[nodes, devices, rows, ...]`, what this device adds to every device's rows.
       pieces: of the rows.
-      work: sums `[devices * r, ...]` over the devices of a node -> `[r, ...]`, this device's.
+      work: sums values `[devices * r, ...]` over the devices of a node -> `[r, ...]`, this
+        device's.
     """
 
-    def rows_for(shift: int, first: int, end: int) -> jax.Array:
-        """This device's contribution to rows of the node `shift` places further."""
-        theirs = lax.dynamic_index_in_dim(shards, team.node_id(shift), 0, keepdims=False)
-        return theirs[:, first:end].reshape(-1, *shards.shape[3:])
+    def rows_for(shift: int, first: int, end: int) -> Any:
+        """What this device adds to rows of the node `shift` places further."""
+
+        def take(x: jax.Array) -> jax.Array:
+            theirs = lax.dynamic_index_in_dim(x, team.node_id(shift), 0, keepdims=False)
+            return theirs[:, first:end].reshape(-1, *x.shape[3:])
+
+        return jax.tree.map(take, shards)
 
     places = [(shift, first, end) for shift in team.shifts for first, end in pieces]
-    own_rows = rows_for(0, 0, shards.shape[2])
+    own_rows = rows_for(0, 0, pieces[-1][1])
     with kernel.beside_collectives():
         *sums, own = _one_after_another(work, [*(rows_for(*place) for place in places), own_rows])
         shifts = iter([shift for shift, _, _ in places])
@@ -93,18 +102,20 @@ def scatter(team: Nodes, shards: jax.Array, pieces: Pieces, work: Work) -> jax.A
     return total.astype(own.dtype)
 
 
-def reduce(team: Nodes, rows: jax.Array, pieces: Pieces, scatter: Work, gather: Work) -> jax.Array:
+def reduce(team: Nodes, rows: Any, pieces: Pieces, scatter: Work, gather: Work) -> jax.Array:
     """Sums rows over all devices, for all of them; XLA adds the nodes' sums, in their type.
 
     Args:
       team: whose devices hold `rows`.
-      rows: `[n, ...]`.
+      rows: values `[n, ...]`.
       pieces: of the rows.
-      scatter: `[r, ...]` -> `[ceil(r / devices), ...]`, this device's part of its node's sum.
+      scatter: values `[r, ...]` -> `[ceil(r / devices), ...]`, this device's part of its node's
+        sum.
       gather: `[p, ...]` -> `[devices * p, ...]`, the parts of all devices of a node.
     """
     with kernel.beside_collectives():
-        parts = _one_after_another(scatter, [rows[first:end] for first, end in pieces])
+        cut = [jax.tree.map(lambda x, piece=p: x[slice(*piece)], rows) for p in pieces]
+        parts = _one_after_another(scatter, cut)
         sums = _one_after_another(lambda part: lax.psum(part, team.outer), parts)
         wholes = _one_after_another(gather, sums)
     wholes = [whole[: end - first] for (first, end), whole in zip(pieces, wholes, strict=True)]

@@ -89,6 +89,40 @@ class TestNumbers:
         assert verify("all_gather", (2, 2, 2), 9, 8, 24, axis=("x", "z"), per_node=4) == []
 
 
+class TestSeveralMatrices:
+    def run(self, body, *shapes):
+        operands = [cases.whole_numbers(i, *shape) for i, shape in enumerate(shapes)]
+        mesh = cases.mesh_of(2, 2)
+        program = jax.shard_map(
+            body, mesh=mesh, in_specs=P(None), out_specs=P(BOTH), check_vma=False
+        )
+        with settings.nodes_of(2):
+            return operands, jax.jit(program)(*(x.astype(jnp.bfloat16) for x in operands))
+
+    def test_several_right_hand_sides_and_the_gathered_lhs(self, simulation):
+        def body(lhs, one, other):
+            shard = lhs[9 * jax.lax.axis_index(BOTH) + jnp.arange(9)]
+            outs, gathered = st.all_gather_matmul(
+                shard, (one, other), BOTH, rhs_transposed=True, return_gathered=True
+            )
+            return *outs, gathered
+
+        (lhs, *rhs), outs = self.run(body, (36, 8), (24, 8), (40, 8))
+        for want, out in zip([*(lhs @ x.T for x in rhs), lhs], outs, strict=True):
+            np.testing.assert_array_equal(np.asarray(out, np.float32), np.tile(want, (4, 1)))
+        assert simulation.launches == 2
+
+    @pytest.mark.parametrize("everywhere", [False, True])
+    def test_pairs_whose_products_are_added_up(self, everywhere, simulation):
+        def body(*operands):
+            call = st.matmul_all_reduce if everywhere else st.matmul_reduce_scatter
+            return call(operands[:2], operands[2:], BOTH)
+
+        (a, b, c, d), out = self.run(body, (36, 8), (36, 16), (8, 24), (16, 24))
+        want = np.tile(4 * (a @ c + b @ d), (4 if everywhere else 1, 1))
+        np.testing.assert_array_equal(np.asarray(out, np.float32), want)
+
+
 class TestPieces:
     """What crosses between nodes in several pieces comes together again."""
 
