@@ -37,7 +37,7 @@ for shard in out.addressable_shards:
     np.testing.assert_array_equal(np.asarray(shard.data), np.tile(want, (per_node, 1)))
 print("right")
 
-for axes in (both, "node"):
+for axes in (("gpu", "node"), "node"):
     def refused(x):
         return st.all_gather(x, axes, backend=backend)
     program = jax.shard_map(refused, mesh=mesh, in_specs=P(both), out_specs=P(), check_vma=False)
@@ -48,21 +48,31 @@ for axes in (both, "node"):
 """
 
 
-def run(tmp_path: Path, *options: str) -> str:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = [*STRETTO_RUN, *options, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+JOB = Path(__file__).parents[1] / "gpu" / "two_node_job.py"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [*STRETTO_RUN, *command], capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_a_process_a_node(tmp_path: Path) -> None:
     """Each process's kernel joins its own devices; a kernel that would need more is refused."""
-    out = run(tmp_path, "-n", "6", "--processes-per", "2")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    out = run("-n", "6", "--processes-per", "2", str(script))
     for process in (0, 1):
         assert f"[{process}] right" in out
         lines = [line for line in out.splitlines() if line.startswith(f"[{process}]")]
-        for axis in ("('node', 'gpu')", "'node'"):
+        for axis in ("('gpu', 'node')", "'node'"):
             pair = "device 0 (process 0, node 0) and device 3 (process 1, node 0)"
             assert any(f"axis {axis} joins {pair}" in line for line in lines), out
+
+
+def test_an_operation_over_both_nodes() -> None:
+    """The job that checks GPUs, on a process's CPU devices each: forward, backward, in a loop."""
+    out = run("-n", "4", "--processes-per", "2", str(JOB), "simulator", "all_gather_matmul")
+    assert '"processes": 2' in out and '"flaws": []' in out
