@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxlib import xla_client
 
-from stretto.distributed import settings
+from stretto.distributed import xla_flags
 
 # Numbers of fields in XLA's `CompileOptionsProto`, `ExecutableBuildOptionsProto`, `DebugOptions`;
 # and of a value of the last one's `CommandBufferCmdType`.
@@ -27,7 +27,7 @@ def why_kernels_are_recorded() -> str | None:
     return (
         "XLA would record kernels in command buffers, where they miss it when a peer's buffers"
         " move: it had read its flags before Stretto was imported. Import stretto before JAX is"
-        f" first used, or set XLA_FLAGS={settings.NO_RECORDED_KERNELS} in the environment."
+        f" first used, or set XLA_FLAGS={xla_flags.NO_RECORDED_KERNELS} in the environment."
     )
 
 

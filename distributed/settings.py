@@ -6,14 +6,12 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 
 import jax
 
 WAIT_LIMIT_VARIABLE = "STRETTO_WAIT_LIMIT_S"
 DEFAULT_WAIT_LIMIT_S = 30.0
-XLA_FLAGS_VARIABLE = "XLA_FLAGS"
-NO_RECORDED_KERNELS = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
 DEVICES_PER_NODE_VARIABLE = "STRETTO_DEVICES_PER_NODE"
 FREE_MULTIPROCESSORS_VARIABLE = "STRETTO_FREE_MULTIPROCESSORS"
 
@@ -114,19 +112,6 @@ def _whole_number(variable: str, least: int, unset: str) -> int | None:
             f"{variable}={text!r} must be a whole number of {least} or more; unset it {unset}."
         )
     return int(text)
-
-
-def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has XLA launch kernels one by one, in place of recording them in a CUDA graph.
-
-    What is recorded holds the addresses that peers' buffers had then, and XLA records again only
-    when buffers of the same device move: a kernel would go on reading where a peer's operand used
-    to be. Seen on 4 H100s with JAX 0.11.2. XLA reads its flags once, when JAX is first used, so
-    `import stretto` does this; other flags are kept.
-    """
-    flags = environ.get(XLA_FLAGS_VARIABLE, "")
-    if NO_RECORDED_KERNELS not in flags.split():
-        environ[XLA_FLAGS_VARIABLE] = f"{flags} {NO_RECORDED_KERNELS}".strip()
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ STANDARD_LIBRARY_ONLY = (
 READS_ENVIRONMENT = {
     "launch/environment.py",
     "distributed/settings.py",
+    "distributed/xla_flags.py",
     STANDARD_LIBRARY_ONLY,
     "distributed/aot.py",  # sets JAX's variables for the time of a compilation, and puts them back
 }

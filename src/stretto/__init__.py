@@ -7,7 +7,7 @@ import this package too, and do without JAX.
 import importlib
 from typing import TYPE_CHECKING
 
-from stretto.distributed.settings import exclude_kernels_from_command_buffers
+from stretto.distributed.xla_flags import exclude_kernels_from_command_buffers
 
 if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError

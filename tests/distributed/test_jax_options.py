@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from stretto.distributed import settings
-from stretto.distributed.settings import NO_RECORDED_KERNELS
+from stretto.distributed import xla_flags
+from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
 
 READ_BACK = """
 from stretto.distributed import jax_options
@@ -71,6 +71,6 @@ def test_a_kernel_that_would_be_recorded_is_refused_and_auto_takes_xla() -> None
 
 def test_other_flags_are_kept() -> None:
     environ = {"XLA_FLAGS": "--xla_dump_to=here"}
-    settings.exclude_kernels_from_command_buffers(environ)
-    settings.exclude_kernels_from_command_buffers(environ)
+    xla_flags.exclude_kernels_from_command_buffers(environ)
+    xla_flags.exclude_kernels_from_command_buffers(environ)
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {NO_RECORDED_KERNELS}"
