@@ -151,7 +151,8 @@ class Agent:
             if pipe.name == "record":
                 with contextlib.suppress(ValueError):
                     record = json.loads(line)
-                    self._channel.send("failure", record=record, progress=self._progress())
+                    kind = "program" if "program" in record else "failure"
+                    self._channel.send(kind, record=record, progress=self._progress())
             else:
                 self._channel.send(
                     "stacks" if pipe.name == "stacks" else "line", stream=pipe.name, text=line

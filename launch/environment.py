@@ -32,7 +32,10 @@ RENDEZVOUS = "STRETTO_RENDEZVOUS"  # of a `Rendezvous`
 AGENT_INDEX = "STRETTO_AGENT_INDEX"  # set where no MPI launcher numbers the agents
 WORKER_PIPES = "STRETTO_WORKER_PIPES"
 PROGRESS = "STRETTO_PROGRESS"  # "descriptor,process": where `progress` writes
-PRIVATE = (RENDEZVOUS, AGENT_INDEX, WORKER_PIPES, PROGRESS)
+RECORD = "STRETTO_RECORD"  # "descriptor,process": where the agent hears of programs
+PRIVATE = (RENDEZVOUS, AGENT_INDEX, WORKER_PIPES, PROGRESS, RECORD)
+# Set to 0, programs are not compared between processes.
+CHECK_PROGRAMS = "STRETTO_CHECK_PROGRAMS"
 
 FORWARDED = (
     "STRETTO_*",
@@ -108,7 +111,16 @@ def current() -> dict[str, str]:
 
 def progress_target() -> tuple[int, int]:
     """The descriptor that takes progress, and the process that it is for; -1 if there is none."""
-    fd, _, pid = os.environ.get(PROGRESS, "-1,-1").partition(",")
+    return _target(PROGRESS)
+
+
+def record_target() -> tuple[int, int]:
+    """The descriptor that takes records for the agent, and the process that it is for; or -1."""
+    return _target(RECORD)
+
+
+def _target(name: str) -> tuple[int, int]:
+    fd, _, pid = os.environ.get(name, "-1,-1").partition(",")
     return int(fd), int(pid)
 
 

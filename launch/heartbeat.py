@@ -1,5 +1,11 @@
-"""``stretto.launch.progress``: a script says how far it is, for the report if its job hangs."""
+"""What a process tells its agent on the way: how far it is, and which programs it compiles.
 
+``stretto.launch.progress`` is for the report if a job hangs; the programs are compared with those
+of the other processes (``programs.py``).
+"""
+
+import dataclasses
+import json
 import os
 
 from stretto.launch import environment
@@ -41,3 +47,21 @@ def encode(step: int, operation: str) -> bytes:
 def decode(record: bytes) -> str:
     """``step 5 in all_gather_matmul``; empty if nothing was noted."""
     return record.partition(b"\0")[0].decode("utf-8", "replace")
+
+
+def tell_programs() -> None:
+    """Tell the agent of every program that this process compiles together with others.
+
+    Does nothing in a script that ``stretto run`` did not start, or where
+    ``STRETTO_CHECK_PROGRAMS`` is 0.
+    """
+    fd, pid = environment.record_target()
+    if pid != os.getpid() or environment.current().get(environment.CHECK_PROGRAMS) == "0":
+        return
+    from stretto.distributed import jax_programs
+
+    def tell(program: jax_programs.Program) -> None:
+        record = json.dumps({"program": dataclasses.asdict(program)})
+        os.write(fd, record.encode("ascii") + b"\n")
+
+    jax_programs.watch(tell)

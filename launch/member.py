@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 from stretto.launch.errors import LaunchError
+from stretto.launch.programs import Program
 from stretto.launch.report import Failure, Whereabouts, exited, killed, place_in_script, signal_name
 from stretto.launch.wire import Channel, Message
 
@@ -31,6 +32,8 @@ class Member:
         self.reaches_coordinator: bool | None = None
         self.over = False
         self.progress = ""
+        self.programs: list[Program] = []
+        self.heard_at = time.monotonic()  # of output, of a program, of new progress
         self._failed = False
         self._stopping = False
         self._lost = False
@@ -51,7 +54,8 @@ class Member:
           LaunchError: the agent could not start the process.
         """
         now = time.monotonic()
-        self.progress = message.get("progress", self.progress)
+        if message.get("progress", self.progress) != self.progress:
+            self.progress, self.heard_at = message["progress"], now
         match message["kind"]:
             case "prepared":
                 self.prepared = message
@@ -61,6 +65,9 @@ class Member:
                 raise LaunchError(f"{message['problem']} (host {self.host})")
             case "stacks":
                 self._stacks.append(message["text"])
+            case "program":
+                self.programs.append(Program.from_record(message["record"]["program"]))
+                self.heard_at = now
             case "stopped":
                 self._stopped = (now, message["signal"])
             case "continued":

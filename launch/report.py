@@ -33,6 +33,12 @@ class Failure:
     signal: int | None = None
     traceback: str = ""
 
+    @property
+    def is_runtimes_own(self) -> bool:
+        """Whether the process crashed, or JAX's runtime gave up, and not the script."""
+        last = self.traceback.rstrip().rpartition("\n")[2]
+        return not self.traceback or last.startswith("jax.errors.JaxRuntimeError")
+
 
 def exited(process_id: int, status: int, moment: float) -> Failure:
     """A process that ended with a status of its own."""

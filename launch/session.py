@@ -174,6 +174,7 @@ class Session:
             return
         for message in messages:
             if message["kind"] == "line":
+                member.heard_at = time.monotonic()
                 self._console.line(member.process_id, message["stream"], message["text"])
             elif failure := member.update(message):
                 self.failures.append(failure)

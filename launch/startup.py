@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.launch import environment, gpus, network
+from stretto.launch import environment, gpus, heartbeat, network
 from stretto.launch.coordinator import agree_on_coordinator
 from stretto.launch.detection import Launched, detect
 from stretto.launch.errors import LaunchError
@@ -150,6 +150,7 @@ def _join(process: Process, timeout_s: float) -> None:
         cluster_detection_method="deactivate",
         initialization_timeout=int(timeout_s),
     )
+    heartbeat.tell_programs()
 
 
 def _limit_devices(device_ids: Sequence[int]) -> None:

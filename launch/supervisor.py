@@ -11,6 +11,7 @@ import time
 from stretto.launch.console import Console
 from stretto.launch.errors import LaunchError
 from stretto.launch.job import Job
+from stretto.launch.programs import Comparison, hints
 from stretto.launch.report import (
     TIMEOUT_STATUS,
     Failure,
@@ -50,9 +51,13 @@ def run(job: Job, console: Console) -> int:
         if others:
             console.say(f"stretto: when process {cause.process_id} failed, of the others\n{others}")
         console.say(_cause_text(session, cause, console, cause.moment - began))
+        if cause.is_runtimes_own and (text := _programs_text(session)):
+            console.say(text)
         return cause.status
     if timed_out:
         console.say(f"stretto: the time limit of {job.timeout_s:g} s is over, with\n{others}")
+        if text := _programs_text(session):
+            console.say(text)
         return TIMEOUT_STATUS
     return 0
 
@@ -66,6 +71,7 @@ def _follow(session: Session) -> bool:
     limit_s = session.job.timeout_s
     deadline = None if limit_s is None else time.monotonic() + limit_s
     settled_at = abandoned_at = None
+    comparison = Comparison(session.members)
     while not all(member.over for member in session.members):
         session.wait()
         now = time.monotonic()
@@ -89,6 +95,10 @@ def _follow(session: Session) -> bool:
             for member in session.members:
                 if failure := member.stopped_too_long(_STOPPED_LIMIT_S):
                     session.failures.append(failure)
+            if comparison.is_due():
+                _ask_for_stacks(session)  # The answers bring progress that is new.
+            elif failure := comparison.stuck():
+                session.failures.append(failure)
     return False
 
 
@@ -106,6 +116,10 @@ def _others_text(session: Session) -> str:
         return ""
     script = session.job.arguments[0]
     return whereabouts_text([member.whereabouts(script) for member in waiting])
+
+
+def _programs_text(session: Session) -> str:
+    return hints([member.programs for member in session.members])
 
 
 def _cause_text(session: Session, cause: Failure, console: Console, elapsed_s: float) -> str:

@@ -23,6 +23,7 @@ from types import TracebackType
 _PR_SET_PDEATHSIG = 1
 _WORKER_PIPES = "STRETTO_WORKER_PIPES"  # as in environment.py, which is not imported here
 _PROGRESS = "STRETTO_PROGRESS"
+_RECORD = "STRETTO_RECORD"
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
@@ -34,6 +35,7 @@ def main() -> None:
     for fd in (record_fd, stacks_fd, progress_fd):
         os.set_inheritable(fd, False)
     os.environ[_PROGRESS] = f"{progress_fd},{os.getpid()}"
+    os.environ[_RECORD] = f"{record_fd},{os.getpid()}"
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     del sys.argv[0]

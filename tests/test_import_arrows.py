@@ -34,6 +34,7 @@ PRIVATE_JAX = (
     "distributed/jax_compat.py",
     "distributed/jax_kernels.py",
     "distributed/jax_options.py",
+    "distributed/jax_programs.py",
 )
 STANDARD_LIBRARY_ONLY = (
     "launch/worker.py"  # runs the user's script, which pays for no import of ours

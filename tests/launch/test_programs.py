@@ -1,0 +1,180 @@
+"""Processes that run different programs, or the same with other shapes (B34)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from stretto.launch import programs
+from stretto.launch.programs import Comparison, Program, find_mismatch, hints
+from stretto.launch.report import exited, killed
+
+
+def told(*names: str, group: tuple[int, ...] = (0, 1)) -> list[Program]:
+    return [Program(f"jit_{name} (4xf32)", name, group) for name in names]
+
+
+class TestComparing:
+    def test_the_same_so_far(self):
+        assert find_mismatch([told("f", "g"), told("f")]) is None
+        assert find_mismatch([[], []]) is None
+        assert find_mismatch([]) is None
+
+    def test_each_has_what_the_other_lacks(self):
+        found = find_mismatch([told("f", "g", "x"), told("f", "h", "y")])
+        assert found is not None and (found.process_id, found.other_id) == (1, 0)
+        assert found.summary == (
+            "compiled another program than process 0, of those that processes 0, 1 run together"
+        )
+        assert found.details == "  process 0: jit_g (4xf32)\n  process 1: jit_h (4xf32)"
+
+    def test_one_that_is_ahead_is_not_another(self):
+        """It may have compiled some for itself, in another order, or twice."""
+        assert find_mismatch([told("x", "f", "f", "g"), told("g", "f")]) is None
+
+    def test_the_odd_one_out_is_named(self):
+        everyone = (0, 1, 2)
+        found = find_mismatch([told(name, group=everyone) for name in "gff"])
+        assert found is not None and (found.process_id, found.other_id) == (0, 1)
+
+    def test_groups_of_processes_are_compared_among_themselves(self):
+        both, one, other = told("all", group=(0, 1, 2, 3)), told("f"), told("g", group=(2, 3))
+        assert find_mismatch([one + both, both + one, other + both, other + both]) is None
+
+    def test_what_only_the_inside_tells_apart(self):
+        same = [Program("jit_f (4xf32)", digest, (0, 1)) for digest in "ab"]
+        found = find_mismatch([[same[0]], [same[1]]])
+        assert found is not None
+        assert found.details.endswith("They differ in the collectives or kernels inside.")
+
+
+@dataclasses.dataclass
+class Member:
+    programs: list[Program]
+    heard_at: float = 0.0
+
+
+class TestSilence:
+    """Processes that differ have failed once nothing is heard of them."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        now = [100.0]
+        monkeypatch.setattr(programs.time, "monotonic", lambda: now[0])
+        return now
+
+    def test_it_is_asked_for_news_and_then_given_up(self, clock):
+        members = [Member(told("f"), 100), Member(told("g"), 98)]
+        comparison = Comparison(members)
+        assert not comparison.is_due() and comparison.stuck() is None
+        clock[0] = 104.5
+        assert comparison.is_due() and not comparison.is_due()
+        assert comparison.stuck() is None
+        clock[0] = 105.5
+        failure = comparison.stuck()
+        assert failure is not None and (failure.process_id, failure.status) == (1, 1)
+        assert failure.traceback.endswith("process 1: jit_g (4xf32)")
+
+    def test_who_is_heard_of_goes_on(self, clock):
+        members = [Member(told("f"), 100), Member(told("g"), 98)]
+        comparison = Comparison(members)
+        clock[0] = 104.5
+        assert comparison.is_due()
+        members[0].heard_at = 104.6
+        clock[0] = 109.0
+        assert comparison.is_due() and comparison.stuck() is None
+        clock[0] = 110.0
+        assert comparison.stuck() is not None
+
+    def test_a_difference_that_goes_away(self, clock):
+        """Where processes compile the same in another order."""
+        members = [Member(told("f")), Member(told("g"))]
+        comparison = Comparison(members)
+        assert comparison.is_due()
+        members[0].programs += told("g")
+        clock[0] = 101
+        assert comparison.stuck() is None
+
+    def test_no_difference_is_never_stuck(self, clock):
+        comparison = Comparison([Member(told("f")), Member([])])
+        clock[0] = 1000
+        assert not comparison.is_due() and comparison.stuck() is None
+
+
+class TestHints:
+    def test_none(self):
+        assert hints([told("f"), told("f")]) == ""
+        assert hints([[], []]) == ""
+
+    def test_a_mismatch(self):
+        assert hints([told("f"), told("g")]).startswith("Before that, process 1 compiled another")
+
+    def test_a_program_that_others_did_not_compile(self):
+        everyone = (0, 1, 2)
+        some = [
+            told("f", group=everyone),
+            told("f", "g", group=everyone),
+            told("f", group=everyone),
+        ]
+        assert hints(some) == (
+            "Of the programs that processes 0, 1, 2 run together, process 1 compiled one that"
+            " processes 0, 2 did not:\n  jit_g (4xf32)"
+        )
+
+    def test_where_they_are_given(self):
+        assert killed(0, 6, 0.0).is_runtimes_own
+        crash = dataclasses.replace(exited(0, 1, 0.0), traceback="x\njax.errors.JaxRuntimeError: y")
+        assert crash.is_runtimes_own
+        assert not dataclasses.replace(crash, traceback="x\nKeyError: 'z'\n").is_runtimes_own
+
+
+SCRIPT = """
+import sys, time
+import jax, numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+import stretto.launch
+
+me = stretto.launch.initialize().process_id
+mesh = jax.make_mesh((2,), ("x",))
+spread = jax.NamedSharding(mesh, P("x"))
+
+def rows(count):
+    data = np.ones((2 * count, 64), np.float32)
+    return jax.make_array_from_callback(data.shape, spread, lambda index: data[index])
+
+def over_both(call):
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+                                 check_vma=False))
+
+add = over_both(lambda a: lax.psum(a, "x"))
+join = over_both(lambda a: lax.all_gather(a, "x", tiled=True))
+
+def value(x):
+    return float(x.addressable_data(0)[0, 0])
+
+value(add(rows(8)))
+"""
+LOCAL = ("--launcher", "local", "-n", "2")
+
+
+def test_another_program_ends_the_job(run_job):
+    """Long before any limit; the report ends with both programs."""
+    script = SCRIPT + "value(join(rows(8)) if me else add(rows(4)))"
+    result = run_job(script, *LOCAL, "--timeout", "60")
+    assert result.status == 1 and result.seconds < 25  # 15 s after the start, on a busy machine
+    *_, summary, first, second = result.stderr.rstrip().splitlines()
+    assert "process 1 of 2" in summary and "compiled another program than process 0" in summary
+    assert first.startswith("  process 0: jit") and "(8x64xf32)" in first
+    assert second.startswith("  process 1: jit") and "(16x64xf32)" in second
+
+
+def test_other_shapes_end_the_job(run_job):
+    """One process has the program already: gloo notices, and the report says whose is new."""
+    script = SCRIPT + "value(add(rows(9 if me else 8)))"
+    result = run_job(script, *LOCAL, "--timeout", "60")
+    assert result.status != 0 and result.seconds < 25
+    *_, summary, program = result.stderr.rstrip().splitlines()
+    assert summary.endswith("process 1 compiled one that process 0 did not:")
+    assert "(18x64xf32)" in program
