@@ -109,6 +109,9 @@ def launch(
     axes = team.axes if team is not None else ()
     info = TeamKernelInfo(name=name, axes=axes)
     outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
+    # XLA would run a kernel twice whose result goes into a loop's stack and is used besides: once
+    # for the use, and once more to write it into the stack itself (its dynamic-slice fusion).
+    outs = lax.optimization_barrier(outs)
     varying = frozenset(axes).union(*map(varying_axes, operands))
     if invariant:
         varying -= frozenset(axes)

@@ -94,6 +94,28 @@ def no_limit() -> Iterator[Program]:
         yield name, unlimited, structs
 
 
+def stacked() -> Iterator[Program]:
+    """A loop that keeps the kernel's result for later and uses it, as a backward pass needs it."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+
+    def body(x, weights):
+        def layer(x, w):
+            product = st.all_gather_matmul(x, w, "x", backend="pallas")
+            return x + product[: len(x), :512], product
+
+        return lax.scan(layer, x, weights)
+
+    specs = P("x"), P(None, None, "x")
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=(P("x"), P(None, None, "x")), check_vma=False
+    )
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(2048, 512), (3, 512, 4096)], specs, strict=True)
+    ]
+    yield "stacked", mapped, structs
+
+
 def a_process_a_gpu() -> Iterator[Program]:
     mesh = aot.mesh_of_gpus((4,), ("x",), processes=4)
     for name in cases.OPERATIONS:
@@ -194,6 +216,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     "epilogue": epilogue,
     "no limit": no_limit,
+    "stacked": stacked,
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,

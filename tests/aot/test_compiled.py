@@ -124,6 +124,14 @@ def test_what_the_tests_on_gpus_compile(tmp_path):
     assert len(compile_case("tests on GPUs", tmp_path, timeout_s=580)) >= 15
 
 
+def test_a_kernel_whose_result_a_loop_stacks_runs_once(tmp_path):
+    """And takes its weights, of which the loop has a stack, where they are."""
+    (program,) = compile_case("stacked", tmp_path)
+    assert program["hlo"].count("mosaic_gpu_v2") == 1, program["hlo"]
+    copied = re.findall(r"= bf16\[(?:1,)?512,1024\]\S* (?:copy|fusion)", program["hlo"])
+    assert not copied, program["hlo"]
+
+
 def test_collectives(tmp_path):
     compiled = compile_case("collectives", tmp_path)
     check(compiled, warpgroups=1, local=False)
