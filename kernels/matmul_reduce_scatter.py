@@ -271,17 +271,13 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
     lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
 
 
-def _owner(team: Team, step: schedule.Int) -> schedule.Int:
-    """Whose rows are multiplied at `step`: the successors' in turn, one's own last."""
-    return schedule.shard_of_step(team.device_id(), step + 1, team.size)
-
-
 def _load_lhs(team, config, parts, refs, tile, k_index, slot, barrier):
     step, m, _ = tile
+    owner = schedule.shard_of_step(team.device_id(), step + 1, team.size)  # One's own comes last.
 
     def load(index, k):
         window = config.lhs_tile(m, k)
-        plgpu.copy_gmem_to_smem(refs.lhs[index].at[_owner(team, step), *window], slot, barrier)
+        plgpu.copy_gmem_to_smem(refs.lhs[index].at[owner, *window], slot, barrier)
 
     parts.visit(k_index, load)
 
