@@ -59,6 +59,14 @@ def blocks(name: str, devices: int, sizes: Sizes) -> list[tuple[int, int]]:
     return [(m, k // devices), (k // devices, n)]
 
 
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in `dtype`, rounded to it even if it is float32 again next; XLA may leave a cast out."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        info = jnp.finfo(dtype)
+        x = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    return x.astype(dtype)
+
+
 def draw(key: jax.Array, shape: tuple[int, int], *, whole: bool | jax.Array, share: int):
     """A matrix in bfloat16: normal numbers, or -1, 0 and 1 of which one in `share` is not 0."""
     bits = jax.random.bits(key, shape, jnp.uint8)
@@ -66,7 +74,7 @@ def draw(key: jax.Array, shape: tuple[int, int], *, whole: bool | jax.Array, sha
     numbers = jnp.where(bits < edge, 1, jnp.where(bits >= 256 - edge, -1, 0)).astype(BF16)
     if whole is True:
         return numbers
-    normal = jax.random.normal(key, shape, F32).astype(BF16)
+    normal = rounded(jax.random.normal(key, shape, F32), BF16)
     return lax.select(jnp.broadcast_to(whole, shape), numbers, normal)
 
 
@@ -136,7 +144,7 @@ def collective(name: str, dtype: str = "bfloat16") -> Subject:
         numbers = jax.random.randint(key, shapes[0], *bounds).astype(dtype)
         if whole is True or not sums or dtype == "int32":
             return [numbers]
-        normal = jax.random.normal(key, shapes[0], F32).astype(dtype)
+        normal = rounded(jax.random.normal(key, shapes[0], F32), dtype)
         return [lax.select(jnp.broadcast_to(whole, shapes[0]), numbers, normal)]
 
     def call(operands, axis, **options):

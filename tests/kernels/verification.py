@@ -76,7 +76,7 @@ def program(problem: Problem, mesh: Mesh) -> Callable:
         bits = checksum(ours)
         differing = lax.pmax(bits, axis) != lax.pmin(bits, axis)
         findings = [
-            jnp.sum(ours.astype(F32) != exact.astype(ours.dtype).astype(F32)),
+            jnp.sum(ours.astype(F32) != subjects.rounded(exact, ours.dtype).astype(F32)),
             differing & subject.replicated,
             *(e.max() for e in errors),
             *(e.sum() for e in errors),
