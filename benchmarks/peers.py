@@ -66,7 +66,7 @@ def _without_limit(case: Case, mesh: Mesh) -> list[Candidate]:
         with settings.wait_limit(0):
             return call(*operands)
 
-    return [Candidate(body=body, blocks=case.blocks)]
+    return [Candidate(body=body, blocks=case.blocks, config="waits without limit")]
 
 
 def _unfused(case: Case, mesh: Mesh) -> list[Candidate]:

@@ -125,7 +125,7 @@ class Bench:
             traced = programs.traced(candidate, self.mesh, described, self.sets, self._rounds)
         fused = choices[0] if choices and choices[0].backend == "pallas" else None
         # Lowering a kernel takes a second: not again where `auto` is what `fused` is.
-        key = fused and (fused.problem, fused.config)
+        key = fused and (fused.problem, fused.config, candidate.config)
         if key is not None and key in self._fused:
             return dataclasses.replace(self._fused[key], candidate=candidate)
         program = traced.lower()
