@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.axes import make_varying, varying_axes
 from stretto.distributed.topology import Split
@@ -123,7 +124,7 @@ def _all_gather_matmul_forward(lhs, rhs, call):
     products, gathered = call.fused(
         lhs, rhs, dataclasses.replace(call, epilogue=None, gathered=kept)
     )
-    residuals = lhs, rhs, gathered if call.keep_gathered else None
+    residuals = lhs, rhs, checkpoint_name(gathered, "gathered") if call.keep_gathered else None
     gathered = gathered if call.gathered else None
     if call.epilogue is None:
         return (products, gathered), (*residuals, None)

@@ -66,7 +66,8 @@ def all_gather_matmul(
       rhs_transposed: rhs is given as `[n_shard, k]`. No transposed copy is made.
       return_gathered: return `(out, gathered)`, with the gathered lhs `[D * m_shard, k]`.
       keep_gathered: keep the gathered lhs for the backward pass (`(D - 1) * m_shard * k` elements
-        more memory) in place of gathering it again.
+        more memory) in place of gathering it again. Policies of `jax.checkpoint` know it by the
+        name "gathered".
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an

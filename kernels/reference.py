@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.axes import AxisNames
 from stretto.kernels import dispatch
@@ -88,7 +89,7 @@ def all_gather_matmul(
     rhs_transposed: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """`epilogue(all_gather(lhs) @ x)` for each `x` of rhs, and the gathered lhs."""
-    gathered = all_gather(lhs, axis_name, axis=0)
+    gathered = checkpoint_name(all_gather(lhs, axis_name, axis=0), "gathered")
     outs = (matmul(gathered, x.T if rhs_transposed else x) for x in rhs)
     outs = (out if epilogue is None else epilogue(out) for out in outs)
     return tuple(out.astype(out_dtype) for out in outs), gathered

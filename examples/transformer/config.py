@@ -91,17 +91,20 @@ class Execution:
       backend: of the four projections, as `stretto.all_gather_matmul` takes it.
       dtype: of the projections' and the attention's operands; weights are float32.
       attention: implementation of `jax.nn.dot_product_attention`, "xla" or "cudnn".
-      remat: compute each layer again in the backward pass in place of keeping what it made.
+      remat: what the backward pass computes again in place of keeping it: what is "elementwise"
+        (norms, rotary positions, SwiGLU), or a whole "layer" but for two sums.
     """
 
     backend: str = "auto"
     dtype: str = "float32"
     attention: Literal["xla", "cudnn"] = "xla"
-    remat: bool = True
+    remat: Literal["elementwise", "layer"] = "elementwise"
 
     def __post_init__(self) -> None:
         if self.attention not in ("xla", "cudnn"):
             raise ValueError(f"attention={self.attention!r} must be 'xla' or 'cudnn'.")
+        if self.remat not in ("elementwise", "layer"):
+            raise ValueError(f"remat={self.remat!r} must be 'elementwise' or 'layer'.")
 
     @staticmethod
     def suited_to(platform: str, backend: str, dtype: str | None = None) -> Execution:

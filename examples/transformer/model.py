@@ -17,10 +17,11 @@ are the same whatever "tp" is: q, k and v lie head by head, gate and up in a dim
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import config
 import jax
+import jax.extend
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -32,11 +33,6 @@ EPSILON = 1e-5  # of the norms
 ROTARY_BASE = 10000.0
 
 
-# Of what is cheap to compute, a backward pass keeps the operands, and computes the rest again.
-elementwise = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
-@elementwise
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x / rms(x) * scale`, row by row, in float32."""
     wide = x.astype(jnp.float32)
@@ -44,7 +40,6 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * lax.rsqrt(mean_square + EPSILON) * scale).astype(x.dtype)
 
 
-@elementwise
 def rotate(x: jax.Array) -> jax.Array:
     """Rotary positions: turns pairs of columns of `x` `[batch, sequence, ..., head_dim]`.
 
@@ -60,11 +55,26 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-@elementwise
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """`[rows, gate's columns and up's]` to `silu(gate) * up`."""
     gate, up = jnp.split(gate_up, 2, axis=1)
     return jax.nn.silu(gate) * up
+
+
+def _is_attention_of_cudnn(primitive: jax.extend.core.Primitive, *_: Any, **__: Any) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+# What the backward pass keeps of a layer, by `Execution.remat`, besides what comes into it. Stretto
+# gives the name "gathered" to what an all-gather matmul has gathered. With a whole "layer" only the
+# sum is kept, and the rest is computed again: of four matmuls and transfers, two.
+_only = jax.checkpoint_policies.save_only_these_names
+KEEP = {
+    "elementwise": jax.checkpoint_policies.save_from_both_policies(
+        _only("gathered", "product", "sum"), _is_attention_of_cudnn
+    ),
+    "layer": _only("sum"),
+}
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, split: int | None) -> nnx.Param:
@@ -94,27 +104,36 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, how: config.Execution) -> jax.Array:
         """`[rows / tp, hidden]` to the same."""
         x = x + self.attention(rms_norm(x, self.attention_norm[...]), how)
-        x = checkpoint_name(x, "after_attention")
+        x = checkpoint_name(x, "sum")
         return x + self.feed_forward(rms_norm(x, self.mlp_norm[...]), how)
 
     def attention(self, x: jax.Array, how: config.Execution) -> jax.Array:
         """Causal grouped-query attention over whole sequences, by this device's heads."""
         sizes = self.sizes
-        qkv = st.all_gather_matmul(x, _matrix(self.qkv), "tp", backend=how.backend)
-        rows = len(qkv)
-        qkv = qkv.reshape(-1, sizes.sequence, self.qkv.shape[1], *self.qkv.shape[2:])
+        qkv = st.all_gather_matmul(
+            x, self.qkv[...], "tp", keep_gathered=True, backend=how.backend
+        )
+        qkv = checkpoint_name(qkv, "product")
+        sequences, heads_of_a_key = len(qkv) // sizes.sequence, sizes.queries_per_kv + 2
+        qkv = qkv.reshape(sequences, sizes.sequence, -1, heads_of_a_key, sizes.head_dim)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         q = rotate(q).reshape(*q.shape[:2], -1, sizes.head_dim)
         out = jax.nn.dot_product_attention(
             q, rotate(k), v, is_causal=True, implementation=how.attention
         )
         return st.matmul_reduce_scatter(
-            out.reshape(rows, -1), self.attention_out[...], "tp", backend=how.backend
+            out.reshape(sequences * sizes.sequence, -1),
+            self.attention_out[...],
+            "tp",
+            backend=how.backend,
         )
 
     def feed_forward(self, x: jax.Array, how: config.Execution) -> jax.Array:
         """`(silu(x @ gate) * (x @ up)) @ down`, by this device's columns of gate and up."""
-        gate_up = st.all_gather_matmul(x, _matrix(self.gate_up), "tp", backend=how.backend)
+        gate_up = st.all_gather_matmul(
+            x, self.gate_up[...], "tp", keep_gathered=True, backend=how.backend
+        )
+        gate_up = checkpoint_name(gate_up, "product")
         return st.matmul_reduce_scatter(swiglu(gate_up), self.down[...], "tp", backend=how.backend)
 
 
@@ -147,18 +166,17 @@ class Transformer(nnx.Module):
         def layer(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
             return block(x, how), None
 
-        if how.remat:
-            # Two sums a layer are kept, and from them the rest is computed again: of the forward
-            # pass' four matmuls and transfers, three. A scan prevents the merging that
-            # `prevent_cse` is about.
-            keep = jax.checkpoint_policies.save_only_these_names("after_attention")
-            layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
-        x, _ = lax.scan(layer, x, self.blocks)
+        # A scan prevents the merging that `prevent_cse` is about.
+        layer = jax.checkpoint(layer, policy=KEEP[how.remat], prevent_cse=False)
+        x, _ = lax.scan(layer, x, jax.tree.map(_as_matrices, self.blocks))
         return jnp.matmul(
             rms_norm(x, self.norm[...]), self.head[...], preferred_element_type=jnp.float32
         )
 
 
-def _matrix(weight: nnx.Param) -> jax.Array:
-    """`[hidden, ...]` as the matrix of all its columns; moves nothing."""
-    return weight.reshape(weight.shape[0], -1)
+def _as_matrices(weights: jax.Array) -> jax.Array:
+    """`[layers, hidden, ...]` as matrices of all their columns; moves nothing.
+
+    Inside the scan it would be an array of its own, which the backward pass would keep.
+    """
+    return weights.reshape(*weights.shape[:2], -1) if weights.ndim > 2 else weights

@@ -30,13 +30,13 @@ class Silent:
     """Stands in for `stretto`: the same arithmetic on the same amount of data, nothing sent."""
 
     @staticmethod
-    def all_gather_matmul(x, weights, axis_name, *, backend):
+    def all_gather_matmul(x, weights, axis_name, **_):
         """A matmul on this device's rows, repeated as often as there are devices."""
         rows = jnp.tile(x, (jax.lax.axis_size(axis_name), 1))
         return jax.lax.optimization_barrier(rows) @ weights
 
     @staticmethod
-    def matmul_reduce_scatter(x, weights, axis_name, *, backend):
+    def matmul_reduce_scatter(x, weights, axis_name, **_):
         """A matmul, and the sum over as many parts of it as there are devices."""
         product = jax.lax.optimization_barrier(x @ weights)
         return product.reshape(jax.lax.axis_size(axis_name), -1, product.shape[1]).sum(0)
@@ -102,7 +102,8 @@ class Inputs:
 
     def lower(self, part: str, backend: str) -> tuple[jax.stages.Lowered, Any]:
         """A part of the step with a backend, ready to be compiled, and what it takes first."""
-        how = dataclasses.replace(self.how, backend=backend, remat=part == "remat")
+        remat = "layer" if part == "remat" else "elementwise"
+        how = dataclasses.replace(self.how, backend=backend, remat=remat)
         stand_in = Silent if backend == "silent" else st
         state = self.weights
         if part == "step":

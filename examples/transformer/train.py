@@ -55,7 +55,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="bytes in a sequence")
     parser.add_argument("--evaluate-every", type=int, help="steps from one checkpoint to the next")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER")
-    parser.add_argument("--no-remat", action="store_true")
+    parser.add_argument(
+        "--remat",
+        choices=("elementwise", "layer"),
+        default="elementwise",
+        help="what the backward pass computes again: less memory with a whole layer, less time"
+        " with what is elementwise",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the newest run, if any")
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end")
     return parser.parse_args(argv)
@@ -167,7 +173,7 @@ def make_run(args: argparse.Namespace, process_id: int, num_processes: int) -> R
     mesh = choose_mesh(args.dp, args.tp, sizes.kv_heads)
     sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], training.batch)
     how = config.Execution.suited_to(mesh.devices.flat[0].platform, args.backend, args.dtype)
-    how = dataclasses.replace(how, remat=not args.no_remat)
+    how = dataclasses.replace(how, remat=args.remat)
     if how.dtype == "float32":  # GPUs would round operands to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fused_cases import BF16, F32
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
@@ -107,6 +108,23 @@ def test_the_backward_pass_is_fused_too(name, simulation):
     # are not typed, XLA adds up what it is worth.
     launches = {"all_gather_matmul": 3, "matmul_reduce_scatter": 2, "matmul_all_reduce": 1}
     assert simulation.launches == launches[name]
+
+
+def test_policies_of_remat_know_what_is_gathered_by_its_name(simulation):
+    name = "all_gather_matmul"
+    xs = operands(name)
+
+    def layer(keep_gathered, *xs):
+        product = fused(name, keep_gathered=keep_gathered)(*xs)
+        return jnp.sin(checkpoint_name(product, "product"))
+
+    policy = jax.checkpoint_policies.save_only_these_names("product", "gathered")
+    for keep_gathered, launches in ((True, 2), (False, 3)):  # forward; scatter; gather again
+        before = simulation.launches
+        remat = jax.checkpoint(functools.partial(layer, keep_gathered), policy=policy)
+        got = jax.block_until_ready(gradients(remat, *xs))
+        assert simulation.launches - before == launches
+        assert_same(got, gradients(lambda *xs: jnp.sin(pure_lax(name)(*xs)), *xs))
 
 
 @everywhere
