@@ -110,9 +110,7 @@ class Block(nnx.Module):
     def attention(self, x: jax.Array, how: config.Execution) -> jax.Array:
         """Causal grouped-query attention over whole sequences, by this device's heads."""
         sizes = self.sizes
-        qkv = st.all_gather_matmul(
-            x, self.qkv[...], "tp", keep_gathered=True, backend=how.backend
-        )
+        qkv = st.all_gather_matmul(x, self.qkv[...], "tp", keep_gathered=True, backend=how.backend)
         qkv = checkpoint_name(qkv, "product")
         sequences, heads_of_a_key = len(qkv) // sizes.sequence, sizes.queries_per_kv + 2
         qkv = qkv.reshape(sequences, sizes.sequence, -1, heads_of_a_key, sizes.head_dim)
