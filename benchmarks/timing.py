@@ -4,12 +4,16 @@ Several runs of the program are queued without waiting, each taking the token of
 The time from one run's completion to the next one's is the device's time for a run: dispatch from
 Python (some 200 us for four devices) happens while the run before is busy. The first interval of a
 visit holds the dispatch and the change from another program, and is dropped.
+
+A thread watches the completions, since dispatching is not always over before them: a stream takes
+some thousand launches, and who wants to queue more has to wait for room.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import jax
@@ -93,11 +97,12 @@ class LoopTimer:
         return maximum_over_processes(times).tolist()
 
     def _queued_marks(self, runs: int) -> list[float]:
-        tokens = []
-        for _ in range(runs):
-            self._token, _ = self.program(self._token, *self._operands)
-            tokens.append(self._token)
-        return [_completion(token) for token in tokens]
+        marks = []
+        with ThreadPoolExecutor(max_workers=1) as watcher:
+            for _ in range(runs):
+                self._token, _ = self.program(self._token, *self._operands)
+                marks.append(watcher.submit(_completion, self._token))
+        return [mark.result() for mark in marks]
 
     def _marks(self, runs: int) -> list[float]:
         marks = []

@@ -157,6 +157,8 @@ class Rank:
         """PyTorch's kernels over symmetric memory, none of which needs multicast."""
         self._symmetric_memory()
         ops, group = self.torch.ops.symm_mem, self.group
+        # The collectives run on a stream of their own, which the caller's must wait for.
+        wait = self.torch.ops._c10d_functional.wait_tensor
         if kernel == "all_gather_matmul":
             # Without the gathered operand PyTorch would multicast where it thinks it can.
             return lambda i: ops.fused_all_gather_matmul(
@@ -165,9 +167,9 @@ class Rank:
         if kernel == "matmul_reduce_scatter":
             return lambda i: ops.fused_matmul_reduce_scatter(*sets[i], "sum", 0, group)
         if kernel == "all_gather":
-            return lambda i: ops._low_contention_all_gather(sets[i][0], group)
+            return lambda i: wait(ops._low_contention_all_gather(sets[i][0], group))
         if kernel == "reduce_scatter":
-            return lambda i: ops._low_contention_reduce_scatter(sets[i][0], "sum", group)
+            return lambda i: wait(ops._low_contention_reduce_scatter(sets[i][0], "sum", group))
         if kernel == "all_reduce":
             small = sets[0][0].numel() * sets[0][0].element_size() <= 256 * 1024
             if small:

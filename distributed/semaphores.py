@@ -21,6 +21,11 @@ from stretto.distributed.mailbox import Site
 from stretto.distributed.team import Team
 
 
+LOCAL_PATIENCE = 1.25
+"""Waits for a device's own blocks have so many times the limit: such a block may itself wait for
+another device, and that wait, which says more, is to be the one that is reported."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SemaphoreArray:
     """An array of semaphores that a kernel asks for, all zero when it starts.
@@ -73,7 +78,8 @@ class Semaphore:
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
 
-        Past the limit of `settings.wait_limit_s` the kernel reports the wait (`mailbox`) and stops.
+        Past the limit of `settings.wait_limit_s` (for a local semaphore a quarter later) the kernel
+        reports the wait (`mailbox`) and stops.
         """
         jax_compat.bounded_wait(
             self._element(),
@@ -106,5 +112,6 @@ class _Indexer:
 def allocate(name: str, spec: SemaphoreArray, kernel: str, team: Team | None) -> Semaphore:
     """The semaphores of `spec`, shared by all blocks; called once, first in a kernel's body."""
     ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
-    site = Site(kernel=kernel, semaphore=name, limit_s=settings.wait_limit_s())
+    limit_s = settings.wait_limit_s() * (LOCAL_PATIENCE if spec.local else 1)
+    site = Site(kernel=kernel, semaphore=name, limit_s=limit_s)
     return Semaphore(ref, spec, site, team)
