@@ -20,7 +20,6 @@ from stretto.distributed import jax_compat, settings
 from stretto.distributed.mailbox import Site
 from stretto.distributed.team import Team
 
-
 LOCAL_PATIENCE = 1.25
 """Waits for a device's own blocks have so many times the limit: such a block may itself wait for
 another device, and that wait, which says more, is to be the one that is reported."""

@@ -32,8 +32,8 @@ DROPPED = [
     ("all_reduce", "closing_sem"),
 ]
 REPORT = (
-    r"KernelTimeoutError: .*kernel {name} gave up after [\d.]+ s: process 0, device \d+, block \(\d+,"
-    r" \d+, \d+\) waits for semaphore {semaphore}\S* >= \d+, which is \d+"
+    r"KernelTimeoutError: .*kernel {name} gave up after [\d.]+ s: process 0, device \d+,"
+    r" block \(\d+, \d+, \d+\) waits for semaphore {semaphore}\S* >= \d+, which is \d+"
 )
 
 
