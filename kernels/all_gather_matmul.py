@@ -4,11 +4,12 @@ Each device multiplies its own shard of lhs first, then those of its successors 
 spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
 into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
 of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
-at the end, that a peer's operand is no longer needed.
+at the end, that a peer's operand is no longer needed. Shards smaller than a tile are gathered and
+multiplied as one matrix (`gathering`), and `received` has no first index.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `gathered.shard(i + 1)` | the pulling warps | | | shard of the `i + 1`-th successor |
+| `gathered`, shard `i` | the pulling warps | | | shard of the `i + 1`-th successor |
 | `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
@@ -24,19 +25,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels import costs, matmul, tile_config, tiles
+from stretto.kernels import costs, gathering, matmul, tile_config
 from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.epilogues import without_derivatives
 from stretto.kernels.reference import Epilogue
 from stretto.kernels.segments import Segments
 from stretto.kernels.tile_config import TileConfig
+
+_LARGE_TILES = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
+# For few rows: more multiprocessors have a tile, and more of rhs is on its way to each.
+_NARROW_TILES = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
+_NARROWEST_TILES = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +89,10 @@ class Config:
     @staticmethod
     def candidates() -> Iterator[Config]:
         """What the tuner tries."""
-        for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
-            tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
+        for tile in (_NARROW_TILES, _LARGE_TILES):
             for chunk_columns in (1024, 2048, 4096):
                 yield Config(tiles=tile, chunk_columns=chunk_columns)
+        yield Config(tiles=_NARROWEST_TILES, chunk_columns=2048)
 
 
 def unsupported(problem: Problem, config: Config | None) -> str | None:
@@ -104,7 +109,13 @@ def default_config(problem: Problem) -> Config:
     Few gates cost least: about four a tile were best at k from 8192 to 16384 on 4 H100s.
     """
     gate = Config.pull_columns
-    return Config(chunk_columns=gate * max(1, schedule.ceil_div(problem.k, 4 * gate)))
+    chunk_columns = gate * max(1, schedule.ceil_div(problem.k, 4 * gate))
+    tiles = _LARGE_TILES
+    if schedule.ceil_div(problem.m, problem.devices) < tiles.tile_m:
+        columns = schedule.ceil_div(problem.n, problem.devices)
+        fills_half = columns * 2 >= costs.BLOCKS * _NARROW_TILES.tile_n
+        tiles = _NARROW_TILES if fills_half else _NARROWEST_TILES
+    return Config(tiles=tiles, chunk_columns=chunk_columns)
 
 
 def estimate(problem: Problem) -> tuple[float, float]:
@@ -136,37 +147,39 @@ def launch(
     """
     m_shard, k = lhs.shape
     num_blocks = kernel.num_multiprocessors()
-    plan = _plan(config, m_shard, k)
     columns = [x.shape[0 if rhs_transposed else 1] for x in rhs]
     parts = Segments(tuple(schedule.ceil_div(n, config.tiles.tile_n) for n in columns))
-    order = tiles.ShardOrder(m_shard, parts.total * config.tiles.tile_n, config.tiles)
+    layout = gathering.layout(
+        team,
+        m_shard,
+        k,
+        parts.total * config.tiles.tile_n,
+        config.tiles,
+        (config.pull_rows, config.pull_columns, config.chunk_columns),
+        by_shard=return_gathered,
+    )
+    plan = layout.plan
 
     def body(lhs_ref, *refs, received, released, pulled, arrived, **own):
         sems = dict(received=received, released=released)
-        gathered = _Gathered(refs[-1], team, return_gathered)
-        refs = _Refs(lhs_ref, refs[: len(rhs)], refs[len(rhs) : -1], gathered, **sems)
+        refs = _Refs(lhs_ref, refs[: len(rhs)], refs[len(rhs) : -1], refs[-1], **sems)
         hooks = matmul.Hooks(
-            locate=order.locate,
-            load_lhs=functools.partial(_load_lhs, config.tiles, refs),
+            locate=layout.order.locate,
+            load_lhs=functools.partial(layout.load, refs.lhs, refs.gathered),
             load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
-            store=functools.partial(_store, team, config.tiles, parts, refs),
+            store=functools.partial(_store, layout, parts, refs),
             rhs_transposed=rhs_transposed,
             epilogue=None if epilogue is None else without_derivatives(epilogue),
             gate=matmul.Gate(
-                columns=plan.chunk_columns, wait=functools.partial(_wait_for_chunk, plan, refs)
+                columns=plan.chunk_columns, wait=functools.partial(layout.wait, refs.received)
             ),
-            communicate=lambda: _pull(team, plan, refs, num_blocks, pulled, arrived),
+            communicate=lambda: _pull(layout, refs, num_blocks, pulled, arrived),
         )
         matmul.run(
-            hooks,
-            config.tiles,
-            num_tiles=team.size * order.tiles_per_shard,
-            k=k,
-            num_blocks=num_blocks,
-            **own,
+            hooks, config.tiles, num_tiles=layout.num_tiles, k=k, num_blocks=num_blocks, **own
         )
 
-    peers = team.size - 1
+    rows, gathered_rows = layout.rows_shape(gathered=False), layout.rows_shape(gathered=True)
     *outs, gathered = kernel.launch(
         body,
         lhs,
@@ -174,16 +187,16 @@ def launch(
         name="all_gather_matmul",
         team=team,
         out_type=[
-            *(jax.ShapeDtypeStruct((team.size, m_shard, n), out_dtype) for n in columns),
-            jax.ShapeDtypeStruct((team.size if return_gathered else peers, m_shard, k), lhs.dtype),
+            *(jax.ShapeDtypeStruct((*rows, n), out_dtype) for n in columns),
+            jax.ShapeDtypeStruct((*gathered_rows, k), lhs.dtype),
         ],
         num_blocks=num_blocks,
         num_threads=tile_config.NUM_WARPGROUPS,
         semaphore_arrays=dict(
-            received=SemaphoreArray((peers, plan.chunks), local=True), released=SemaphoreArray()
+            received=SemaphoreArray(layout.semaphores, local=True), released=SemaphoreArray()
         ),
         scratch=dict(
-            pulled=plgpu.SMEM((config.pull_slots, config.pull_rows, plan.piece_columns), lhs.dtype),
+            pulled=plgpu.SMEM((config.pull_slots, plan.piece_rows, plan.piece_columns), lhs.dtype),
             arrived=plgpu.Barrier(num_barriers=config.pull_slots),
             **tile_config.scratch(
                 config.tiles, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed
@@ -193,36 +206,9 @@ def launch(
         closing_barrier=False,  # `released` does it, long before the matmul is over.
         interpret=interpret,
     )
-    if return_gathered:  # The own rows were multiplied from where they are.
-        outs.append(lax.dynamic_update_index_in_dim(gathered, lhs, team.device_id(), 0))
-    return outs
-
-
-def _plan(config: Config, m_shard: int, k: int) -> schedule.PullPlan:
-    """How the peers' shards are fetched."""
-    # A piece as wide as lhs would not be cut off at the last row (`copies.Pull`).
-    pull_columns = config.pull_columns // (2 if config.pull_columns == k else 1)
-    return schedule.PullPlan(
-        rows=m_shard,
-        columns=k,
-        piece_rows=config.pull_rows,
-        piece_columns=pull_columns,
-        chunk_columns=config.chunk_columns,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gathered:
-    """Where the peers' rows go: in the order of the steps or, as a result, of the shards."""
-
-    ref: Any
-    team: Team
-    by_shard: bool
-
-    def shard(self, step: schedule.Int) -> Any:
-        """The rows that are multiplied at `step`, which is not 0."""
-        shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
-        return self.ref.at[shard if self.by_shard else step - 1]
+    if return_gathered:
+        outs.append(layout.with_own_rows(gathered, lhs))
+    return [x.reshape(team.size, m_shard, -1) for x in outs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,26 +218,20 @@ class _Refs:
     lhs: Any
     rhs: Sequence[Any]
     outs: Sequence[Any]
-    gathered: _Gathered
+    gathered: Any
     received: Any
     released: Any
 
 
-def _pull(team, plan, refs, num_blocks, buffers, barriers):
-    """The pulling warp: fetches the peers' rows in the order in which the matmul wants them."""
-    block, peers = kernel.block_id(), team.size - 1
-
-    def place(i):
-        source, piece = plan.piece_of(block + i * num_blocks)
-        row, column, chunk = plan.locate(piece)
-        return copies.Place(source, row, column, chunk)
-
+def _pull(layout, refs, num_blocks, buffers, barriers):
+    """The pulling warp: fetches rows in the order in which the matmul wants them."""
+    block, team = kernel.block_id(), layout.team
     copies.Pull(
-        pieces=schedule.share(peers * plan.pieces, block, num_blocks),
-        place=place,
-        sources=[copies.remote(refs.lhs, team, team.neighbour(i)) for i in team.peer_offsets],
-        destination=lambda source: refs.gathered.shard(source + 1),
-        arrived=lambda place: refs.received.at[place.source, place.key].signal(),
+        pieces=schedule.share(layout.num_pieces, block, num_blocks),
+        place=lambda i: layout.place(block + i * num_blocks),
+        sources=layout.sources(refs.lhs),
+        destination=lambda source: layout.destination(refs.gathered, source),
+        arrived=lambda place: refs.received.at[place.key].signal(),
         buffers=buffers,
         barriers=barriers,
     ).run()
@@ -260,28 +240,7 @@ def _pull(team, plan, refs, num_blocks, buffers, barriers):
 
     @pl.when(block == 0)
     def _():
-        refs.released.wait(num_blocks * peers)
-
-
-def _wait_for_chunk(plan, refs, tile, chunk):
-    step, _, _ = tile
-
-    @pl.when(step > 0)
-    def _():
-        refs.received.at[step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
-
-
-def _load_lhs(config, refs, tile, k_index, slot, barrier):
-    step, m, _ = tile
-    window = config.lhs_tile(m, k_index)
-
-    @pl.when(step == 0)
-    def _():
-        plgpu.copy_gmem_to_smem(refs.lhs.at[window], slot, barrier)
-
-    @pl.when(step > 0)
-    def _():
-        plgpu.copy_gmem_to_smem(refs.gathered.shard(step).at[window], slot, barrier)
+        refs.released.wait(num_blocks * (team.size - 1))
 
 
 def _load_rhs(config, parts, transposed, refs, tile, k_index, slot, barrier):
@@ -294,14 +253,15 @@ def _load_rhs(config, parts, transposed, refs, tile, k_index, slot, barrier):
     parts.visit(n, load)
 
 
-def _store(team, config, parts, refs, tile, part, row, column):
-    step, m, n = tile
+def _store(layout, parts, refs, tile, part, row, column):
+    _, m, n = tile
     rows, columns = part.shape
-    shard = schedule.shard_of_step(team.device_id(), step, team.size)
-    row_slice = pl.ds(m * config.tile_m + row, rows)
+    config = layout.config
 
     def store(index, n):
-        window = refs.outs[index].at[shard, row_slice, pl.ds(n * config.tile_n + column, columns)]
+        row_slice = pl.ds(m * config.tile_m + row, rows)
+        column_slice = pl.ds(n * config.tile_n + column, columns)
+        window = layout.out_window(refs.outs[index], tile, row_slice, column_slice)
         plgpu.copy_smem_to_gmem(part, window, commit_group=False)
 
     parts.visit(n, store)
