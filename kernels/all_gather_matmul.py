@@ -4,8 +4,8 @@ Each device multiplies its own shard of lhs first, then those of its successors 
 spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
 into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
 of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
-at the end, that a peer's operand is no longer needed. Shards smaller than a tile are gathered and
-multiplied as one matrix (`gathering`), and `received` has no first index.
+at the end, that a peer's operand is no longer needed. With `Config.whole` all rows are gathered first
+and multiplied as one matrix (`gathering`); `received` then has no first index.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -53,6 +53,8 @@ class Config:
       pull_rows, pull_columns: a piece that the pulling warp fetches at once, in elements.
       pull_slots: pieces on their way at once, per block.
       chunk_columns: columns of a shard that the matmul waits for at once.
+      whole: gather all rows into one matrix and multiply that, for shards smaller than a tile;
+        otherwise shard after shard, under which the gather hides (`gathering`).
     """
 
     tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
@@ -60,6 +62,7 @@ class Config:
     pull_columns: int = 256
     pull_slots: int = 2
     chunk_columns: int = 1024
+    whole: bool = False
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
@@ -87,12 +90,20 @@ class Config:
         return self.tiles.smem_bytes(itemsize) + pieces
 
     @staticmethod
-    def candidates() -> Iterator[Config]:
-        """What the tuner tries."""
-        for tile in (_NARROW_TILES, _LARGE_TILES):
-            for chunk_columns in (1024, 2048, 4096):
-                yield Config(tiles=tile, chunk_columns=chunk_columns)
-        yield Config(tiles=_NARROWEST_TILES, chunk_columns=2048)
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
+        """What the tuner tries, for one problem or for all."""
+        if problem is None or _is_small(problem):
+            for tile in (_NARROW_TILES, _NARROWEST_TILES):
+                yield Config(tiles=tile, chunk_columns=2048, whole=True)
+        if problem is None or not _is_small(problem):
+            for tile in (_NARROW_TILES, _LARGE_TILES):
+                for chunk_columns in (1024, 2048, 4096):
+                    yield Config(tiles=tile, chunk_columns=chunk_columns)
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether a shard does not fill a tile."""
+    return schedule.ceil_div(problem.m, problem.devices) < TileConfig.tile_m
 
 
 def unsupported(problem: Problem, config: Config | None) -> str | None:
@@ -110,12 +121,12 @@ def default_config(problem: Problem) -> Config:
     """
     gate = Config.pull_columns
     chunk_columns = gate * max(1, schedule.ceil_div(problem.k, 4 * gate))
-    tiles = _LARGE_TILES
-    if schedule.ceil_div(problem.m, problem.devices) < tiles.tile_m:
-        columns = schedule.ceil_div(problem.n, problem.devices)
-        fills_half = columns * 2 >= costs.BLOCKS * _NARROW_TILES.tile_n
-        tiles = _NARROW_TILES if fills_half else _NARROWEST_TILES
-    return Config(tiles=tiles, chunk_columns=chunk_columns)
+    if not _is_small(problem):
+        return Config(chunk_columns=chunk_columns)
+    columns = schedule.ceil_div(problem.n, problem.devices)
+    fills_half = columns * 2 >= costs.BLOCKS * _NARROW_TILES.tile_n
+    tiles = _NARROW_TILES if fills_half else _NARROWEST_TILES
+    return Config(tiles=tiles, chunk_columns=chunk_columns, whole=True)
 
 
 def estimate(problem: Problem) -> tuple[float, float]:
@@ -156,6 +167,7 @@ def launch(
         parts.total * config.tiles.tile_n,
         config.tiles,
         (config.pull_rows, config.pull_columns, config.chunk_columns),
+        whole=config.whole,
         by_shard=return_gathered,
     )
     plan = layout.plan

@@ -214,12 +214,13 @@ def layout(
     config: TileConfig,
     pull: tuple[int, int, int],
     *,
+    whole: bool,
     by_shard: bool,
 ) -> Layout:
     """How to gather shards `[m_shard, columns]` for a result of `n` columns.
 
-    `pull` are the rows and columns of a piece and the columns of a chunk; `by_shard` asks for the
-    gathered rows in the order of the shards.
+    `pull` are the rows and columns of a piece and the columns of a chunk; `whole` asks for one
+    matrix of all rows, `by_shard` for the gathered rows in the order of the shards.
     """
     rows, pull_columns, chunk_columns = pull
     # A piece as wide as lhs would not be cut off at the last row (`copies.Pull`).
@@ -234,7 +235,7 @@ def layout(
             chunk_columns=chunk_columns,
         )
 
-    if team.size > 1 and m_shard < config.tile_m:
+    if whole:
         divisor = next(r for r in range(min(rows, m_shard), 0, -1) if m_shard % r == 0)
         return Whole(team, plan(team.size * m_shard, divisor), n, config)
     return Shards(team, plan(m_shard, rows), n, config, by_shard)

@@ -17,12 +17,16 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.kernels import all_gather_matmul
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     name: getattr(st, name)
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 }
+# At the small sizes of tests the default would be the other way of gathering; see `mapped`.
+IN_SHARDS = all_gather_matmul.Config()
+AS_ONE = all_gather_matmul.Config(whole=True)
 # Per device, m_shard x k x n_shard: nothing fits a tile, or anything that the hardware likes.
 AWKWARD = [(1, 8, 8), (63, 72, 136), (65, 8, 200), (65, 72, 136)]
 
@@ -65,8 +69,10 @@ def operands(m: int, k: int, n: int, *, seed: int = 0) -> tuple[np.ndarray, np.n
 
 
 def mapped(name: str, mesh: Mesh, axis: Any = "x", **options: Any) -> Callable[..., jax.Array]:
-    """The operation on whole arrays, for use inside a `jit`."""
+    """The operation on whole arrays, for use inside a `jit`; gathers go shard by shard."""
     in_specs, out_spec = specs(name, axis)
+    if name == "all_gather_matmul":
+        options = {"config": IN_SHARDS} | options
     call = functools.partial(OPERATIONS[name], axis_name=axis, **options)
     return jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
 

@@ -42,6 +42,14 @@ def test_any_shape_and_team(name, devices, shape):
     check(name, devices, shape)
 
 
+@pytest.mark.parametrize(
+    ("devices", "shape"),
+    [(2, (65, 72, 136)), (3, (63, 200, 136)), (5, (1, 8, 8)), (8, (40, 8, 200))],
+)
+def test_shards_gathered_as_one_matrix(devices, shape):
+    check("all_gather_matmul", devices, shape, config=cases.AS_ONE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 @pytest.mark.parametrize("devices", [2, 3, 5, 6, 7, 8])

@@ -25,9 +25,11 @@ from stretto.distributed.simulator import DeadlockError, SimulationError
 DEVICES = 3
 SEEDS = range(3)
 SCHEDULES = ("random", "pct", "round_robin")
+AS_ONE = "all_gather_matmul, gathered as one matrix"
 # Semaphores of each kernel, and what is found if nobody waits for them.
 PROTOCOLS = {
     "all_gather_matmul": {"received": "race", "released": "after end"},
+    AS_ONE: {"received": "race", "released": "after end"},
     "matmul_reduce_scatter": {"produced": "race", "arrived": "race", "released": "after end"},
     # The steps before are those of the reduce-scatter, by the same code.
     "matmul_all_reduce": {"finished": "after end"},
@@ -46,8 +48,11 @@ def fresh_traces():
 
 def simulate(name, seed, **settings):
     """Runs the kernel; returns whether the numbers are right, and the simulator's report."""
+    options = dict(out_dtype=F32)
+    if name == AS_ONE:
+        name, options["config"] = "all_gather_matmul", cases.AS_ONE
     lhs, rhs = cases.operands(*cases.whole(name, DEVICES, 64, 64, 64), seed=seed)
-    program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), out_dtype=F32))
+    program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), **options))
     settings = dict(seed=seed, schedule=SCHEDULES[seed % 3], core_count=2) | settings
     with st.simulate(on_finding="record", **settings) as report:
         out = np.asarray(program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)))
