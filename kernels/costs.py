@@ -15,6 +15,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
 FUSED_BYTES = 245e9  # per second, sent by one device beside a matmul
 XLA_BYTES = 270e9  # per second, NCCL alone
+MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
 FUSED_LAUNCH_US = 25.0
 XLA_LAUNCH_US = 12.0
 
@@ -41,6 +42,11 @@ def matmul_all_reduce(problem: Problem) -> tuple[float, float]:
     """(fused, XLA unfused) times of a matmul all-reduce, in microseconds."""
     local = matmul(problem.m, ceil_div(problem.k, problem.devices), problem.n)
     return _fused_and_not(local, 2 * _moved(problem.m * problem.n, problem.devices))
+
+
+def transpose(elements: int) -> float:
+    """Microseconds in which XLA transposes so many 16 bit elements."""
+    return 1e6 * 2 * 2 * elements / MEMORY_BYTES
 
 
 def judge(estimate: tuple[float, float]) -> Verdict:

@@ -51,6 +51,10 @@ def all_gather_matmul(
     return tuple(cut[: len(rhs)]), cut[-1] if call.gathered else None
 
 
+# The caller has transposed the problem.
+all_gather_matmul_n = all_gather_matmul
+
+
 def matmul_reduce_scatter(
     lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call
 ) -> jax.Array:

@@ -18,6 +18,7 @@ from stretto.kernels import (
     checks,
     dispatch,
     fused,
+    gather_axes,
     gradients,
     hierarchical_matmuls,
     nodes,
@@ -27,6 +28,7 @@ from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.collectives import all_gather, reduce_scatter
 from stretto.kernels.dispatch import Choice, Problem
+from stretto.kernels.gather_axes import GatherAxis, Operands
 from stretto.kernels.gradients import Call, Matrices, bound, vary_alike
 from stretto.kernels.reference import Epilogue
 
@@ -39,6 +41,7 @@ def all_gather_matmul(
     epilogue: Epilogue | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
+    gather_axis: GatherAxis = "m",
     return_gathered: bool = False,
     keep_gathered: bool = False,
     config: all_gather_matmul_kernel.Config | nodes.Config | None = None,
@@ -46,68 +49,75 @@ def all_gather_matmul(
 ) -> Any:
     """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
 
-    | operand | per device | whole, over a team of D | sharded along |
-    |---|---|---|---|
-    | lhs | `[m_shard, k]` | `[D * m_shard, k]` | rows |
-    | rhs | `[k, n_shard]` | `[k, D * n_shard]` | columns |
-    | rhs, transposed | `[n_shard, k]` | `[D * n_shard, k]` | rows |
-    | out | `[D * m_shard, n_shard]` | `[D * m_shard, D * n_shard]` | columns |
+    Or `epilogue(lhs @ all_gather(rhs))`. Of the problem `M x K x N`, `gather_axis` names the
+    dimension along which the gathered operand lies in shards. Per device, in a team of D:
 
-    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` with products summed in
-    float32 and rounded once, to `out_dtype`.
+    | `gather_axis` | lhs | rhs | rhs, transposed | out |
+    |---|---|---|---|---|
+    | "m" | **`[m / D, k]`** | `[k, n]` | `[n, k]` | `[m, n]` |
+    | "n" | `[m, k]` | **`[k, n / D]`** | **`[n / D, k]`** | `[m, n]` |
+
+    What is not gathered is the device's own: of "m" columns of rhs and out, with out `[m, D * n]`
+    as a whole; of "n" rows of lhs and out, as in fully sharded data parallelism.
+
+    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m", and
+    `epilogue(lhs @ lax.all_gather(rhs, axis_name, axis=1, tiled=True))` for "n"; with products
+    summed in float32 and rounded once, to `out_dtype`.
 
     Args:
       lhs: matrix; the fused kernel takes bfloat16 and float16.
-      rhs: matrix of lhs's type, or several, each with an `n_shard` of its own, in a tuple: lhs is
-        gathered once for all (queries, keys and values; gate and up).
-      axis_name: mesh axis, or tuple of axes, that lhs is gathered over.
+      rhs: matrix of lhs's type. Or several, each with an `n` of its own, in a tuple: lhs is
+        gathered once for all (queries, keys and values; gate and up). Not for "n".
+      axis_name: mesh axis, or tuple of axes, to gather over.
       epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
       out_dtype: floating-point type of the result; lhs's by default.
-      rhs_transposed: rhs is given as `[n_shard, k]`. No transposed copy is made.
-      return_gathered: return `(out, gathered)`, with the gathered lhs `[D * m_shard, k]`.
-      keep_gathered: keep the gathered lhs for the backward pass (`(D - 1) * m_shard * k` elements
-        more memory) in place of gathering it again. Policies of `jax.checkpoint` know it by the
-        name "gathered".
+      rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
+      gather_axis: "m" or "n", as above. For "n" XLA transposes the result, and the shard of
+        rhs if that is not given transposed. Only "m" has a fused version over several nodes.
+      return_gathered: return `(out, gathered)`, with the gathered operand, whole.
+      keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
+        place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
     Returns:
-      out, or a tuple of them where rhs is one; with the gathered lhs after it, if asked for.
+      out, or a tuple of them where rhs is one; with the gathered operand after it, if asked for.
 
     Raises:
       ValueError: operands that do not fit each other, an unknown axis or backend, a call outside
         `shard_map`, or a backend that cannot serve the call.
 
-    Memory: the fused kernel holds the peers' rows of lhs, `(D - 1) * m_shard * k` elements.
+    Memory: the fused kernel holds the peers' shards of what is gathered, D - 1 of them.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    op = "all_gather_matmul"
-    sides = checks.as_matrices(op, "rhs", rhs)
-    for side in sides:
-        checks.check_matmul_operands(op, lhs, side, rhs_transposed=rhs_transposed)
-    dtype = checks.check_out_dtype(op, out_dtype, lhs.dtype)
-    devices = axis_size(axes)
-    n = sum(side.shape[0 if rhs_transposed else 1] for side in sides)
-    m, k = devices * lhs.shape[0], lhs.shape[1]
-    problem = _problem(op, lhs.dtype, dtype, devices, m, k, devices * n)
-    choice = dispatch.choose(problem, backend, all_gather_matmul_kernel, config, axes=axes)
+    operands = Operands.checked(gather_axis, lhs, rhs, rhs_transposed, axis_size(axes))
+    dtype = checks.check_out_dtype(gather_axes.OP, out_dtype, lhs.dtype)
+    problem = _problem(operands.op, lhs.dtype, dtype, operands.devices, *operands.sizes())
+    choice = dispatch.choose(problem, backend, operands.kernel, config, axes=axes)
     if choice.backend == "xla":
         outs, gathered = reference.all_gather_matmul(
-            lhs, sides, axes, epilogue=epilogue, out_dtype=dtype, rhs_transposed=rhs_transposed
+            lhs,
+            operands.sides,
+            axes,
+            epilogue=epilogue,
+            out_dtype=dtype,
+            rhs_transposed=rhs_transposed,
+            gather_axis=gather_axis,
         )
     else:
+        moved, sides, transposed = operands.for_kernel()
         call = dataclasses.replace(
-            _call(axes, dtype, choice, backend, config, rhs_transposed),
+            _call(axes, dtype, choice, backend, config, transposed),
             gathered=return_gathered,
             epilogue=epilogue,
             keep_gathered=keep_gathered,
         )
-        alike = vary_alike(axes, lhs, *sides)
+        alike = vary_alike(axes, moved, *sides)
         results: Any = gradients.all_gather_matmul(alike[0], tuple(alike[1:]), call)
-        outs, gathered = results
+        outs, gathered = operands.results(*results)
     out = outs if isinstance(rhs, tuple | list) else outs[0]
     return (out, gathered) if return_gathered else out
 
@@ -259,12 +269,13 @@ def _problem(op, dtype, out_dtype, devices, m, k, n) -> Problem:
 
 def _call(axes, out_dtype, choice: Choice, backend, config, rhs_transposed):
     """The call as its gradient rules need it: derivatives take the backend that was asked for."""
+    kernels = hierarchical_matmuls if choice.split else fused
     return Call(
         axes=axes,
         out_dtype=out_dtype,
         config=choice.config,
         interpret=choice.interpret,
-        fused=getattr(hierarchical_matmuls if choice.split else fused, choice.problem.op),
+        fused=getattr(kernels, choice.problem.op),
         rhs_transposed=rhs_transposed,
         all_gather=bound(all_gather, axes, backend),
         all_gather_matmul=bound(all_gather_matmul, axes, backend),

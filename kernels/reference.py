@@ -87,10 +87,19 @@ def all_gather_matmul(
     epilogue: Epilogue | None,
     out_dtype: jax.typing.DTypeLike,
     rhs_transposed: bool = False,
+    gather_axis: str = "m",
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """`epilogue(all_gather(lhs) @ x)` for each `x` of rhs, and the gathered lhs."""
-    gathered = checkpoint_name(all_gather(lhs, axis_name, axis=0), "gathered")
-    outs = (matmul(gathered, x.T if rhs_transposed else x) for x in rhs)
+    """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
+
+    lhs is gathered along its rows ("m"), or the only `x` along its columns ("n").
+    """
+    if gather_axis == "n":
+        (part,), axis = rhs, 0 if rhs_transposed else 1
+    else:
+        part, axis = lhs, 0
+    gathered = checkpoint_name(all_gather(part, axis_name, axis=axis), "gathered")
+    lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
+    outs = (matmul(lhs, x.T if rhs_transposed else x) for x in rhs)
     outs = (out if epilogue is None else epilogue(out) for out in outs)
     return tuple(out.astype(out_dtype) for out in outs), gathered
 

@@ -81,6 +81,30 @@ def epilogue() -> Iterator[Program]:
     yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
 
 
+def gathers(name: str) -> Iterator[Program]:
+    """An all-gather matmul along another dimension, rhs given both ways where that matters."""
+    yield "eight devices", *fused(name, aot.mesh_of_gpus((8,), ("x",)))
+    four = aot.mesh_of_gpus((4,), ("x",))
+    yield "awkward", *fused(name, four, cases.whole(name, 4, 65, 72, 136))
+    (lhs, rhs), out = cases.specs(name)
+    call = functools.partial(
+        cases.GATHERS[name],
+        axis_name="x",
+        rhs_transposed=True,
+        epilogue=jax.nn.gelu,
+        return_gathered=True,
+        backend="pallas",
+    )
+    mapped = jax.shard_map(
+        call, mesh=four, in_specs=(lhs, P(*rhs[::-1])), out_specs=(out, P()), check_vma=False
+    )
+    structs = [
+        jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=NamedSharding(four, spec))
+        for spec in (lhs, P(*rhs[::-1]))
+    ]
+    yield "transposed", mapped, structs
+
+
 def no_limit() -> Iterator[Program]:
     """Waits that spin for ever, as measurements of what the limit costs need them."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
@@ -214,6 +238,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"configs of {name}": functools.partial(configs, name) for name in cases.OPERATIONS},
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
+    **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
     "epilogue": epilogue,
     "no limit": no_limit,
     "stacked": stacked,

@@ -104,6 +104,14 @@ def test_fused_matmuls_in_other_settings(name, tmp_path):
     check(compile_case(f"more of {name}", tmp_path), warpgroups=3, local=True)
 
 
+@pytest.mark.parametrize("axis", ["n"])
+def test_gathers_along_another_dimension(axis, tmp_path):
+    compiled = compile_case(f"gathers of all_gather_matmul_{axis}", tmp_path)
+    check(compiled, warpgroups=3, local=True)
+    for program in compiled:
+        assert not COPIED.search(program["hlo"]), f"{program['label']}:\n{program['hlo']}"
+
+
 def test_an_epilogue_costs_no_spills(tmp_path):
     check(compile_case("epilogue", tmp_path), warpgroups=3, local=True)
 

@@ -24,6 +24,12 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     name: getattr(st, name)
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 }
+# The same with another operand or dimension gathered.
+GATHERS: dict[str, Callable[..., jax.Array]] = {
+    f"all_gather_matmul_{axis}": functools.partial(st.all_gather_matmul, gather_axis=axis)
+    for axis in ("n",)
+}
+FORMS = OPERATIONS | GATHERS
 # At the small sizes of tests the default would be the other way of gathering; see `mapped`.
 IN_SHARDS = all_gather_matmul.Config()
 AS_ONE = all_gather_matmul.Config(whole=True)
@@ -44,16 +50,22 @@ def specs(name: str, axis: Any = "x") -> tuple[tuple[P, P], P]:
     rows, columns = P(axis, None), P(None, axis)
     if name == "all_gather_matmul":
         return (rows, columns), columns
+    if name == "all_gather_matmul_k":
+        return (columns, columns), columns
+    if name == "all_gather_matmul_n":
+        return (rows, columns), rows
     return (columns, rows), rows if name == "matmul_reduce_scatter" else P(None, None)
 
 
 def whole(name: str, devices: int, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Sizes of the whole problem in which a device has `m` rows of what is gathered or scattered.
+    """Sizes of the whole problem of which a device has `m` x `k` x `n`.
 
-    `k` and `n` are a device's, too, but for the dimension that the operation leaves whole.
+    But for the dimension that the operation leaves whole.
     """
-    if name == "all_gather_matmul":
+    if name in ("all_gather_matmul", "all_gather_matmul_n"):
         return devices * m, k, devices * n
+    if name == "all_gather_matmul_k":
+        return m, devices * k, devices * n
     return devices * m, devices * k, n
 
 
@@ -73,7 +85,7 @@ def mapped(name: str, mesh: Mesh, axis: Any = "x", **options: Any) -> Callable[.
     in_specs, out_spec = specs(name, axis)
     if name == "all_gather_matmul":
         options = {"config": IN_SHARDS} | options
-    call = functools.partial(OPERATIONS[name], axis_name=axis, **options)
+    call = functools.partial(FORMS[name], axis_name=axis, **options)
     return jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
 
 

@@ -54,7 +54,9 @@ class Subject:
 def blocks(name: str, devices: int, sizes: Sizes) -> list[tuple[int, int]]:
     """Shapes of a device's lhs and rhs, of a whole problem of `sizes` m x k x n."""
     m, k, n = sizes
-    if name == "all_gather_matmul":
+    if name == "all_gather_matmul_k":
+        return [(m, k // devices), (k, n // devices)]
+    if name in ("all_gather_matmul", "all_gather_matmul_n"):
         return [(m // devices, k), (k, n // devices)]
     return [(m, k // devices), (k // devices, n)]
 
@@ -92,6 +94,10 @@ def product(name: str, operands: Sequence[jax.Array], axis: Any) -> jax.Array:
     lhs, rhs = (x.astype(F32) for x in operands)
     if name == "all_gather_matmul":
         return matmul(lax.all_gather(lhs, axis, tiled=True), rhs)
+    if name == "all_gather_matmul_k":
+        return matmul(lax.all_gather(lhs, axis, axis=1, tiled=True), rhs)
+    if name == "all_gather_matmul_n":
+        return matmul(lhs, lax.all_gather(rhs, axis, axis=1, tiled=True))
     if name == "matmul_reduce_scatter":
         return lax.psum_scatter(matmul(lhs, rhs), axis, tiled=True)
     return lax.psum(matmul(lhs, rhs), axis)
@@ -99,7 +105,7 @@ def product(name: str, operands: Sequence[jax.Array], axis: Any) -> jax.Array:
 
 def _fused(name: str) -> Subject:
     def call(operands, axis, **options):
-        return cases.OPERATIONS[name](*operands, axis, **options)
+        return cases.FORMS[name](*operands, axis, **options)
 
     return Subject(
         name=name,
@@ -167,7 +173,7 @@ def collective(name: str, dtype: str = "bfloat16") -> Subject:
 
 
 SUBJECTS: dict[str, Subject] = {
-    **{name: _fused(name) for name in cases.OPERATIONS},
+    **{name: _fused(name) for name in cases.FORMS},
     **{name: collective(name) for name in COLLECTIVES},
 }
 

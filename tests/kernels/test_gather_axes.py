@@ -1,0 +1,234 @@
+"""All-gather matmuls that gather along another dimension than the rows of lhs, in the simulator."""
+
+from __future__ import annotations
+
+import functools
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F16, F32
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+
+everywhere = pytest.mark.parametrize("name", cases.GATHERS)
+
+
+@pytest.fixture(autouse=True)
+def simulation():
+    with st.simulate(seed=5, core_count=2) as report:
+        yield report
+    assert report.ok, str(report)
+
+
+def sides(name: str, *, transposed: bool = False, axis: str = "x") -> tuple[P, P, P]:
+    """How lhs, rhs as it is given and the result lie on the devices."""
+    (lhs, rhs), out = cases.specs(name, axis)
+    return lhs, P(*rhs[::-1]) if transposed else rhs, out
+
+
+def mapped(name, call, devices=2, *, transposed=False, out_specs=None, check_vma=False):
+    lhs, rhs, out = sides(name, transposed=transposed)
+    return jax.jit(
+        jax.shard_map(
+            call,
+            mesh=cases.mesh_of(devices),
+            in_specs=(lhs, rhs),
+            out_specs=out if out_specs is None else out_specs,
+            check_vma=check_vma,
+        )
+    )
+
+
+def pure_lax(name: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    lhs, rhs = lhs.astype(F32), rhs.astype(F32)
+    if name == "all_gather_matmul_n":
+        return lhs @ lax.all_gather(rhs, "x", axis=1, tiled=True)
+    return lax.all_gather(lhs, "x", axis=1, tiled=True) @ rhs
+
+
+def assert_same(got, want, tolerance=1e-2):
+    """Within a few roundings to bfloat16, relative to the largest."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape
+        w = np.asarray(w, np.float32)
+        np.testing.assert_allclose(np.asarray(g, np.float32), w, atol=tolerance * np.abs(w).max())
+
+
+def check(name, devices, shape, *, dtype=BF16, out_dtype=None, seed=0, **options):
+    lhs, rhs = cases.operands(*cases.whole(name, devices, *shape), seed=seed)
+    out = cases.run(name, lhs, rhs, devices=devices, dtype=dtype, out_dtype=out_dtype, **options)
+    np.testing.assert_array_equal(out, cases.rounded(lhs @ rhs, out_dtype or dtype))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("devices", "shape"),
+    [
+        (2, (65, 72, 136)),
+        (3, (9, 136, 72)),
+        (4, (1, 8, 8)),
+        (2, (264, 320, 328)),
+        (5, (40, 8, 200)),
+    ],
+)
+def test_any_shape_and_team(name, devices, shape):
+    check(name, devices, shape, seed=devices)
+
+
+@pytest.mark.slow
+@everywhere
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 63, 65, 300])
+@pytest.mark.parametrize("n", [8, 136, 200])
+@pytest.mark.parametrize("k", [8, 72, 328])
+def test_every_shape_and_team(name, devices, m, k, n):
+    check(name, devices, (m, k, n))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [(BF16, F32), (F16, None), (F16, BF16)], ids=["wide", "f16", "mixed"]
+)
+def test_types(name, dtype, out_dtype):
+    check(name, 2, (40, 72, 72), dtype=dtype, out_dtype=out_dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("transposed", [False, True])
+def test_transposed_with_an_epilogue_and_what_was_gathered(name, transposed):
+    lhs, rhs = cases.operands(*cases.whole(name, 3, 24, 72, 40))
+    given = rhs.T if transposed else rhs
+
+    def call(lhs, rhs):
+        return st.all_gather_matmul(
+            lhs,
+            rhs,
+            "x",
+            gather_axis=name[-1],
+            rhs_transposed=transposed,
+            epilogue=lambda x: jnp.maximum(x, 0),
+            return_gathered=True,
+            out_dtype=F32,
+        )
+
+    out_specs = sides(name)[2], P(None, None)
+    program = mapped(name, call, 3, transposed=transposed, out_specs=out_specs)
+    out, gathered = program(jnp.asarray(lhs, BF16), jnp.asarray(given, BF16))
+    np.testing.assert_array_equal(np.asarray(out), np.maximum(lhs @ rhs, 0))
+    np.testing.assert_array_equal(
+        np.asarray(gathered, np.float32), given if name[-1] == "n" else lhs
+    )
+
+
+def gradients(name, call, *operands, transposed=False, check_vma=False):
+    product = mapped(name, call, transposed=transposed, check_vma=check_vma)
+
+    def loss(*operands):
+        out = product(*operands).astype(F32)
+        return jnp.sum(out * jnp.sin(jnp.arange(out.size, dtype=F32)).reshape(out.shape))
+
+    return jax.jit(jax.grad(loss, (0, 1)))(*operands)
+
+
+def operands(name, m=20, k=24, n=40):
+    return [jnp.asarray(x, BF16) for x in cases.operands(*cases.whole(name, 2, m, k, n))]
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("transposed", "kept", "check_vma"), [(False, False, True), (True, True, False)]
+)
+def test_gradients_are_those_of_pure_lax_and_fused(name, transposed, kept, check_vma, simulation):
+    lhs, rhs = operands(name)
+
+    def call(lhs, rhs):
+        out = st.all_gather_matmul(
+            lhs,
+            rhs,
+            "x",
+            gather_axis=name[-1],
+            rhs_transposed=transposed,
+            epilogue=jnp.tanh,
+            keep_gathered=kept,
+            out_dtype=F32,
+        )
+        return jnp.sin(out)
+
+    given = rhs.T if transposed else rhs
+    got = gradients(name, call, lhs, given, transposed=transposed, check_vma=check_vma)
+    want = gradients(name, lambda *xs: jnp.sin(jnp.tanh(pure_lax(name, *xs))), lhs, rhs)
+    assert_same(got, (want[0], want[1].T if transposed else want[1]))
+    # Forward; the gradient of what is gathered, scattered; and the other's, gathered again.
+    assert simulation.launches == (2 if kept else 3)
+
+
+@everywhere
+def test_gradients_by_xla_and_of_what_was_gathered(name):
+    def gradient(backend):
+        def call(lhs, rhs):
+            out, gathered = st.all_gather_matmul(
+                lhs, rhs, "x", gather_axis=name[-1], return_gathered=True, backend=backend
+            )
+            weights = jnp.arange(gathered.size, dtype=BF16).reshape(gathered.shape) % 3
+            return out + jnp.sum(gathered * weights)
+
+        return gradients(name, call, *operands(name))
+
+    assert_same(gradient("simulator"), gradient("xla"))
+
+
+@everywhere
+def test_scan_over_layers_with_remat(name):
+    lhs, rhs = operands(name, 16, 32, 32)
+    layers = jnp.stack([rhs, -2 * rhs])
+
+    def network(product, lhs, layers):
+        def layer(total, rhs):
+            out = checkpoint_name(product(lhs, rhs).astype(F32), "product")
+            return total + jnp.sum(jnp.tanh(out / 16)), None
+
+        return lax.scan(jax.checkpoint(layer), jnp.float32(0), layers)[0]
+
+    def by(call):
+        loss = functools.partial(network, mapped(name, call, check_vma=True))
+        return jax.jit(jax.grad(loss, (0, 1)))(lhs, layers)
+
+    assert_same(
+        by(lambda *xs: st.all_gather_matmul(*xs, "x", gather_axis=name[-1])),
+        by(functools.partial(pure_lax, name)),
+        tolerance=3e-2,
+    )
+
+
+@everywhere
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_no_collective_that_is_not_needed(name, backend):
+    xs = operands(name)
+    program = cases.mapped(name, cases.mesh_of(2), backend=backend)
+
+    def loss(*xs):
+        return jnp.sum(jnp.sin(program(*xs).astype(F32)))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*xs).compile()
+    found = cases.collectives(compiled.as_text())
+    assert found.pop("all-reduce", 0) <= 1, found  # The loss of whole arrays.
+    if backend == "xla":
+        assert found.pop("all-gather") <= 2 and found.pop("reduce-scatter") == 1
+    assert not found
+
+
+@everywhere
+def test_nan_and_infinity_stay_in_their_rows_and_columns(name):
+    lhs, rhs = cases.operands(*cases.whole(name, 2, 9, 8, 8))
+    lhs[1, 2], lhs[3, 1] = np.nan, np.inf
+    rhs[:2, 0] = [1, -1]
+    rhs[-1, 3] = np.inf
+    out = cases.run(name, lhs, rhs, out_dtype=F32)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(out, lhs @ rhs)

@@ -1,0 +1,114 @@
+"""Which implementation serves an all-gather matmul along another dimension, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import pytest
+from fused_cases import BF16
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.kernels import dispatch, tables
+from stretto.kernels.dispatch import Problem
+
+everywhere = pytest.mark.parametrize("name", cases.GATHERS)
+
+
+@everywhere
+def test_explain(name):
+    found = []
+    x = jax.ShapeDtypeStruct((128, 128), BF16)
+
+    def call(x_):
+        found.append(st.explain(cases.GATHERS[name], x, x, "x", backend="simulator"))
+        return x_
+
+    jax.eval_shape(
+        jax.shard_map(call, mesh=cases.mesh_of(2), in_specs=P(), out_specs=P()), jnp.zeros(2)
+    )
+    m, k, n = cases.whole(name, 2, 128, 128 // 2 if name[-1] == "k" else 128, 128)
+    assert found[0].problem.op == name
+    assert str(found[0]).startswith(f"{name} {m}x{k}x{n} bfloat16 on 2 x cpu: simulator")
+
+
+class TestChoice:
+    """`auto`, by what is known of the problem."""
+
+    def choice(self, name, m, k, n, backend="auto"):
+        problem = Problem(
+            op=name,
+            m=m,
+            k=k,
+            n=n,
+            dtype="bfloat16",
+            out_dtype="bfloat16",
+            devices=4,
+            platform="gpu",
+            device_kind="NVIDIA H100 80GB HBM3",
+        )
+        kernel = importlib.import_module(f"stretto.kernels.{name}")
+        return dispatch.choose(problem, backend, kernel)
+
+    @everywhere
+    def test_by_estimate_alone(self, name, monkeypatch):
+        monkeypatch.setattr(tables, "table_for", tables.Table)
+        large, small = self.choice(name, 16384, 8192, 8192), self.choice(name, 64, 64, 64)
+        assert (large.backend, small.backend) == ("pallas", "xla")
+
+    def test_the_transposed_problems_entry_and_the_transposes(self, monkeypatch):
+        entry = tables.Entry(
+            op="all_gather_matmul",
+            m=2048,
+            k=8192,
+            n=32768,
+            dtype="bfloat16",
+            devices=4,
+            fused_us=1000.0,
+            xla_us=1100.0,
+            config={"pull_rows": 8},
+        )
+        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (entry,)))
+        choice = self.choice("all_gather_matmul_n", 32768, 8192, 2048)
+        assert choice.backend == "pallas" and choice.xla_us == 1100
+        assert 1000 < choice.fused_us < 1100
+        assert choice.config.pull_rows == 8
+        slower = dataclasses.replace(entry, xla_us=1010.0)
+        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (slower,)))
+        assert self.choice("all_gather_matmul_n", 32768, 8192, 2048).backend == "xla"
+        # An entry of the same sizes, but of the other operation, says nothing.
+        assert self.choice("all_gather_matmul_n", 2048, 8192, 32768).xla_us != 1010
+
+
+class TestErrors:
+    def fails(self, message, lhs, rhs, **options):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(
+                jax.shard_map(
+                    lambda x, y: st.all_gather_matmul(x, y, "x", **options),
+                    mesh=cases.mesh_of(2),
+                    in_specs=P(),
+                    out_specs=P(),
+                    check_vma=False,
+                ),
+                *jax.tree.map(lambda shape: jnp.zeros(shape, BF16), (lhs, rhs), is_leaf=is_shape),
+            )
+
+    def test_an_unknown_axis(self):
+        self.fails("gather_axis='rows' is not one of 'm'", (8, 8), (8, 8), gather_axis="rows")
+
+    def test_several_that_are_gathered(self):
+        message = r"gather_axis='n' gathers rhs and takes one matrix, not a tuple of 2"
+        self.fails(message, (8, 8), ((8, 8), (8, 8)), gather_axis="n")
+
+    def test_sizes(self):
+        message = r"lhs \(8, 16\) has k=16 columns and rhs \(8, 8\) has k=8 rows"
+        self.fails(message, (8, 16), (8, 8), gather_axis="n")
+
+
+def is_shape(x) -> bool:
+    return isinstance(x, tuple) and all(isinstance(size, int) for size in x)
