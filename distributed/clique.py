@@ -3,6 +3,11 @@
 A kernel talks along some axes of the mesh, but a program is compiled once for all devices of a
 process. So its clique is the part of the mesh that this process sees: its own devices or, where
 every process has one, those of its node. Every team of the process lies within it.
+
+XLA connects devices for its own collectives, too, and refuses a program in which the same devices
+are connected once as one group of several (its own, over all nodes) and once as the only one (a
+kernel's, which knows of no other). The same devices in another order count as others: so where a
+job has several cliques, kernels count theirs from the end (`team.counting_from_the_end`).
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -32,6 +38,18 @@ class Clique:
     shape: tuple[int, ...]
     members: tuple[int, ...]
     processes: tuple[int, ...]
+
+    def turned(self) -> Clique:
+        """The same devices, counted from the end along every axis."""
+        return dataclasses.replace(self, members=self.members[::-1], processes=self.processes[::-1])
+
+
+def are_several() -> bool:
+    """Whether this job has more than one clique."""
+    devices = jax.devices()
+    domains = np.empty(len(devices), object)
+    domains[:] = topology.domains_of(devices)
+    return len(_cliques(domains, devices)) > 1
 
 
 def this_process(mesh: Mesh) -> int:

@@ -27,7 +27,7 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import jax_compat, jax_options
+from stretto.distributed import jax_compat, jax_options, mailbox
 from stretto.distributed.clique import Clique, check_order, clique_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
@@ -36,10 +36,15 @@ team_kernel_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TeamKernelInfo:
-    """What the lowering needs to know of a kernel: its name, and the axes it communicates over."""
+    """What the lowering needs to know of a kernel.
+
+    Its name, the axes it communicates over, and whether it was traced with its devices counted
+    from the end (`team.counting_from_the_end`).
+    """
 
     name: str
     axes: tuple[Hashable, ...]
+    turned: bool = False
 
 
 def bind_team_kernel(
@@ -145,6 +150,8 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
         check_order(mesh, info.name)
         return context
     clique = clique_of(mesh, info.axes, info.name)
+    if info.turned:
+        clique = clique.turned()
     members = np.empty(len(clique.members), object)
     members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
     stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
@@ -164,7 +171,8 @@ def _lower_for_clique(clique: Clique, ctx: mlir.LoweringRuleContext, *args: Any,
     """Lowers `mpmd_map` for a clique that JAX takes for the mesh, and says who its members are."""
     if ctx.module_context.platforms == ("cpu",):
         return jax_compat.lower_kernel_for_cpu(ctx, *args, members=clique.members, **params)
-    outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
+    with mailbox.devices_numbered(clique.members):
+        outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
     _set_members(outs[0].owner, clique.members)
     return outs
 

@@ -12,11 +12,11 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_kernels, profiling, semaphores, settings, simulator
+from stretto.distributed import clique, jax_kernels, profiling, semaphores, settings, simulator
 from stretto.distributed.axes import make_varying, varying_axes
 from stretto.distributed.jax_kernels import TeamKernelInfo
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
-from stretto.distributed.team import Team
+from stretto.distributed.team import Team, counting_from_the_end
 
 GRID_AXIS = "grid"
 THREAD_AXIS = "warpgroup"
@@ -83,6 +83,10 @@ def launch(
         arrays["closing_sem"] = SemaphoreArray()
         scratch["closing_barrier"] = plgpu.Barrier(num_arrivals=num_threads)
 
+    axes = team.axes if team is not None else ()
+    info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and clique.are_several())
+
+    @counting_from_the_end(info.turned)
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
         sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
         if team is None or not closes:
@@ -106,8 +110,6 @@ def launch(
         compiler_params=profiling.compiler_params(compiler_params),
         interpret=interpret,
     )
-    axes = team.axes if team is not None else ()
-    info = TeamKernelInfo(name=name, axes=axes)
     outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
     # XLA would run a kernel twice whose result goes into a loop's stack and is used besides: once
     # for the use, and once more to write it into the stack itself (its dynamic-slice fusion).

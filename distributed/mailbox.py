@@ -11,6 +11,7 @@ The page lies at the same address in every process, so that all compile the same
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import functools
@@ -20,7 +21,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import jax
 
@@ -40,11 +41,16 @@ _HOST_REGISTER_PORTABLE_AND_MAPPED = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site:
-    """A wait as the source names it; `limit_s` is in seconds."""
+    """A wait as the source names it.
+
+    `limit_s` is in seconds; `devices` are the places in the mesh of the devices that the kernel
+    knows by number, if they are others.
+    """
 
     kernel: str
     semaphore: str
     limit_s: float
+    devices: tuple[int, ...] = ()
 
     @property
     def key(self) -> int:
@@ -53,10 +59,22 @@ class Site:
 
 
 _sites: dict[int, Site] = {}
+_numbered = contextvars.ContextVar[tuple[int, ...]]("numbered", default=())
+
+
+@contextlib.contextmanager
+def devices_numbered(places: tuple[int, ...]) -> Generator[None]:
+    """Sites that are registered inside know their devices by number, at `places` in the mesh."""
+    token = _numbered.set(() if places == tuple(range(len(places))) else places)
+    try:
+        yield
+    finally:
+        _numbered.reset(token)
 
 
 def register(site: Site) -> int:
     """Makes `site` known to `read`, and returns its key."""
+    site = dataclasses.replace(site, devices=_numbered.get())
     _sites[site.key] = site
     return site.key
 
@@ -81,10 +99,13 @@ def read() -> list[str]:
 
 def _describe(record: dict[str, int], indices: list[int]) -> str:
     site = _sites.get(record["site"], Site(kernel="?", semaphore="?", limit_s=float("nan")))
+    device = record["device"]
+    if device < len(site.devices):
+        device = site.devices[device]
     position = "".join(f"[{i}]" for i in indices[: record["rank"]])
     return (
         f"kernel {site.kernel} gave up after {site.limit_s:g} s: process {jax.process_index()},"
-        f" device {record['device']}, block ({record['block_x']}, {record['block_y']},"
+        f" device {device}, block ({record['block_x']}, {record['block_y']},"
         f" {record['block_z']}) waits for semaphore {site.semaphore}{position} >="
         f" {record['wanted']}, which is {record['seen']}"
     )

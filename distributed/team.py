@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.axes import AxisNames, canonical_axes
+
+# Set while the body of a kernel is traced that counts its devices from the other end (`clique`).
+_mirrored = contextvars.ContextVar("mirrored", default=False)
+
+
+@contextlib.contextmanager
+def counting_from_the_end(enabled: bool) -> Generator[None]:
+    """Inside, the devices' places along mesh axes are those of a mesh that is turned around."""
+    token = _mirrored.set(enabled)
+    try:
+        yield
+    finally:
+        _mirrored.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +70,7 @@ class Team:
         A kernel that asks for its place along a mesh axis is one that XLA connects to others,
         which a team of one must not be.
         """
-        return jnp.int32(0) if self.is_alone else lax.axis_index(self.axes)
+        return jnp.int32(0) if self.is_alone else self._turned(lax.axis_index(self.axes))
 
     def neighbour(self, offset: int) -> jax.Array:
         """Id of the member `offset` places further on the ring; `offset` may be negative."""
@@ -68,8 +84,11 @@ class Team:
         Axes that are not the team's are left out and so default to the caller's own position.
         """
         if len(self.axes) == 1:
-            return {self.axes[0]: device_id}
-        return {self.axes: device_id}
+            return {self.axes[0]: self._turned(device_id)}
+        return {self.axes: self._turned(device_id)}
+
+    def _turned(self, place: int | jax.Array) -> Any:
+        return self.size - 1 - place if _mirrored.get() else place
 
     @functools.cached_property
     def peer_offsets(self) -> tuple[int, ...]:

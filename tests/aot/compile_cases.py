@@ -149,6 +149,7 @@ def a_process_a_gpu() -> Iterator[Program]:
 def two_nodes(process: int, processes: int) -> Iterator[Program]:
     """A fused matmul over the devices of a node, seen from one of the processes of two nodes."""
     clique.this_process = lambda mesh: process
+    clique.are_several = lambda: True
     mesh = aot.mesh_of_gpus((2, 2), ("x", "y"), processes=processes)
 
     def body(lhs, rhs):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import subjects
 from fused_cases import BF16, F32
+from jax import lax
 from jax.sharding import Mesh
 from subjects import Sizes
 
@@ -26,25 +27,25 @@ def gradients(
     def body(seed):
         operands = subject.draw(subjects.own_key(seed, mesh), shapes, whole=False)
 
-        def gradient(call):
+        def gradient(call, operands):
             def loss(*operands):
-                out = call(operands).astype(F32)
-                return jnp.sum(out * jnp.sin(jnp.arange(out.size, dtype=F32)).reshape(out.shape))
+                out = call(operands)
+                weights = jnp.sin(jnp.arange(out.size, dtype=F32)).reshape(out.shape)
+                # Of the type in which all get it back, so that all begin with the same.
+                return jnp.sum(out.astype(F32) * subjects.rounded(weights, BF16).astype(F32))
 
+            # Without the barrier XLA would leave out the rounding that its gradients have.
             places = tuple(range(len(operands)))
-            return jax.grad(loss, places)(*(x.astype(F32) for x in operands))
+            return lax.optimization_barrier(jax.grad(loss, places)(*operands))
 
         def by(backend):
-            def call(operands):
-                narrow = [x.astype(BF16) for x in operands]
-                return subject.call(narrow, axis, backend=backend)
+            return gradient(lambda xs: subject.call(xs, axis, backend=backend), operands)
 
-            return gradient(call)
-
-        exact = gradient(lambda operands: subject.exact(list(operands), axis))
+        wide = [x.astype(F32) for x in operands]
+        exact = gradient(lambda xs: subject.exact(list(xs), axis), wide)
         return jnp.stack(
             [
-                jnp.stack([jnp.abs(g - e).max() / jnp.abs(e).max() for g, e in pairs])
+                jnp.stack([jnp.abs(g.astype(F32) - e).max() / jnp.abs(e).max() for g, e in pairs])
                 for pairs in (zip(by(b), exact, strict=True) for b in (backend, "xla"))
             ]
         )

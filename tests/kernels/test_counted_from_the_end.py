@@ -1,0 +1,49 @@
+"""Kernels whose devices are counted from the end, as where a job has several cliques."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import subjects
+from fused_cases import mesh_of
+from jax.sharding import PartitionSpec as P
+from subjects import SUBJECTS
+
+import stretto as st
+from stretto.distributed import clique
+
+
+@pytest.fixture(autouse=True)
+def several_cliques(monkeypatch):
+    """The kernels think so; there is one, of all devices."""
+    jax.clear_caches()
+    monkeypatch.setattr(clique, "are_several", lambda: True)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(("shape", "axis"), [((3,), "x"), ((2, 2), "y")])
+def test_results_are_the_same(name, shape, axis):
+    subject, mesh = SUBJECTS[name], mesh_of(*shape)
+    team = subjects.team_size(mesh, axis)
+    shapes = subject.shapes(team, subject.sizes_of(team, 24, 72, 72))
+
+    def body(seed):
+        operands = subject.draw(subjects.own_key(seed, mesh), shapes, whole=True)
+        out = subject.call(operands, axis, backend="pallas")
+        return (out.astype(np.float32) != subject.exact(operands, axis)).sum()[None]
+
+    with st.simulate(seed=3, core_count=2):
+        wrong = jax.jit(
+            jax.shard_map(
+                body, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False
+            )
+        )(0)
+    assert not np.asarray(wrong).any()
+
+
+def test_devices_are_lowered_in_that_order():
+    turned = clique.Clique(("x",), (3,), (4, 5, 6), (1, 1, 2)).turned()
+    assert (turned.members, turned.processes) == ((6, 5, 4), (2, 1, 1))
