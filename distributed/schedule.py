@@ -115,3 +115,72 @@ class PullPlan:
         full = self.chunk_columns // self.piece_columns
         last = self.pieces_across - full * (self.chunks - 1)
         return where(chunk == self.chunks - 1, last, full) * self.pieces_down
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandedPullPlan:
+    """How a team's blocks fetch what their peers hold of a matrix's columns, band by band of rows.
+
+    Each of `sources` peers has a shard of `rows` x `columns`, other columns of the same rows.
+    They are wanted in bands of `band_rows`: of the first band all shards, one after the other,
+    then of the second. Within a band's shard, pieces of `piece_rows` x `piece_columns` follow each
+    other along the columns, row of pieces after row of pieces; pieces at the edges may be smaller.
+    `chunk_rows` rows of a shard are a chunk, which one semaphore counts.
+    """
+
+    sources: int
+    rows: int
+    columns: int
+    piece_rows: int
+    piece_columns: int
+    chunk_rows: int
+    band_rows: int
+
+    def __post_init__(self) -> None:
+        for name, size, by in (
+            ("chunk_rows", self.chunk_rows, "piece_rows"),
+            ("band_rows", self.band_rows, "chunk_rows"),
+        ):
+            if size % getattr(self, by):
+                raise ValueError(f"{name}={size} must be a multiple of {by}={getattr(self, by)}.")
+
+    @property
+    def pieces_across(self) -> int:
+        """Pieces along the columns of a shard."""
+        return ceil_div(self.columns, self.piece_columns)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of all shards."""
+        return self.sources * ceil_div(self.rows, self.piece_rows) * self.pieces_across
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one shard."""
+        return ceil_div(self.rows, self.chunk_rows)
+
+    def locate(self, index: Int) -> tuple[Int, Int, Int, Int]:
+        """(shard, first row, first column, chunk) of the piece at `index`, as they are wanted."""
+        down = self.band_rows // self.piece_rows
+        full_bands, rest = divmod(self.rows, self.band_rows)
+        last_down = ceil_div(rest, self.piece_rows)
+        band = div(index, self.sources * down * self.pieces_across)
+        within = index - band * (self.sources * down * self.pieces_across)
+        source = div(within, down * self.pieces_across)
+        piece = within - source * (down * self.pieces_across)
+        if rest:
+            is_last = band == full_bands
+            last_source = div(within, last_down * self.pieces_across)
+            source = where(is_last, last_source, source)
+            last_piece = within - last_source * (last_down * self.pieces_across)
+            piece = where(is_last, last_piece, piece)
+        piece_row = div(piece, self.pieces_across)
+        column = (piece - piece_row * self.pieces_across) * self.piece_columns
+        row = band * self.band_rows + piece_row * self.piece_rows
+        return source, row, column, div(row, self.chunk_rows)
+
+    def pieces_in_chunk(self, chunk: Int) -> Int:
+        """What the semaphore of `chunk` counts to once all of it has arrived."""
+        full = self.chunk_rows // self.piece_rows
+        last = ceil_div(self.rows - self.chunk_rows * (self.chunks - 1), self.piece_rows)
+        return where(chunk == self.chunks - 1, last, full) * self.pieces_across

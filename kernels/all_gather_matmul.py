@@ -34,69 +34,42 @@ from stretto.distributed.team import Team
 from stretto.kernels import costs, gathering, matmul, tile_config
 from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.epilogues import without_derivatives
+from stretto.kernels.pull_config import PullConfig
 from stretto.kernels.reference import Epilogue
 from stretto.kernels.segments import Segments
 from stretto.kernels.tile_config import TileConfig
 
-_LARGE_TILES = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
-# For few rows: more multiprocessors have a tile, and more of rhs is on its way to each.
-_NARROW_TILES = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
-_NARROWEST_TILES = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(PullConfig):
     """How the fused kernel is cut up.
 
     Attributes:
-      tiles: of the matmul.
-      pull_rows, pull_columns: a piece that the pulling warp fetches at once, in elements.
-      pull_slots: pieces on their way at once, per block.
       chunk_columns: columns of a shard that the matmul waits for at once.
       whole: gather all rows into one matrix and multiply that, for shards smaller than a tile;
         otherwise shard after shard, under which the gather hides (`gathering`).
     """
 
-    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
-    pull_rows: int = 16
-    pull_columns: int = 256
-    pull_slots: int = 2
     chunk_columns: int = 1024
     whole: bool = False
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
-        self.tiles.check()
-        if self.pull_rows > 256 or self.pull_columns > 256:
-            raise ValueError(
-                f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"
-                " takes at most 256 elements a side."
-            )
+        super().check(itemsize)
         if self.chunk_columns % self.pull_columns or self.chunk_columns % self.tiles.tile_k:
             raise ValueError(
                 f"chunk_columns={self.chunk_columns} must be a multiple of"
                 f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
             )
-        needed = self.smem_bytes(itemsize)
-        if needed > tile_config.SMEM_BYTES:
-            raise ValueError(
-                f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {tile_config.SMEM_BYTES}; take fewer stages or smaller pieces."
-            )
-
-    def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of a block, in bytes."""
-        pieces = self.pull_slots * self.pull_rows * self.pull_columns * itemsize
-        return self.tiles.smem_bytes(itemsize) + pieces
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
         if problem is None or _is_small(problem):
-            for tile in (_NARROW_TILES, _NARROWEST_TILES):
+            for tile in (tile_config.NARROW, tile_config.NARROWEST):
                 yield Config(tiles=tile, chunk_columns=2048, whole=True)
         if problem is None or not _is_small(problem):
-            for tile in (_NARROW_TILES, _LARGE_TILES):
+            for tile in (tile_config.NARROW, tile_config.LARGE):
                 for chunk_columns in (1024, 2048, 4096):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
 
@@ -124,8 +97,8 @@ def default_config(problem: Problem) -> Config:
     if not _is_small(problem):
         return Config(chunk_columns=chunk_columns)
     columns = schedule.ceil_div(problem.n, problem.devices)
-    fills_half = columns * 2 >= costs.BLOCKS * _NARROW_TILES.tile_n
-    tiles = _NARROW_TILES if fills_half else _NARROWEST_TILES
+    fills_half = columns * 2 >= costs.BLOCKS * tile_config.NARROW.tile_n
+    tiles = tile_config.NARROW if fills_half else tile_config.NARROWEST
     return Config(tiles=tiles, chunk_columns=chunk_columns, whole=True)
 
 
@@ -157,20 +130,53 @@ def launch(
     asked for, the gathered lhs `[size, m_shard, k]`.
     """
     m_shard, k = lhs.shape
-    num_blocks = kernel.num_multiprocessors()
-    columns = [x.shape[0 if rhs_transposed else 1] for x in rhs]
-    parts = Segments(tuple(schedule.ceil_div(n, config.tiles.tile_n) for n in columns))
+    parts = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], config.tiles.tile_n)
     layout = gathering.layout(
         team,
         m_shard,
         k,
         parts.total * config.tiles.tile_n,
         config.tiles,
-        (config.pull_rows, config.pull_columns, config.chunk_columns),
+        (config.pull_rows, config.piece_columns(k), config.chunk_columns),
         whole=config.whole,
         by_shard=return_gathered,
     )
-    plan = layout.plan
+    results = launch_with(
+        layout,
+        lhs,
+        rhs,
+        parts,
+        name="all_gather_matmul",
+        pull_slots=config.pull_slots,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
+        return_gathered=return_gathered,
+        interpret=interpret,
+    )
+    return [x.reshape(team.size, m_shard, -1) for x in results]
+
+
+def launch_with(
+    layout: gathering.Layout,
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    parts: Segments,
+    *,
+    name: str,
+    pull_slots: int,
+    epilogue: Epilogue | None,
+    out_dtype: jnp.dtype,
+    rhs_transposed: bool,
+    return_gathered: bool,
+    interpret: Any,
+) -> list[jax.Array]:
+    """Runs the kernel as `layout` gathers lhs; `parts` are the tiles along the columns of rhs.
+
+    Returns the products and the gathered lhs, if asked for, in shapes of `layout.rows_shape`.
+    """
+    config, plan, team = layout.config, layout.plan, layout.team
+    num_blocks = kernel.num_multiprocessors()
 
     def body(lhs_ref, *refs, received, released, pulled, arrived, **own):
         sems = dict(received=received, released=released)
@@ -178,29 +184,35 @@ def launch(
         hooks = matmul.Hooks(
             locate=layout.order.locate,
             load_lhs=functools.partial(layout.load, refs.lhs, refs.gathered),
-            load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
+            load_rhs=functools.partial(_load_rhs, layout, parts, rhs_transposed, refs),
             store=functools.partial(_store, layout, parts, refs),
             rhs_transposed=rhs_transposed,
             epilogue=None if epilogue is None else without_derivatives(epilogue),
             gate=matmul.Gate(
-                columns=plan.chunk_columns, wait=functools.partial(layout.wait, refs.received)
+                columns=layout.gate_columns, wait=functools.partial(layout.wait, refs.received)
             ),
             communicate=lambda: _pull(layout, refs, num_blocks, pulled, arrived),
         )
         matmul.run(
-            hooks, config.tiles, num_tiles=layout.num_tiles, k=k, num_blocks=num_blocks, **own
+            hooks,
+            config,
+            num_tiles=layout.num_tiles,
+            k=layout.contraction,
+            num_blocks=num_blocks,
+            **own,
         )
 
     rows, gathered_rows = layout.rows_shape(gathered=False), layout.rows_shape(gathered=True)
+    columns = [x.shape[0 if rhs_transposed else 1] for x in rhs]
     *outs, gathered = kernel.launch(
         body,
         lhs,
         *rhs,
-        name="all_gather_matmul",
+        name=name,
         team=team,
         out_type=[
             *(jax.ShapeDtypeStruct((*rows, n), out_dtype) for n in columns),
-            jax.ShapeDtypeStruct((*gathered_rows, k), lhs.dtype),
+            jax.ShapeDtypeStruct((*gathered_rows, lhs.shape[1]), lhs.dtype),
         ],
         num_blocks=num_blocks,
         num_threads=tile_config.NUM_WARPGROUPS,
@@ -208,19 +220,15 @@ def launch(
             received=SemaphoreArray(layout.semaphores, local=True), released=SemaphoreArray()
         ),
         scratch=dict(
-            pulled=plgpu.SMEM((config.pull_slots, plan.piece_rows, plan.piece_columns), lhs.dtype),
-            arrived=plgpu.Barrier(num_barriers=config.pull_slots),
-            **tile_config.scratch(
-                config.tiles, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed
-            ),
+            pulled=plgpu.SMEM((pull_slots, plan.piece_rows, plan.piece_columns), lhs.dtype),
+            arrived=plgpu.Barrier(num_barriers=pull_slots),
+            **tile_config.scratch(config, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed),
             **tile_config.gate_scratch(),
         ),
         closing_barrier=False,  # `released` does it, long before the matmul is over.
         interpret=interpret,
     )
-    if return_gathered:
-        outs.append(layout.with_own_rows(gathered, lhs))
-    return [x.reshape(team.size, m_shard, -1) for x in outs]
+    return [*outs, layout.with_own(gathered, lhs)] if return_gathered else outs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +244,7 @@ class _Refs:
 
 
 def _pull(layout, refs, num_blocks, buffers, barriers):
-    """The pulling warp: fetches rows in the order in which the matmul wants them."""
+    """The pulling warp: fetches pieces in the order in which the matmul wants them."""
     block, team = kernel.block_id(), layout.team
     copies.Pull(
         pieces=schedule.share(layout.num_pieces, block, num_blocks),
@@ -255,11 +263,11 @@ def _pull(layout, refs, num_blocks, buffers, barriers):
         refs.released.wait(num_blocks * (team.size - 1))
 
 
-def _load_rhs(config, parts, transposed, refs, tile, k_index, slot, barrier):
+def _load_rhs(layout, parts, transposed, refs, tile, k_index, slot, barrier):
     _, _, n = tile
 
     def load(index, n):
-        window = config.rhs_tile(k_index, n, transposed)
+        window = layout.config.rhs_tile(layout.rhs_k(k_index), n, transposed)
         plgpu.copy_gmem_to_smem(refs.rhs[index].at[window], slot, barrier)
 
     parts.visit(n, load)

@@ -16,8 +16,13 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
 
 
-def check_matmul_operands(op: str, lhs: Any, rhs: Any, *, rhs_transposed: bool = False) -> None:
-    """Raises ValueError unless `lhs @ rhs` multiplies two floating-point matrices of one type."""
+def check_matmul_operands(
+    op: str, lhs: Any, rhs: Any, *, rhs_transposed: bool = False, k_shards: int = 1
+) -> None:
+    """Raises ValueError unless `lhs @ rhs` multiplies two floating-point matrices of one type.
+
+    With `k_shards`, lhs is one of so many equal parts of the columns.
+    """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if x.ndim != 2:
             raise ValueError(
@@ -34,10 +39,13 @@ def check_matmul_operands(op: str, lhs: Any, rhs: Any, *, rhs_transposed: bool =
             f"{op}: lhs is {lhs.dtype} and rhs is {rhs.dtype}; cast one so that they agree."
         )
     k, side = (rhs.shape[1], "columns") if rhs_transposed else (rhs.shape[0], "rows")
-    if lhs.shape[1] != k:
+    if k_shards * lhs.shape[1] != k:
         transposed = "transposed " * rhs_transposed
+        columns = f"k={lhs.shape[1]} columns"
+        if k_shards > 1:
+            columns += f" on each of {k_shards} devices, {k_shards * lhs.shape[1]} in all,"
         raise ValueError(
-            f"{op}: lhs {lhs.shape} has k={lhs.shape[1]} columns and {transposed}rhs {rhs.shape}"
+            f"{op}: lhs {lhs.shape} has {columns} and {transposed}rhs {rhs.shape}"
             f" has k={k} {side}; they must be equal."
         )
 

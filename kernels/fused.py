@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels import all_gather_matmul_k as all_gather_matmul_k_kernel
 from stretto.kernels import exchange, flat, moving, padding, summation
 from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
@@ -53,6 +54,40 @@ def all_gather_matmul(
 
 # The caller has transposed the problem.
 all_gather_matmul_n = all_gather_matmul
+
+
+def all_gather_matmul_k(
+    lhs: jax.Array, rhs: Sequence[jax.Array], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`[m, k_shard]` times each of `[D * k_shard, n_i]` -> `[m, n_i]`, as the public operation.
+
+    And the gathered lhs `[m, D * k_shard]` where `call.gathered` asks for it.
+    """
+    team = Team.along(call.axes)
+    m, k_shard = lhs.shape
+    k_axis, n_axis = (1, 0) if call.rhs_transposed else (0, 1)
+
+    def padded_rhs(x):
+        x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
+        return padding.pad(x, padding.COLUMNS, padding.COLUMNS)
+
+    results = all_gather_matmul_k_kernel.launch(
+        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
+        [padded_rhs(x) for x in rhs],
+        team,
+        epilogue=call.epilogue,
+        out_dtype=call.out_dtype,
+        config=call.config,
+        rhs_transposed=call.rhs_transposed,
+        return_gathered=call.gathered,
+        interpret=call.interpret,
+    )
+    outs = tuple(
+        out[:m, : x.shape[n_axis]] for out, x in zip(results[: len(rhs)], rhs, strict=True)
+    )
+    if not call.gathered:
+        return outs, None
+    return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
 
 
 def matmul_reduce_scatter(

@@ -1,10 +1,11 @@
-"""The dimensions that an all-gather matmul may gather along: operands, sizes, results.
+"""The three dimensions that an all-gather matmul may gather along: operands, sizes, results.
 
 Of the whole problem, `M x K x N`:
 
 | `gather_axis` | gathers | along its | and the kernel gets it as |
 |---|---|---|---|
 | "m" | lhs | rows | it is |
+| "k" | lhs | columns | it is |
 | "n" | rhs | columns | rows of the transposed problem, with lhs as a transposed rhs |
 """
 
@@ -16,14 +17,15 @@ from typing import Any, Literal
 
 import jax
 
-from stretto.kernels import all_gather_matmul, all_gather_matmul_n, checks
+from stretto.kernels import all_gather_matmul, all_gather_matmul_k, all_gather_matmul_n, checks
 from stretto.kernels.dispatch import Kernel
 
-type GatherAxis = Literal["m", "n"]
+type GatherAxis = Literal["m", "k", "n"]
 
 OP = "all_gather_matmul"
 KERNELS: dict[str, tuple[str, Kernel]] = {
     "m": (OP, all_gather_matmul),
+    "k": (f"{OP}_k", all_gather_matmul_k),
     "n": (f"{OP}_n", all_gather_matmul_n),
 }
 
@@ -33,7 +35,7 @@ class Operands:
     """The operands of a call, checked; `sides` are its right-hand sides.
 
     Attributes:
-      gather_axis: "m" or "n".
+      gather_axis: "m", "k" or "n".
       lhs, sides: as the caller gave them, the latter as a tuple.
       transposed: whether `sides` are given transposed.
       devices: of the team.
@@ -65,7 +67,13 @@ class Operands:
                 f" {type(rhs).__name__} of {len(rhs)}; call it once for each."
             )
         for side in sides:
-            checks.check_matmul_operands(OP, lhs, side, rhs_transposed=transposed)
+            checks.check_matmul_operands(
+                OP,
+                lhs,
+                side,
+                rhs_transposed=transposed,
+                k_shards=devices if gather_axis == "k" else 1,
+            )
         return cls(gather_axis, lhs, sides, transposed, devices)
 
     @property
@@ -82,6 +90,8 @@ class Operands:
         """m, k, n of the whole problem, over all devices."""
         m, k = self.lhs.shape
         n = sum(side.shape[0 if self.transposed else 1] for side in self.sides)
+        if self.gather_axis == "k":
+            return m, self.devices * k, self.devices * n
         return self.devices * m, k, self.devices * n
 
     def for_kernel(self) -> tuple[jax.Array, tuple[jax.Array, ...], bool]:

@@ -20,13 +20,43 @@ from stretto.distributed import copies, schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.team import Team
 from stretto.kernels import tiles
+from stretto.kernels.gathering_columns import Columns
 from stretto.kernels.tile_config import TileConfig
 
 type Tile = tuple[Int, Int, Int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class _Rows:
+    """What both have in common: whole rows, whose columns are taken in their order."""
+
+    team: Team
+    plan: schedule.PullPlan
+    n: int
+    config: TileConfig
+
+    @property
+    def order(self) -> tiles.ShardOrder:
+        """The tiles."""
+        return tiles.ShardOrder(self.plan.rows, self.n, self.config)
+
+    @property
+    def contraction(self) -> int:
+        """Length of the contraction."""
+        return self.plan.columns
+
+    @property
+    def gate_columns(self) -> int:
+        """Columns that the matmul waits for at once."""
+        return self.plan.chunk_columns
+
+    def rhs_k(self, k: Int) -> Int:
+        """The row of tiles of rhs that the `k`-th columns of tiles are multiplied by."""
+        return k
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards(_Rows):
     """Shard after shard. A tile is (step, row of tiles within the shard, column of tiles).
 
     Attributes:
@@ -38,16 +68,7 @@ class Shards:
         if False, in the order of the steps, without its own.
     """
 
-    team: Team
-    plan: schedule.PullPlan
-    n: int
-    config: TileConfig
     by_shard: bool
-
-    @property
-    def order(self) -> tiles.ShardOrder:
-        """The tiles."""
-        return tiles.ShardOrder(self.plan.rows, self.n, self.config)
 
     @property
     def num_tiles(self) -> int:
@@ -111,7 +132,7 @@ class Shards:
         shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
         return out.at[shard, rows, columns]
 
-    def with_own_rows(self, gathered: jax.Array, lhs: jax.Array) -> jax.Array:
+    def with_own(self, gathered: jax.Array, lhs: jax.Array) -> jax.Array:
         """What was gathered, by shard, and the own rows, which were multiplied where they are."""
         return lax.dynamic_update_index_in_dim(gathered, lhs, self.team.device_id(), 0)
 
@@ -121,7 +142,7 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class Whole(_Rows):
     """All rows as one matrix, to which the device copies its own as well. A tile's step is 0.
 
     Attributes:
@@ -130,16 +151,6 @@ class Whole:
       n: columns of the result, all parts together.
       config: the tiles.
     """
-
-    team: Team
-    plan: schedule.PullPlan
-    n: int
-    config: TileConfig
-
-    @property
-    def order(self) -> tiles.ShardOrder:
-        """The tiles."""
-        return tiles.ShardOrder(self.plan.rows, self.n, self.config)
 
     @property
     def num_tiles(self) -> int:
@@ -193,7 +204,7 @@ class Whole:
         del tile
         return out.at[rows, columns]
 
-    def with_own_rows(self, gathered: jax.Array, lhs: jax.Array) -> jax.Array:
+    def with_own(self, gathered: jax.Array, lhs: jax.Array) -> jax.Array:
         """What was gathered."""
         del lhs
         return gathered
@@ -203,7 +214,7 @@ class Whole:
         return self.plan.rows // self.team.size
 
 
-type Layout = Shards | Whole
+type Layout = Shards | Whole | Columns
 
 
 def layout(
@@ -223,8 +234,6 @@ def layout(
     matrix of all rows, `by_shard` for the gathered rows in the order of the shards.
     """
     rows, pull_columns, chunk_columns = pull
-    # A piece as wide as lhs would not be cut off at the last row (`copies.Pull`).
-    pull_columns //= 2 if pull_columns == columns else 1
 
     def plan(of_rows: int, piece_rows: int) -> schedule.PullPlan:
         return schedule.PullPlan(

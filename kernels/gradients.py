@@ -30,7 +30,8 @@ class Call:
     """What of a call is known when it is traced; hashable, as `custom_vjp` asks.
 
     `fused` is the kernel itself, as in `fused.py`; the others are the public operations that its
-    derivative is made of, with the backend bound. `gathered`: whether the gathered lhs is a result.
+    derivative is made of, with the backend bound. `gathered`: whether the gathered lhs is a result;
+    `axis` is that along which an all-gather matmul gathers it.
     Where the axes span nodes, `split` says how, and `pieces` what `nodes.Config` does.
     """
 
@@ -43,6 +44,7 @@ class Call:
     matmul_reduce_scatter: Primitive
     reduce_scatter: Primitive
     rhs_transposed: bool = False
+    axis: int = 0
     gathered: bool = False
     epilogue: Epilogue | None = None
     keep_gathered: bool = False
@@ -146,14 +148,25 @@ def _all_gather_matmul_backward(call, residuals, out_bars):
         )
         (out_bars,) = pull_back(out_bars)
     product_bars = tuple(x.astype(lhs.dtype) for x in out_bars)
-    transposed = not call.rhs_transposed
-    lhs_bar = call.matmul_reduce_scatter(product_bars, rhs, rhs_transposed=transposed)
+    lhs_bar = _lhs_bar(product_bars, rhs, call)
     if call.gathered:
-        lhs_bar += call.reduce_scatter(gathered_bar)
+        lhs_bar += call.reduce_scatter(gathered_bar, axis=call.axis)
     if gathered is None:
-        gathered = call.all_gather(lhs)
+        gathered = call.all_gather(lhs, axis=call.axis)
     rhs_bars = tuple(_rhs_bar(gathered, x, call) for x in product_bars)
     return lhs_bar.astype(lhs.dtype), rhs_bars
+
+
+def _lhs_bar(product_bars: Matrices, rhs: Matrices, call: Call) -> jax.Array:
+    """The sum of `product_bar @ rhs^T`, scattered along `call.axis`.
+
+    Scattering is by rows, so along the columns it is that of the transpose, `rhs @ product_bar^T`.
+    """
+    if call.axis == 0:
+        transposed = not call.rhs_transposed
+        return call.matmul_reduce_scatter(product_bars, rhs, rhs_transposed=transposed)
+    rhs = tuple(x.T for x in rhs) if call.rhs_transposed else rhs
+    return call.matmul_reduce_scatter(rhs, product_bars, rhs_transposed=True).T
 
 
 all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)

@@ -122,7 +122,7 @@ def launch(
     with `everywhere` (all-reduce) `[size, m_shard, n]`.
     """
     m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
-    parts = Segments(tuple(schedule.ceil_div(x.shape[2], config.tiles.tile_k) for x in lhs))
+    parts = Segments.of([x.shape[2] for x in lhs], config.tiles.tile_k)
     order = tiles.ShardOrder(m_shard, n, config.tiles)
     num_blocks = kernel.num_multiprocessors()
     peers = team.size - 1

@@ -55,14 +55,15 @@ def all_gather_matmul(
     | `gather_axis` | lhs | rhs | rhs, transposed | out |
     |---|---|---|---|---|
     | "m" | **`[m / D, k]`** | `[k, n]` | `[n, k]` | `[m, n]` |
+    | "k" | **`[m, k / D]`** | `[k, n]` | `[n, k]` | `[m, n]` |
     | "n" | `[m, k]` | **`[k, n / D]`** | **`[n / D, k]`** | `[m, n]` |
 
-    What is not gathered is the device's own: of "m" columns of rhs and out, with out `[m, D * n]`
-    as a whole; of "n" rows of lhs and out, as in fully sharded data parallelism.
+    What is not gathered is the device's own: of "m" and "k" columns of rhs and out, with out
+    `[m, D * n]` as a whole; of "n" rows of lhs and out, as in fully sharded data parallelism.
 
-    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m", and
-    `epilogue(lhs @ lax.all_gather(rhs, axis_name, axis=1, tiled=True))` for "n"; with products
-    summed in float32 and rounded once, to `out_dtype`.
+    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m", and for the others
+    the same with `axis=1`, of lhs for "k" and of rhs for "n"; with products summed in float32 and
+    rounded once, to `out_dtype`.
 
     Args:
       lhs: matrix; the fused kernel takes bfloat16 and float16.
@@ -72,7 +73,7 @@ def all_gather_matmul(
       epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
-      gather_axis: "m" or "n", as above. For "n" XLA transposes the result, and the shard of
+      gather_axis: "m", "k" or "n", as above. For "n" XLA transposes the result, and the shard of
         rhs if that is not given transposed. Only "m" has a fused version over several nodes.
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
@@ -111,6 +112,7 @@ def all_gather_matmul(
         moved, sides, transposed = operands.for_kernel()
         call = dataclasses.replace(
             _call(axes, dtype, choice, backend, config, transposed),
+            axis=1 if gather_axis == "k" else 0,
             gathered=return_gathered,
             epilogue=epilogue,
             keep_gathered=keep_gathered,

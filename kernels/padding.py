@@ -30,3 +30,15 @@ def pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
     if not below and not right:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, below), (0, right)])
+
+
+def pad_parts(x: jax.Array, axis: int, parts: int, multiple: int) -> jax.Array:
+    """A matrix with zeros after each of `parts` equal parts of `axis`, each `padded` in size."""
+    part = x.shape[axis] // parts
+    missing = padded(part, multiple) - part
+    if not missing:
+        return x
+    apart = x.reshape(*x.shape[:axis], parts, part, *x.shape[axis + 1 :])
+    widths = [(0, missing if dim == axis + 1 else 0) for dim in range(apart.ndim)]
+    shape = (*x.shape[:axis], parts * (part + missing), *x.shape[axis + 1 :])
+    return jnp.pad(apart, widths).reshape(shape)

@@ -91,12 +91,12 @@ def all_gather_matmul(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
 
-    lhs is gathered along its rows ("m"), or the only `x` along its columns ("n").
+    lhs is gathered along its rows ("m") or columns ("k"), or the only `x` along its columns ("n").
     """
     if gather_axis == "n":
         (part,), axis = rhs, 0 if rhs_transposed else 1
     else:
-        part, axis = lhs, 0
+        part, axis = lhs, 0 if gather_axis == "m" else 1
     gathered = checkpoint_name(all_gather(part, axis_name, axis=axis), "gathered")
     lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
     outs = (matmul(lhs, x.T if rhs_transposed else x) for x in rhs)

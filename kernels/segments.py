@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jax.experimental import pallas as pl
 
-from stretto.distributed.schedule import Int
+from stretto.distributed.schedule import Int, ceil_div
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +15,11 @@ class Segments:
     """Tiles along one dimension, `counts[i]` of them in matrix `i`, none shared between two."""
 
     counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], tile: int) -> Segments:
+        """Matrices of so many elements along the dimension, in tiles of `tile`."""
+        return cls(tuple(ceil_div(size, tile) for size in sizes))
 
     @property
     def total(self) -> int:

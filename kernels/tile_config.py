@@ -75,6 +75,12 @@ class TileConfig:
         return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * 64 * SWIZZLE_BYTES
 
 
+LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
+# For few rows: more multiprocessors have a tile, and more of rhs is on its way to each.
+NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
+NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
+
+
 def unsupported(problem: Problem) -> str | None:
     """Why the matmul cannot serve `problem`, or None if it can."""
     if problem.dtype not in ("bfloat16", "float16"):

@@ -27,7 +27,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 # The same with another operand or dimension gathered.
 GATHERS: dict[str, Callable[..., jax.Array]] = {
     f"all_gather_matmul_{axis}": functools.partial(st.all_gather_matmul, gather_axis=axis)
-    for axis in ("n",)
+    for axis in ("k", "n")
 }
 FORMS = OPERATIONS | GATHERS
 # At the small sizes of tests the default would be the other way of gathering; see `mapped`.
