@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from stretto.distributed import schedule
-from stretto.distributed.schedule import PullPlan
+from stretto.distributed.schedule import BandedPullPlan, PullPlan
 
 sizes = some.integers(1, 64)
 
@@ -119,6 +120,62 @@ def test_a_plan_in_a_kernel_is_that_of_python(plan, data):
     assert tuple(map(int, plan.locate(jnp.int32(piece)))) == plan.locate(piece)
     chunk = data.draw(some.integers(0, plan.chunks - 1))
     assert int(plan.pieces_in_chunk(jnp.int32(chunk))) == plan.pieces_in_chunk(chunk)
+
+
+@some.composite
+def banded_plans(draw):
+    piece_rows = draw(some.integers(1, 9))
+    chunk_rows = piece_rows * draw(some.integers(1, 4))
+    return BandedPullPlan(
+        sources=draw(some.integers(1, 4)),
+        rows=draw(some.integers(1, 90)),
+        columns=draw(some.integers(1, 90)),
+        piece_rows=piece_rows,
+        piece_columns=draw(some.integers(5, 40)),
+        chunk_rows=chunk_rows,
+        band_rows=chunk_rows * draw(some.integers(1, 3)),
+    )
+
+
+@given(banded_plans())
+def test_banded_pieces_tile_every_shard_exactly_band_after_band(plan):
+    places = [plan.locate(index)[:3] for index in range(plan.pieces)]
+    corners = (
+        range(plan.sources),
+        range(0, plan.rows, plan.piece_rows),
+        range(0, plan.columns, plan.piece_columns),
+    )
+    assert sorted(places) == list(itertools.product(*corners))
+    order = [(row // plan.band_rows, source, row, column) for source, row, column in places]
+    assert order == sorted(order)
+
+
+@given(banded_plans())
+def test_banded_chunks_are_their_rows_and_add_up(plan):
+    places = [plan.locate(index) for index in range(plan.pieces)]
+    assert all(chunk == row // plan.chunk_rows for _, row, _, chunk in places)
+    found = collections.Counter((source, chunk) for source, _, _, chunk in places)
+    assert found == {
+        (source, chunk): plan.pieces_in_chunk(chunk)
+        for source in range(plan.sources)
+        for chunk in range(plan.chunks)
+    }
+
+
+@given(banded_plans(), some.data())
+def test_a_banded_plan_in_a_kernel_is_that_of_python(plan, data):
+    index = data.draw(some.integers(0, plan.pieces - 1))
+    assert tuple(map(int, plan.locate(jnp.int32(index)))) == plan.locate(index)
+    chunk = data.draw(some.integers(0, plan.chunks - 1))
+    assert int(plan.pieces_in_chunk(jnp.int32(chunk))) == plan.pieces_in_chunk(chunk)
+
+
+def test_bands_and_chunks_of_broken_pieces_are_refused():
+    sizes = dict(sources=1, rows=1, columns=1, piece_rows=4, piece_columns=8)
+    with pytest.raises(ValueError, match=r"chunk_rows=6 must be a multiple of piece_rows=4"):
+        BandedPullPlan(chunk_rows=6, band_rows=6, **sizes)
+    with pytest.raises(ValueError, match=r"band_rows=12 must be a multiple of chunk_rows=8"):
+        BandedPullPlan(chunk_rows=8, band_rows=12, **sizes)
 
 
 def test_offsets_of_a_shard_of_more_than_2_to_the_31_elements():

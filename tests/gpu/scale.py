@@ -49,6 +49,14 @@ class Scale:
             return [subject.sizes_of(devices, 9, 8, n) for n in (8, 136, 200)]
         return [(s.m, s.k, s.n) for s in SETS["awkward"](subject.name, devices)]
 
+    def gather_shapes(self, subject: Subject, devices: int) -> list[Sizes]:
+        """Some of both, for the all-gather matmuls that gather along another dimension."""
+        if self.rehearsed:
+            return [subject.sizes_of(devices, 9, 8, 24)]
+        per_device = [(s.m, s.k, s.n) for s in SETS["awkward-few"]("all_gather_matmul", 1)]
+        models = [(2048, 2048, 2048), (8192, 8192, 8192), (2048, 8192, 28672)]
+        return [subject.sizes_of(devices, *s) for s in per_device] + models
+
 
 FULL = Scale()
 REHEARSAL = Scale(

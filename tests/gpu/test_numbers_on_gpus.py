@@ -15,8 +15,6 @@ from subjects import SUBJECTS
 
 import stretto as st
 
-fused = pytest.mark.parametrize("name", cases.OPERATIONS)
-
 
 @pytest.mark.gpu(2)
 def test_the_oracle_is_right(mesh, scale, tally) -> None:
@@ -50,7 +48,7 @@ def test_the_oracle_is_right(mesh, scale, tally) -> None:
 
 
 @pytest.mark.gpu(2)
-@fused
+@pytest.mark.parametrize("name", cases.FORMS)
 def test_gradients(name, mesh, scale, tally) -> None:
     """At most twice as far off as XLA's."""
     sizes = SUBJECTS[name].sizes_of(mesh.size, *scale.middling)

@@ -42,7 +42,16 @@ def test_awkward_shapes(name, columns, mesh, scale, tally) -> None:
 
 
 @pytest.mark.gpu(2)
-@fused
+@pytest.mark.parametrize("name", cases.GATHERS)
+def test_gathers_along_other_dimensions(name, mesh, scale, tally) -> None:
+    subject = SUBJECTS[name]
+    sizes = scale.gather_shapes(subject, mesh.size)
+    options = dict(backend=scale.backend)
+    tally.outcomes(verification.verify(mesh, [Problem(subject, s, options) for s in sizes]))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", [*cases.OPERATIONS, "all_gather_matmul_k"])
 def test_every_config(name, mesh, scale, tally) -> None:
     """What the tuner may choose computes the same."""
     subject = SUBJECTS[name]

@@ -30,6 +30,7 @@ AS_ONE = "all_gather_matmul, gathered as one matrix"
 PROTOCOLS = {
     "all_gather_matmul": {"received": "race", "released": "after end"},
     AS_ONE: {"received": "race", "released": "after end"},
+    "all_gather_matmul_k": {"received": "race"},  # `released` is the same code.
     "matmul_reduce_scatter": {"produced": "race", "arrived": "race", "released": "after end"},
     # The steps before are those of the reduce-scatter, by the same code.
     "matmul_all_reduce": {"finished": "after end"},

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
 import pytest
+import subjects
 from fused_cases import BF16
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels import dispatch, tables
+from stretto.distributed import settings
+from stretto.kernels import all_gather_matmul_k, dispatch, tables
 from stretto.kernels.dispatch import Problem
 
 everywhere = pytest.mark.parametrize("name", cases.GATHERS)
@@ -22,18 +25,19 @@ everywhere = pytest.mark.parametrize("name", cases.GATHERS)
 @everywhere
 def test_explain(name):
     found = []
-    x = jax.ShapeDtypeStruct((128, 128), BF16)
+    sizes = cases.whole(name, 2, 128, 128, 128)
+    lhs, rhs = (jax.ShapeDtypeStruct(s, BF16) for s in subjects.blocks(name, 2, sizes))
 
-    def call(x_):
-        found.append(st.explain(cases.GATHERS[name], x, x, "x", backend="simulator"))
-        return x_
+    def call(x):
+        found.append(st.explain(cases.GATHERS[name], lhs, rhs, "x", backend="simulator"))
+        return x
 
     jax.eval_shape(
         jax.shard_map(call, mesh=cases.mesh_of(2), in_specs=P(), out_specs=P()), jnp.zeros(2)
     )
-    m, k, n = cases.whole(name, 2, 128, 128 // 2 if name[-1] == "k" else 128, 128)
     assert found[0].problem.op == name
-    assert str(found[0]).startswith(f"{name} {m}x{k}x{n} bfloat16 on 2 x cpu: simulator")
+    size = "x".join(map(str, sizes))
+    assert str(found[0]).startswith(f"{name} {size} bfloat16 on 2 x cpu: simulator")
 
 
 class TestChoice:
@@ -108,6 +112,44 @@ class TestErrors:
     def test_sizes(self):
         message = r"lhs \(8, 16\) has k=16 columns and rhs \(8, 8\) has k=8 rows"
         self.fails(message, (8, 16), (8, 8), gather_axis="n")
+        message = r"k=16 columns on each of 2 devices, 32 in all, and rhs \(16, 8\) has k=16 rows"
+        self.fails(message, (8, 16), (16, 8), gather_axis="k")
+
+    def test_a_config_that_cannot_be_built(self):
+        for options, message in [
+            (dict(pull_rows=12), "pull_rows=12 must divide tile_m=128"),
+            (dict(pull_columns=512), "16 x 512 is too large"),
+            (dict(pull_slots=20), "bytes of shared memory"),
+        ]:
+            config = all_gather_matmul_k.Config(**options)
+            options = dict(gather_axis="k", config=config, backend="simulator")
+            self.fails(message, (8, 8), (16, 8), **options)
+
+    def test_several_nodes(self):
+        """XLA serves, and a kernel that is asked for is refused."""
+        call = functools.partial(self.across_nodes, jax.ShapeDtypeStruct((64, 64), BF16))
+        for axis, k in (("k", 256), ("n", 64)):
+            rhs = jax.ShapeDtypeStruct((k, 64), BF16)
+            choice = call(rhs, axis, "auto")
+            assert choice.backend == "xla" and "of one node only" in choice.reason
+            with pytest.raises(ValueError, match=r"cannot serve this call: .* of one node only"):
+                call(rhs, axis, "pallas")
+
+    def across_nodes(self, lhs, rhs, axis, backend):
+        found = []
+        both = ("x", "y")
+
+        def call(x):
+            options = dict(gather_axis=axis, backend=backend)
+            found.append(st.explain(st.all_gather_matmul, lhs, rhs, both, **options))
+            return x
+
+        mesh = cases.mesh_of(2, 2)
+        with settings.nodes_of(2):
+            jax.eval_shape(
+                jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P()), jnp.zeros(2)
+            )
+        return found[0]
 
 
 def is_shape(x) -> bool:

@@ -22,7 +22,7 @@ import stretto as st
 from stretto.distributed.simulator import DeadlockError
 
 everywhere = pytest.mark.parametrize("name", SUBJECTS)
-fused = pytest.mark.parametrize("name", cases.OPERATIONS)
+fused = pytest.mark.parametrize("name", cases.FORMS)
 
 
 @pytest.fixture(autouse=True)
