@@ -107,7 +107,7 @@ class Shards(_Rows):
 
     def wait(self, received: Any, tile: Tile, chunk: Int) -> None:
         """Returns once the columns `chunk` of the rows that `tile` takes are in place."""
-        step, _, _ = tile
+        step = tile[0]
 
         @pl.when(step > 0)
         def _():
@@ -115,7 +115,7 @@ class Shards(_Rows):
 
     def load(self, lhs: Any, gathered: Any, tile: Tile, k: Int, slot: Any, barrier: Any) -> None:
         """Starts the copy of the tile's rows, columns `k` of tiles, into shared memory."""
-        step, m, _ = tile
+        step, m = tile[:2]
         window = self.config.lhs_tile(m, k)
 
         @pl.when(step == 0)
@@ -128,7 +128,7 @@ class Shards(_Rows):
 
     def out_window(self, out: Any, tile: Tile, rows: pl.Slice, columns: pl.Slice) -> Any:
         """Rows of the shard that `tile` is of, in the result."""
-        step, _, _ = tile
+        step = tile[0]
         shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
         return out.at[shard, rows, columns]
 
@@ -196,7 +196,7 @@ class Whole(_Rows):
     def load(self, lhs: Any, gathered: Any, tile: Tile, k: Int, slot: Any, barrier: Any) -> None:
         """Starts the copy of the tile's rows, columns `k` of tiles, into shared memory."""
         del lhs
-        _, m, _ = tile
+        m = tile[1]
         plgpu.copy_gmem_to_smem(gathered.at[self.config.lhs_tile(m, k)], slot, barrier)
 
     def out_window(self, out: Any, tile: Tile, rows: pl.Slice, columns: pl.Slice) -> Any:

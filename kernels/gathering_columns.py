@@ -95,7 +95,7 @@ class Columns:
 
     def wait(self, received: Any, tile: Tile, step: Int) -> None:
         """Returns once the columns of the device `step` places further are in the tile's rows."""
-        _, m, _ = tile
+        m = tile[1]
 
         @pl.when(step > 0)
         def _():
@@ -103,7 +103,7 @@ class Columns:
 
     def load(self, lhs: Any, gathered: Any, tile: Tile, k: Int, slot: Any, barrier: Any) -> None:
         """Starts the copy of the tile's rows, the `k`-th columns of tiles, into shared memory."""
-        _, m, _ = tile
+        m = tile[1]
         step, within = self._step(k)
         rows, columns = self.config.lhs_tile(m, within)
 
