@@ -164,3 +164,33 @@ def test_command_has_a_help_page(command: str) -> None:
 
 def test_version_is_the_wheels(archives: tuple[Path, Path]) -> None:
     assert archives[0].name.startswith(f"stretto-{stretto.__version__}-")
+
+
+TRACES = """
+{imports}
+
+traces = []
+
+@jax.jit
+def product(x):
+    traces.append(x.shape)
+    rows, columns = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec(None, "x")
+    multiply = lambda x, y: st.all_gather_matmul(x, y, "x")
+    return jax.shard_map(
+        multiply, mesh=jax.sharding.Mesh(jax.devices()[:1], "x"), in_specs=(rows, columns), out_specs=columns
+    )(x, x)
+
+for _ in range(2):
+    product(jax.numpy.ones((8, 8)))
+print(len(traces))
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import jax\nimport stretto as st", "import stretto as st\nst.initialize()\nimport jax"],
+)
+def test_function_that_uses_an_operation_first_is_traced_once(imports: str) -> None:
+    code = TRACES.format(imports=imports)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["1"], done.stdout + done.stderr

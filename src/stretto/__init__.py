@@ -1,10 +1,13 @@
 """Multi-GPU kernels for JAX that overlap communication with arithmetic.
 
 Names are imported when first used: the command line and the processes that watch over a job
-import this package too, and do without JAX.
+import this package too, and do without JAX. Where JAX is in use, the operations are imported at
+once, since that must not happen while a function is traced: Pallas adds options to JAX's
+configuration, and JAX traces and compiles a function again whose options have changed.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from stretto.distributed.xla_flags import exclude_kernels_from_command_buffers
@@ -57,11 +60,15 @@ _MODULES = {
 
 
 exclude_kernels_from_command_buffers()
+if "jax" in sys.modules:
+    importlib.import_module("stretto.kernels.operations")
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "initialize":  # by scripts whose process had imported this package before JAX
+        importlib.import_module("stretto.kernels.operations")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
