@@ -122,7 +122,7 @@ def replaced[T](record: T, **changes: object) -> T:
 
 
 SIZES = {
-    "tiny": Sizes(layers=2, hidden=192, heads=8, kv_heads=4, feed_forward=512, sequence=128),
+    "tiny": Sizes(layers=2, hidden=128, heads=8, kv_heads=4, feed_forward=320, sequence=128),
     # A few layers of models that need tensor parallelism, to measure them.
     "7b-layer": Sizes(
         layers=4, hidden=4096, heads=32, kv_heads=8, feed_forward=14336, sequence=4096
@@ -133,7 +133,7 @@ SIZES = {
 }
 
 TRAININGS = {
-    "tiny": Training(steps=400, batch=8, learning_rate=3e-3),
+    "tiny": Training(steps=400, batch=16, learning_rate=4e-3),
     "7b-layer": Training(steps=200, batch=4, learning_rate=3e-4),
     "70b-layer": Training(steps=200, batch=4, learning_rate=1.5e-4),
 }

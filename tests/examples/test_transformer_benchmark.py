@@ -33,10 +33,10 @@ def test_backends_are_compared_and_results_written(
     assert losses["forward-xla"] == losses["forward-auto"] != losses["forward-silent"]
     choices = found["choices"]["forward-auto"]
     assert [text.split()[:2] for text in choices] == [
-        ["all_gather_matmul", "32x192x1024"],
-        ["all_gather_matmul", "32x192x384"],
-        ["matmul_reduce_scatter", "32x192x192"],
-        ["matmul_reduce_scatter", "32x512x192"],
+        ["all_gather_matmul", "32x128x256"],
+        ["all_gather_matmul", "32x128x640"],
+        ["matmul_reduce_scatter", "32x128x128"],
+        ["matmul_reduce_scatter", "32x320x128"],
     ]
     assert found["breakdown"]["forward-xla"]["kinds"]["collective"] > 0
     assert "collective" not in found["breakdown"]["forward-silent"]["kinds"]
