@@ -176,9 +176,8 @@ def product(x):
     traces.append(x.shape)
     rows, columns = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec(None, "x")
     multiply = lambda x, y: st.all_gather_matmul(x, y, "x")
-    return jax.shard_map(
-        multiply, mesh=jax.sharding.Mesh(jax.devices()[:1], "x"), in_specs=(rows, columns), out_specs=columns
-    )(x, x)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    return jax.shard_map(multiply, mesh=mesh, in_specs=(rows, columns), out_specs=columns)(x, x)
 
 for _ in range(2):
     product(jax.numpy.ones((8, 8)))

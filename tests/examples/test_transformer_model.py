@@ -122,12 +122,17 @@ def test_what_the_backward_pass_computes_again(
     assert both["dot_product_attention_fwd_wrapper"] == 1 + again
 
 
-def test_fused_kernels_give_the_same_in_the_simulator() -> None:
-    loss, gradients = on_one_device(SMALLEST, "float32", 1)
+@pytest.mark.parametrize(
+    ("dp", "tp"),
+    [(1, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in [(2, 2), (1, 4)])],
+)
+def test_fused_kernels_give_the_same_in_the_simulator(dp: int, tp: int) -> None:
+    sizes = dataclasses.replace(SMALLEST, kv_heads=max(2, tp))
+    loss, gradients = on_one_device(sizes, "float32", dp)
     losses, off = {}, {}
     for backend in ("xla", "simulator"):
         how = config.Execution(backend=backend, dtype="bfloat16")
-        losses[backend], ours = on_mesh(1, 2, SMALLEST, how, 1)
+        losses[backend], ours = on_mesh(dp, tp, sizes, how, dp)
         off[backend] = differences(ours, gradients)
     assert abs(losses["simulator"] - loss) <= 2 * abs(losses["xla"] - loss) + 1e-3
     for name, allowed in off["xla"].items():

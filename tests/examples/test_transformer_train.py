@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
+import json
 import shutil
 import subprocess
 import sys
@@ -88,7 +88,7 @@ def test_run_goes_on_bit_for_bit(
 
 
 JOB = """
-import os, sys
+import json, os, sys
 
 sys.path.insert(0, sys.argv.pop(1))
 crashes = sys.argv.pop(1) == "crash"
@@ -104,28 +104,40 @@ def burn(source, target, **options):
     rename(source, target, **options)
 
 os.rename = burn
-train.main()
+losses = train.main()
+if initialize().process_id == 0:
+    with open(os.path.join(os.path.dirname(__file__), "losses.json"), "w") as file:
+        json.dump(losses, file)
 """
 
 
-@pytest.mark.parametrize("fate", ["ends well", pytest.param("crash", marks=pytest.mark.slow)])
-def test_job_of_two_processes_ends_as_one_process_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fate: str
+@pytest.mark.parametrize(
+    ("processes", "steps", "fate"),
+    [
+        (2, 6, "ends well"),
+        pytest.param(2, 6, "crash", marks=pytest.mark.slow),
+        pytest.param(4, 100, "ends well", marks=pytest.mark.slow),
+    ],
+)
+def test_job_of_several_processes_ends_as_one_process_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int, steps: int, fate: str
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(sizes=SIZES))
-    options = [*OPTIONS, "--sample", "8", "--checkpoints", str(tmp_path / "runs")]
-    command = [sys.executable, "-m", "stretto.launch", "run", "-n", "2", "--restarts", "1"]
-    command += [str(script), str(EXAMPLE), fate, *options]
+    options = [*OPTIONS, "--steps", str(steps), "--sample", "8"]
+    options += ["--checkpoints", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "stretto.launch", "run", "-n", str(processes)]
+    command += ["--restarts", "1", str(script), str(EXAMPLE), fate, *options]
+    command += ["--dp", str(processes // 2), "--tp", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("status 7" in done.stderr) == (fate == "crash"), done.stderr
+    assert ("restart 1 of 1" in done.stderr) == (fate == "crash"), done.stderr
     assert ("going on after step 2 of" in done.stdout) == (fate == "crash")
-    train.main([*options, "--tp", "1", "--dp", "1"])
-    alone = capsys.readouterr().out
-    last = re.compile(r"6  validation: ([\d.]+) nats")
-    assert set(last.findall(done.stdout)) == set(last.findall(alone))
-    assert alone.splitlines()[-1] in done.stdout  # the text, too
+    alone = train.main([*options, "--tp", "1", "--dp", "1"])
+    losses = json.loads((tmp_path / "losses.json").read_text())  # of the last start
+    assert losses == pytest.approx(alone[-len(losses) :], rel=1e-4)
+    assert len(losses) == (4 if fate == "crash" else steps)
+    assert capsys.readouterr().out.splitlines()[-1] in done.stdout  # the text, too
 
 
 def test_text_is_the_same_on_every_mesh() -> None:
