@@ -96,9 +96,11 @@ def default_config(problem: Problem) -> Config:
     chunk_columns = gate * max(1, schedule.ceil_div(problem.k, 4 * gate))
     if not _is_small(problem):
         return Config(chunk_columns=chunk_columns)
+    # The narrowest tiles of which every multiprocessor has one at most.
+    rows = schedule.ceil_div(problem.m, TileConfig.tile_m)
     columns = schedule.ceil_div(problem.n, problem.devices)
-    fills_half = columns * 2 >= costs.BLOCKS * tile_config.NARROW.tile_n
-    tiles = tile_config.NARROW if fills_half else tile_config.NARROWEST
+    fits = rows * schedule.ceil_div(columns, tile_config.NARROWEST.tile_n) <= costs.BLOCKS
+    tiles = tile_config.NARROWEST if fits else tile_config.NARROW
     return Config(tiles=tiles, chunk_columns=chunk_columns, whole=True)
 
 
