@@ -121,12 +121,16 @@ def latest(found: list[Results]) -> list[tuple[Results, Measurement]]:
 
 
 def readme_times(found: list[Results]) -> str:
-    """The goals' shapes of the fused matmuls on the most devices, and the machine in a sentence."""
-    cases = latest(found)
-    alone = [pair for pair in cases if pair[0].machine.num_processes == 1]
-    cases = alone or cases
-    most = max((measurement.devices for _, measurement in cases), default=0)
-    chosen = [pair for pair in cases if pair[1].devices == most and _is_goal(pair[1])]
+    """The goals' shapes of the fused matmuls on the most devices, and the machine in a sentence.
+
+    Of one type of card, that of the last file which holds any; the page has the others.
+    """
+    goals = [pair for pair in latest(found) if _is_goal(pair[1])]
+    goals = [pair for pair in goals if pair[0].machine.num_processes == 1] or goals
+    most = max((measurement.devices for _, measurement in goals), default=0)
+    chosen = [pair for pair in goals if pair[1].devices == most]
+    cards = [one.machine.card for one in found if any(pair[0] is one for pair in chosen)]
+    chosen = [pair for pair in chosen if pair[0].machine.card == cards[-1]]
     chosen.sort(key=lambda pair: _order(pair[1]))
     if not chosen:
         raise BenchmarkError('the results hold no case of the shape set "goals".')
@@ -192,6 +196,8 @@ def _sections(measurements: list[Measurement]) -> list[str]:
                 plural = "device" if devices == 1 else "devices"
                 parts.append(f"### `{kernel}`, {devices} {plural}\n")
                 parts.append(markdown.kernel_table(cases))
+    if limits := markdown.limits_table(measurements):
+        parts += ["### What the limit of waits costs (median, p10 to p90)\n", limits]
     if worst := table.never_slower_line(measurements):
         parts += ["### `auto` beside XLA\n", worst + ".\n"]
     parts += _scaling("Strong scaling", strong_efficiencies(measurements, "fused"))

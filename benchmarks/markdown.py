@@ -31,9 +31,27 @@ def peers_in(measurements: Iterable[Measurement], roles: Sequence[str] = ()) -> 
 
 
 def operation_peers(measurements: Sequence[Measurement]) -> list[str]:
-    """Those of `peers_in` that do the whole operation."""
+    """Those of `peers_in` that do the whole operation, but for those timed only on request."""
     parts = set(peers_in(measurements, (MATMUL, COMMUNICATION)))
-    return [name for name in peers_in(measurements) if name not in parts]
+    asked_for = {peer.name for peer in PEERS.values() if peer.on_request}
+    return [name for name in peers_in(measurements) if name not in parts | asked_for]
+
+
+def limits_table(measurements: Iterable[Measurement]) -> str:
+    """The kernels beside themselves with waits that have no limit; empty if none was so timed."""
+    body = []
+    for measurement in measurements:
+        bounded, unbounded = measurement.of("fused"), measurement.of("fused-no-limit")
+        if bounded is None or unbounded is None:
+            continue
+        cells = [f"`{measurement.kernel}`", measurement.shape, str(measurement.devices)]
+        for timed in (bounded, unbounded):
+            cells.append(
+                f"{number(timed.time)} ({number(timed.time_p10)} to {number(timed.time_p90)})"
+            )
+        body.append([*cells, f"{100 * (bounded.time / unbounded.time - 1):+.1f}%"])
+    header = ["kernel", "shape", "devices", "with the limit", "without", "difference"]
+    return rows(header, body, left=2) if body else ""
 
 
 def microseconds(timed: Timed | None, with_share: bool = False) -> str:
