@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError, simulate
+from stretto.kernels.all_gather_matmul import Config
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 SCHEDULES = ("random", "pct", "round_robin")
+IN_SHARDS, AS_ONE = Config(), Config(whole=True)
 # Sizes of one device's operands: m_shard, k, n_shard.
 AWKWARD = [(1, 8, 8), (63, 72, 136), (65, 200, 200), (128, 256, 128)]
 
@@ -29,23 +31,23 @@ def normal(seed, *shape):
 
 
 @functools.cache  # One trace for all seeds.
-def jitted(operation, count):
+def jitted(operation, count, config):
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",), axis_types=(AxisType.Auto,))
     rows, columns = P("x", None), P(None, "x")
     in_specs = (columns, rows)
     out_spec = rows if operation is st.matmul_reduce_scatter else P(None, None)
     if operation is st.all_gather_matmul:
         in_specs, out_spec = (rows, columns), columns
-    fn = functools.partial(operation, axis_name="x", backend="pallas")
+    fn = functools.partial(operation, axis_name="x", backend="pallas", config=config)
     return jax.jit(
         jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
     )
 
 
-def run(operation, count, lhs, rhs, **settings):
+def run(operation, count, lhs, rhs, config=None, **settings):
     """Returns (result, what it should be, report)."""
     with simulate(**settings) as report:
-        out = np.asarray(jitted(operation, count)(lhs, rhs), np.float32)
+        out = np.asarray(jitted(operation, count, config)(lhs, rhs), np.float32)
     return out, np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32), report
 
 
@@ -68,18 +70,19 @@ def assert_right(out, want, report):
 @pytest.mark.parametrize(("count", "shape"), list(zip([8, 5, 3, 2], AWKWARD, strict=True)))
 def test_all_gather_matmul(count, shape):
     seed = 7 * count + shape[0]
-    result = all_gather_matmul(count, *shape, seed=seed, schedule=SCHEDULES[seed % 3])
-    assert_right(*result)
+    settings = dict(seed=seed, schedule=SCHEDULES[seed % 3])
+    assert_right(*all_gather_matmul(count, *shape, config=IN_SHARDS, **settings))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 @pytest.mark.parametrize("shape", AWKWARD)
-def test_all_gather_matmul_in_many_orders(count, shape):
+@pytest.mark.parametrize("config", [IN_SHARDS, AS_ONE], ids=["in shards", "as one"])
+def test_all_gather_matmul_in_many_orders(count, shape, config):
     for seed in range(50):
-        result = all_gather_matmul(count, *shape, seed=seed, schedule=SCHEDULES[seed % 3])
-        assert_right(*result)
+        settings = dict(seed=seed, schedule=SCHEDULES[seed % 3])
+        assert_right(*all_gather_matmul(count, *shape, config=config, **settings))
 
 
 @pytest.mark.parametrize("operation", [st.matmul_reduce_scatter, st.matmul_all_reduce])
@@ -140,7 +143,8 @@ jax.config.update("jax_num_cpu_devices", 33)
 sys.path.insert(0, {folder!r})
 import test_project_kernels as tests
 for seed in range(2):
-    tests.assert_right(*tests.all_gather_matmul(33, 8, 64, 64, seed=seed, core_count=2))
+    config = (tests.IN_SHARDS, tests.AS_ONE)[seed % 2]
+    tests.assert_right(*tests.all_gather_matmul(33, 8, 64, 64, config, seed=seed, core_count=2))
 print("right on 33 devices")
 """
 
