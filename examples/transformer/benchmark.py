@@ -17,11 +17,14 @@ own. What the others take longer is communication that they have not hidden.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +35,11 @@ import numpy as np
 import parallel
 from breakdown import profile
 from jax.sharding import Mesh
-from programs import BACKENDS, PARTS, Inputs, Program, compile_programs
+from programs import BACKENDS, PARTS, Program, Weights, lower, random_rows
 from timing import measure
 
 import stretto as st
+from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.machine import describe
 from stretto.benchmarks.spread import median_ratio, spread
 
@@ -135,19 +139,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--runs", type=int, default=3, help="runs of a program in a round")
-    parser.add_argument("--no-profile", action="store_true", help="leave the breakdowns out")
+    parser.add_argument(
+        "--profile", nargs="*", choices=PARTS, default=["gradients"], help="parts to break down"
+    )
     return parser.parse_args(argv)
 
 
 class Measurement:
     """What is found out about one case, and the file that holds it."""
 
-    def __init__(self, case: Case, mesh: Mesh, args: argparse.Namespace):
-        self.case, self.mesh, self.args = case, mesh, args
+    def __init__(self, case: Case, mesh: Mesh, args: argparse.Namespace, weights: Weights):
+        self.case, self.mesh, self.args, self.weights = case, mesh, args, weights
         self.sizes = case.sizes(args.layers)
         self.sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], args.batch)
-        how = config.Execution.suited_to(mesh.devices.flat[0].platform, "xla", args.dtype)
-        self.how = config.replaced(how, attention=args.attention)
+        self.how = execution(mesh, args)
+        self.compiling: dict[tuple[str, str], Future] = {}
         self.programs: dict[tuple[str, str], Program] = {}
         self.found: dict = {
             "case": case._asdict(),
@@ -158,22 +164,25 @@ class Measurement:
             "records": [],
         }
 
-    def compile(self) -> None:
-        """Compiles and runs each program once; what fails is told, and left out."""
+    def compile(self, compiler: Compiler) -> None:
+        """Begins to compile each program."""
         training = config.replaced(config.TRAININGS[self.case.name], batch=self.args.batch)
-        inputs = Inputs(self.mesh, self.sizes, training, self.how)
-        wanted = [(part, backend) for part in self.args.parts for backend in self.args.backends]
-        for key, program in compile_programs(inputs, wanted):
-            try:
-                self.programs[key] = program()
-            except Exception as error:
-                self.found.setdefault("failed", {})["-".join(key)] = str(error)
-                traceback.print_exc()
-                continue
-            loss = float(self.programs[key].run())  # the first run loads kernels
-            self.found.setdefault("first_losses", {})["-".join(key)] = loss
-            print(f"compiled {key[0]} {key[1]}: loss {loss:.4f}", flush=True)
-        self.found["choices"] = inputs.choices
+        for key in itertools.product(self.args.parts, self.args.backends):
+            with self._failures_of("-".join(key)):
+                lowered, choices = lower(self.mesh, self.sizes, training, self.how, *key)
+                self.found.setdefault("choices", {})["-".join(key)] = choices
+                self.compiling[key] = compiler.submit(lowered, by_xla=True)
+
+    def run(self) -> None:
+        """Runs each program once, which loads its kernels."""
+        rows = random_rows(self.mesh, self.args.batch, self.sizes.sequence)
+        for key, compiled in self.compiling.items():
+            name = "-".join(key)
+            with self._failures_of(name):
+                program = Program(key[0], compiled.result(), self.weights, rows)
+                loss = self.found.setdefault("first_losses", {})[name] = float(program.run())
+                self.programs[key] = program
+                print(f"{name}: loss {loss:.4f}", flush=True)
         self.write()
 
     def time(self) -> list[dict]:
@@ -194,28 +203,54 @@ class Measurement:
     def profile(self) -> None:
         """Adds where the time of each program goes, by a profile of two of its runs."""
         for (part, backend), program in self.programs.items():
-            name = f"{self.case.name}-{self.case.sequence}-{part}-{backend}"
-            try:
-                found = profile(
-                    lambda program=program: program.run().block_until_ready(),
-                    2,
-                    self.args.results / "profiles" / name,
-                )
-            except Exception as error:  # a machine may forbid it, and the times count without it
-                self.found.setdefault("failed", {})[f"profile-{part}-{backend}"] = str(error)
-                print(f"no profile of {name}: {error}", flush=True)
+            if part not in self.args.profile:
                 continue
-            breakdown = self.found.setdefault("breakdown", {})
-            breakdown[f"{part}-{backend}"] = dataclasses.asdict(found)
-            kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.kinds.items())
-            print(f"{name}: {kinds}, idle {found.idle:.2f} ms", flush=True)
-            self.write()
+            name = f"{self.case.name}-{self.case.sequence}-{part}-{backend}"
+            folder = self.args.results / "profiles" / name
+            with self._failures_of(f"profile-{part}-{backend}"):  # a machine may forbid it
+                found = profile(lambda p=program: p.run().block_until_ready(), 2, folder)
+                self.found.setdefault("breakdown", {})[f"{part}-{backend}"] = dataclasses.asdict(
+                    found
+                )
+                kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.kinds.items())
+                print(f"{name}: {kinds}, idle {found.idle:.2f} ms", flush=True)
+        self.write()
+
+    @contextlib.contextmanager
+    def _failures_of(self, name: str) -> Iterator[None]:
+        """What fails is told, and left out."""
+        try:
+            yield
+        except Exception as error:
+            self.found.setdefault("failed", {})[name] = str(error)
+            traceback.print_exc()
 
     def write(self) -> None:
         """Writes all that is known so far."""
         if jax.process_index() == 0:
             file = self.args.results / f"{self.case.name}-{self.case.sequence}.json"
             file.write_text(json.dumps(self.found, indent=1))
+
+
+def execution(mesh: Mesh, args: argparse.Namespace) -> config.Execution:
+    """How the model is computed on these devices, but for the backend."""
+    how = config.Execution.suited_to(mesh.devices.flat[0].platform, "xla", args.dtype)
+    return config.replaced(how, attention=args.attention)
+
+
+def begin(mesh: Mesh, args: argparse.Namespace) -> list[Measurement]:
+    """The measurements of all cases, with all programs compiled, side by side."""
+    weights: dict[str, Weights] = {}  # by configuration: its cases share them
+    measurements = []
+    with Compiler() as compiler:
+        for case in args.cases:
+            training = config.TRAININGS[case.name]
+            own = Weights(mesh, case.sizes(args.layers), training, args.dtype)
+            weights.setdefault(case.name, own)
+            measurements.append(Measurement(case, mesh, args, weights[case.name]))
+            measurements[-1].compile(compiler)
+        compiler.wait()
+    return measurements
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
@@ -228,18 +263,20 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     (args.results / "machine.json").write_text(json.dumps(machine, indent=1))
     print(f"{machine['num_devices']} x {machine['card']}, JAX {jax.__version__}", flush=True)
     started = time.perf_counter()
-    measurements = [Measurement(case, mesh, args) for case in args.cases]
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - started:4.0f} s: {what}", flush=True)
+
+    measurements = begin(mesh, args)
+    say("compiled")
     records = []
     for measurement in measurements:
-        seconds = time.perf_counter() - started
-        print(f"{seconds:4.0f} s: {measurement.case}, {measurement.sizes}", measurement.how)
-        measurement.compile()
-        print(f"{time.perf_counter() - started:4.0f} s: compiled", flush=True)
+        say(f"{measurement.case}, {measurement.sizes}, {measurement.how}")
+        measurement.run()
         records += measurement.time()
-    if not args.no_profile:  # after all times: the profiler may slow what comes after it
-        for measurement in measurements:
-            measurement.profile()
-    print(f"{time.perf_counter() - started:4.0f} s: done", flush=True)
+    for measurement in measurements:  # after all times: the profiler may slow what comes after it
+        measurement.profile()
+    say("done")
     return records
 
 

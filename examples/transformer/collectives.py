@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import config
 import jax
-import jax.numpy as jnp
 import parallel
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from step import make_train_step, state_shapes
 
 from stretto.distributed import aot
@@ -77,9 +76,7 @@ def compiled_step(
     mesh: Mesh, sizes: config.Sizes, training: config.Training, how: config.Execution
 ) -> jax.stages.Compiled:
     """The training step, compiled for the devices of `mesh`, with nothing allocated."""
-    rows = jax.ShapeDtypeStruct(
-        (training.batch * sizes.sequence,), jnp.int32, sharding=NamedSharding(mesh, parallel.ROWS)
-    )
+    rows = parallel.row_shapes(mesh, training.batch, sizes.sequence)
     step = make_train_step(mesh, sizes, training, how)
     return step.lower(state_shapes(mesh, sizes, training), rows, rows).compile()
 

@@ -74,6 +74,21 @@ def initial_weights(mesh: Mesh, sizes: config.Sizes, seed: int) -> Tree:
     return jax.jit(initialize, out_shardings=where, compiler_options=quickly)()
 
 
+def weight_shapes(mesh: Mesh, sizes: config.Sizes, dtype: str) -> Tree:
+    """The weights as `jax.ShapeDtypeStruct`s with their shardings, nothing allocated."""
+    _, shapes, specs = structure(sizes)
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where),
+        shapes,
+        shardings(mesh, specs),
+    )
+
+
+def row_shapes(mesh: Mesh, batch: int, sequence: int) -> jax.ShapeDtypeStruct:
+    """What `put_rows` makes of `[batch, sequence]`, nothing allocated."""
+    return jax.ShapeDtypeStruct((batch * sequence,), jnp.int32, sharding=NamedSharding(mesh, ROWS))
+
+
 def put_rows(mesh: Mesh, batch: np.ndarray) -> jax.Array:
     """`[batch, sequence]`, known to every process, as rows split over all devices of `mesh`."""
     rows = batch.reshape(-1)

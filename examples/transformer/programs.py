@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import functools
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,10 @@ import parallel
 from jax.sharding import Mesh
 
 import stretto as st
-from stretto.benchmarks.compiling import Compiler
 from stretto.kernels import dispatch
 
 PARTS = ("forward", "gradients", "remat", "step")
 BACKENDS = ("xla", "auto", "pallas", "silent")
-
-type Key = tuple[str, str]  # a part and a backend
 
 
 class Silent:
@@ -42,29 +38,48 @@ class Silent:
         return product.reshape(jax.lax.axis_size(axis_name), -1, product.shape[1]).sum(0)
 
 
-class Program:
-    """A compiled part of a step with all that it takes.
+class Weights:
+    """What programs of one configuration run on: made when first needed, and shared by them all.
 
     Args:
-      compiled: maps (state, *rows) to the next state and a loss, or to the loss first and,
-        where it has them, gradients.
-      state: weights, or a whole training state that each run consumes and replaces.
-      rows: the bytes, which are also what is to be predicted.
-      replaces_state: which of the two.
+      mesh, sizes, training: as elsewhere; the length of the sequence does not matter.
+      dtype: of `cast`.
     """
 
-    def __init__(self, compiled: Any, state: Any, rows: jax.Array, replaces_state: bool):
+    def __init__(self, mesh: Mesh, sizes: config.Sizes, training: config.Training, dtype: str):
+        self._made_of = mesh, sizes, training
+        self._dtype = dtype
+
+    @functools.cached_property
+    def cast(self) -> parallel.Tree:
+        """Random weights in `dtype`."""
+        mesh, sizes, training = self._made_of
+        cast = jax.jit(lambda tree: jax.tree.map(lambda w: w.astype(self._dtype), tree))
+        return cast(parallel.initial_weights(mesh, sizes, training.seed))
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """A `TrainState`; a step consumes it, and puts the next one in its place."""
+        from step import initial_state  # the other parts need no Optax
+
+        return initial_state(*self._made_of)
+
+
+class Program:
+    """A compiled part of a step with what it runs on: the weights, and random bytes."""
+
+    def __init__(self, part: str, compiled: Any, weights: Weights, rows: jax.Array):
         self.compiled = compiled
-        self._state = state
-        self._rows = rows, rows
-        self._replaces_state = replaces_state
+        self._trains = part == "step"
+        self._weights = weights
+        self._rows = rows, rows  # the bytes, which are also what is to be predicted
 
     def run(self) -> jax.Array:
         """Queues one run; returns its loss, a number that is there when the run has completed."""
-        if self._replaces_state:
-            self._state, loss = self.compiled(self._state, *self._rows)
+        if self._trains:
+            self._weights.state, loss = self.compiled(self._weights.state, *self._rows)
             return loss
-        out = self.compiled(self._state, *self._rows)
+        out = self.compiled(self._weights.cast, *self._rows)
         return out[0] if isinstance(out, tuple) else out
 
     def needed_bytes(self) -> int:
@@ -78,73 +93,39 @@ class Program:
         )
 
 
-class Inputs:
-    """What the programs of one model run on: random bytes, and weights in the type `how` names.
+def random_rows(mesh: Mesh, batch: int, sequence: int) -> jax.Array:
+    """Random bytes, split over the mesh."""
+    random_bytes = np.random.default_rng(0).integers(config.VOCABULARY, size=(batch, sequence))
+    return parallel.put_rows(mesh, random_bytes.astype(np.int32))
 
-    `choices` says, for each program, which implementation its operations took, and why.
+
+def lower(
+    mesh: Mesh,
+    sizes: config.Sizes,
+    training: config.Training,
+    how: config.Execution,
+    part: str,
+    backend: str,
+) -> tuple[jax.stages.Lowered, list[str]]:
+    """A part of the step with a backend, ready to be compiled, with nothing allocated.
+
+    Returns:
+      The function of weights (or, for "step", of a whole `TrainState`), bytes and targets; and
+      which implementation its operations took, and why.
     """
+    remat = "layer" if part == "remat" else "elementwise"
+    how = dataclasses.replace(how, backend=backend, remat=remat)
+    rows = parallel.row_shapes(mesh, training.batch, sizes.sequence)
+    if part == "step":
+        from step import make_train_step, state_shapes
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        sizes: config.Sizes,
-        training: config.Training,
-        how: config.Execution,
-    ):
-        self.mesh, self.sizes, self.training, self.how = mesh, sizes, training, how
-        self.choices: dict[str, list[str]] = {}
-        shape = training.batch, sizes.sequence
-        random_bytes = np.random.default_rng(0).integers(config.VOCABULARY, size=shape)
-        self.rows = parallel.put_rows(mesh, random_bytes.astype(np.int32))
-        weights = parallel.initial_weights(mesh, sizes, 0)
-        cast = jax.jit(lambda tree: jax.tree.map(lambda w: w.astype(how.dtype), tree))
-        self.weights = cast(weights)
-
-    def lower(self, part: str, backend: str) -> tuple[jax.stages.Lowered, Any]:
-        """A part of the step with a backend, ready to be compiled, and what it takes first."""
-        remat = "layer" if part == "remat" else "elementwise"
-        how = dataclasses.replace(self.how, backend=backend, remat=remat)
-        stand_in = Silent if backend == "silent" else st
-        state = self.weights
-        if part == "step":
-            from step import initial_state, make_train_step  # the others need no Optax
-
-            state = initial_state(self.mesh, self.sizes, self.training)
-            function = make_train_step(self.mesh, self.sizes, self.training, how)
-        else:
-            make = parallel.loss if part == "forward" else parallel.loss_and_gradients
-            function = jax.jit(make(self.mesh, self.sizes, how))
-        with mock.patch.object(model, "st", stand_in), dispatch.recorded() as choices:
-            traced = function.trace(state, self.rows, self.rows)
-        self.choices[f"{part}-{backend}"] = sorted(set(map(str, choices)))
-        return traced.lower(), state
-
-
-def compile_programs(
-    inputs: Inputs, wanted: Sequence[Key]
-) -> Iterator[tuple[Key, Callable[[], Program]]]:
-    """Each of `wanted` with a function that returns it compiled, or raises what went wrong.
-
-    All are compiled side by side; once the iterator is at its end, nothing compiles any more.
-    """
-    with Compiler() as compiler:
-        started = {key: _start(inputs, key, compiler) for key in wanted}
-        for key, start in started.items():
-
-            def program(key: Key = key, start: Callable[[], tuple[Any, Any]] = start) -> Program:
-                compiled, state = start()
-                return Program(compiled, state, inputs.rows, key[0] == "step")
-
-            yield key, program
-
-
-def _start(inputs: Inputs, key: Key, compiler: Compiler) -> Callable[[], tuple[Any, Any]]:
-    """Begins to compile; returns a function that waits for it, or raises what went wrong."""
-    try:
-        lowered, state = inputs.lower(*key)
-    except Exception as error:
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return lambda: (future.result(), None)
-    future = compiler.submit(lowered, by_xla=True)
-    return lambda: (future.result(), state)
+        function = make_train_step(mesh, sizes, training, how)
+        takes = state_shapes(mesh, sizes, training)
+    else:
+        make = parallel.loss if part == "forward" else parallel.loss_and_gradients
+        function = jax.jit(make(mesh, sizes, how))
+        takes = parallel.weight_shapes(mesh, sizes, how.dtype)
+    stand_in = Silent if backend == "silent" else st
+    with mock.patch.object(model, "st", stand_in), dispatch.recorded() as choices:
+        traced = function.trace(takes, rows, rows)
+    return traced.lower(), sorted(set(map(str, choices)))

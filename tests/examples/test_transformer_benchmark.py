@@ -22,7 +22,7 @@ def test_backends_are_compared_and_results_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--cases", "tiny:32", "--layers", "1", "--tp", "2", "--rounds", "2", "--runs", "1"]
-    options += ["--parts", "forward", "--dtype", "float32"]
+    options += ["--parts", "forward", "--profile", "forward", "--dtype", "float32"]
     records = benchmark.main([str(tmp_path / "new"), *options])
     assert [record["backend"] for record in records] == ["xla", "auto", "silent"]
     assert all(record["ms"]["median"] > 0 and record["needed_gb"] > 0 for record in records)
@@ -46,11 +46,21 @@ def test_backends_are_compared_and_results_written(
     assert "num_devices" in json.loads((tmp_path / "new" / "machine.json").read_text())
 
 
+def test_cases_of_a_configuration_share_what_is_trained(tmp_path: Path) -> None:
+    options = ["--cases", "tiny:32", "tiny:64", "--layers", "1", "--parts", "step"]
+    args = benchmark.parse_arguments([str(tmp_path), *options, "--backends", "xla", "silent"])
+    first, second = benchmark.begin(parallel.make_mesh(1, 1), args)
+    first.run()
+    second.run()
+    assert first.weights is second.weights and int(first.weights.state.step) == 4
+    assert len(second.found["first_losses"]) == 2 and "failed" not in second.found
+
+
 def test_what_cannot_be_compiled_is_told_and_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--cases", "tiny:32", "--layers", "1", "--tp", "1", "--rounds", "1", "--runs", "1"]
-    options += ["--parts", "forward", "--backends", "xla", "--attention", "cudnn", "--no-profile"]
+    options += ["--parts", "forward", "--backends", "xla", "--attention", "cudnn"]
     assert benchmark.main([str(tmp_path), *options]) == []
     found = json.loads((tmp_path / "tiny-32.json").read_text())
     assert "forward-xla" in found["failed"]
