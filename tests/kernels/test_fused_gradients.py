@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.kernels import reference
 
 DEVICES = 2
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
@@ -245,3 +246,18 @@ def test_checked_types():
     got = by(lambda lhs, rhs: st.all_gather_matmul(lhs, rhs, "x", out_dtype=F32))
     want = by(lambda lhs, rhs: lax.all_gather(lhs, "x", tiled=True).astype(F32) @ rhs.astype(F32))
     assert_same(got, want, tolerance=3e-2)
+
+
+@pytest.mark.parametrize("product", [reference.matmul, reference.matmul_of_columns])
+def test_products_of_derivatives_by_xla_are_of_narrow_operands(monkeypatch, product):
+    """A float32 cotangent would make XLA multiply in float32."""
+    monkeypatch.setattr(reference.dispatch, "platform_of_mesh", lambda: ("gpu", "NVIDIA H100"))
+    x = jnp.ones((8, 8), BF16)
+
+    def loss(*xs):
+        return jnp.sum(jnp.sin(product(*xs)))
+
+    eqns = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, x).eqns
+    dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    assert len(dots) == 2  # The product itself is within a call.
+    assert {operand.aval.dtype for eqn in dots for operand in eqn.invars} == {jnp.dtype(BF16)}
