@@ -15,18 +15,26 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import collectives
 import config
 import data
 import parallel
-import reference
 from step import (
     TrainState,
     initial_state,
     make_optimizer,
     make_train_step,
     state_shardings,
+)
+from transformer_checks import (
+    differences,
+    on_mesh,
+    on_one_device,
+    put,
+    random_bytes,
+    random_weights,
 )
 
 SIZES = config.Sizes(layers=2, hidden=64, heads=8, kv_heads=4, feed_forward=48, sequence=16)
@@ -35,53 +43,6 @@ TRAINING = config.Training(steps=100, batch=4, learning_rate=3e-3)
 TEXT = data.Corpus(*[np.frombuffer(Path(__file__).read_bytes(), np.uint8)] * 2, digest="")
 FLOAT32 = config.Execution(backend="xla")
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 4)]
-
-
-def random_bytes(sizes: config.Sizes, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    rows = rng.integers(config.VOCABULARY, size=(batch, sizes.sequence + 1)).astype(np.int32)
-    return rows[:, :-1], rows[:, 1:]
-
-
-def random_weights(sizes: config.Sizes) -> parallel.Tree:
-    """Normal weights of every size, the norms' scales around one; numpy, float32."""
-    _, shapes, _ = parallel.structure(sizes)
-    rng = np.random.default_rng(4)
-
-    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        is_norm = "norm" in path[-1].key
-        mean, std = (1, 0.3) if is_norm else (0, sizes.hidden**-0.5)
-        return rng.normal(mean, std, shape.shape).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-def put(mesh: jax.sharding.Mesh, sizes: config.Sizes, weights: parallel.Tree) -> parallel.Tree:
-    return jax.device_put(weights, parallel.shardings(mesh, parallel.structure(sizes)[2]))
-
-
-def on_mesh(dp: int, tp: int, sizes: config.Sizes, how: config.Execution, batch: int):
-    """(loss, gradients) of the first devices, as numpy."""
-    mesh = parallel.make_mesh(dp, tp)
-    rows = [parallel.put_rows(mesh, x) for x in random_bytes(sizes, batch)]
-    function = jax.jit(parallel.loss_and_gradients(mesh, sizes, how))
-    weights = put(mesh, sizes, random_weights(sizes))
-    return jax.tree.map(np.asarray, function(weights, *rows))
-
-
-def on_one_device(sizes: config.Sizes, dtype: str, batch: int):
-    function = jax.jit(jax.value_and_grad(lambda w, *rows: reference.loss(w, *rows, sizes, dtype)))
-    return jax.tree.map(np.asarray, function(random_weights(sizes), *random_bytes(sizes, batch)))
-
-
-def differences(gradients: parallel.Tree, expected: parallel.Tree) -> dict[str, float]:
-    """By weight: the largest difference, as a share of the largest expected value."""
-    paths = jax.tree_util.tree_leaves_with_path(expected)
-    found = jax.tree.leaves(gradients)
-    return {
-        jax.tree_util.keystr(path): float(np.abs(x - y).max() / np.abs(y).max())
-        for (path, y), x in zip(paths, found, strict=True)
-    }
 
 
 @pytest.fixture(scope="module")
