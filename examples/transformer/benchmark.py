@@ -3,11 +3,11 @@
     python examples/transformer/benchmark.py RESULTS
     python examples/transformer/benchmark.py RESULTS --cases 7b-layer:8192 --parts gradients step
 
-The first times two models of which 4 H100s hold a few layers, at two lengths; RESULTS is a folder,
+The first times a few layers of two models at two lengths, split over all GPUs; RESULTS is a folder,
 where each result is written as soon as it is there. A case is a configuration and the length of its
 sequence. Parts of a step: "forward" is the loss alone, "gradients" the loss and its gradients with
-weights in 16 bits, "remat" the same with layers computed again in the backward pass, "step" all
-of training with weights in float32.
+weights in 16 bits, "remat" the same with whole layers computed again in the backward pass, "step"
+all of training with weights in float32.
 
 Backends take turns in random order within each round, so that clocks and temperature weigh on all
 alike. The backend "silent" sends nothing for the projections: it computes on as much data of its
@@ -31,19 +31,16 @@ from typing import NamedTuple
 import config
 import jax
 import msgspec
-import numpy as np
 import parallel
 from breakdown import profile
 from jax.sharding import Mesh
 from programs import BACKENDS, PARTS, Program, Weights, lower, random_rows
+from rates import HEADER, describe_times, show
 from timing import measure
 
 import stretto as st
 from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.machine import describe
-from stretto.benchmarks.spread import median_ratio, spread
-
-PEAK_TFLOPS = 989.0  # of an H100, 16 bit, without sparsity
 
 
 class Case(NamedTuple):
@@ -68,69 +65,15 @@ class Case(NamedTuple):
 CASES = [Case(name, sequence) for name in ("7b-layer", "70b-layer") for sequence in (4096, 8192)]
 
 
-def flops_per_device(sizes: config.Sizes, part: str, batch: int, devices: int) -> float:
-    """Floating-point operations that the model asks for; what remat computes again is not counted.
-
-    Two for every weight of a matrix and byte, and four for every pair of bytes that attention
-    compares, half of which are masked; a backward pass is twice a forward pass.
-    """
-    hidden, head_dim = sizes.hidden, sizes.head_dim
-    columns = (sizes.heads + 2 * sizes.kv_heads) * head_dim + hidden + 3 * sizes.feed_forward
-    layers = sizes.layers * (2 * hidden * columns + 2 * sizes.sequence * hidden)
-    ends = 4 * config.VOCABULARY * hidden
-    forward = batch * sizes.sequence * (layers + ends)
-    return forward * (1 if part == "forward" else 3) / devices
-
-
-def describe_times(
-    sizes: config.Sizes, batch: int, devices: int, part: str, times: dict[str, list[float]]
-) -> list[dict]:
-    """One record for each backend of a part; ratios and differences are of the same round."""
-    flops = flops_per_device(sizes, part, batch, devices)
-    records = []
-    for backend, samples in times.items():
-        ms = spread(samples)
-        record = {
-            "part": part,
-            "backend": backend,
-            "ms": dataclasses.asdict(ms),
-            "rounds": samples,
-            "tflops_per_device": flops / ms.median / 1e9,
-            "share_of_peak": flops / ms.median / 1e9 / PEAK_TFLOPS,
-            "tokens_per_s": batch * sizes.sequence / ms.median * 1e3,
-        }
-        if "xla" in times:
-            record["speedup_over_xla"] = median_ratio(times["xla"], samples)
-        if "silent" in times:
-            record["exposed_ms"] = float(np.median(np.subtract(samples, times["silent"])))
-        records.append(record)
-    return records
-
-
-HEADER = (
-    "part       backend   ms median        10% to       90%   TFLOP/s    peak  x XLA's"
-    "   exposed       GB"
-)
-
-
-def show(record: dict) -> str:
-    """A record as a line of the table."""
-    ms = record["ms"]
-    line = f"{record['part']:9}  {record['backend']:7}  {ms['median']:9.2f}"
-    line += f"  {ms['p10']:9.2f} to {ms['p90']:9.2f}  {record['tflops_per_device']:7.1f}"
-    line += f"  {record['share_of_peak']:6.1%}  {record.get('speedup_over_xla', 1.0):6.3f}"
-    return line + f"  {record.get('exposed_ms', np.nan):9.2f}  {record['needed_gb']:7.2f}"
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `argv` is `sys.argv[1:]` where it is None."""
     parser = argparse.ArgumentParser(description="Time a model's steps, fused and not.")
     parser.add_argument("results", type=Path, help="a folder, made if it is not there")
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME:BYTES")
-    parser.add_argument("--dp", type=int, default=1)
-    parser.add_argument("--tp", type=int, help="default: all devices")
+    parser.add_argument("--dp", type=int, default=1, help="groups of devices")
+    parser.add_argument("--tp", type=int, help="devices of a group; by default, all are used")
     parser.add_argument("--batch", type=int, default=1, help="sequences, over all devices")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="in place of the configuration's")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
     parser.add_argument(
         "--backends", nargs="+", choices=BACKENDS, default=["xla", "auto", "silent"]

@@ -21,7 +21,6 @@ from typing import Any
 
 import config
 import jax
-import jax.extend
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -61,7 +60,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _is_attention_of_cudnn(primitive: jax.extend.core.Primitive, *_: Any, **__: Any) -> bool:
+def _is_attention_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name.startswith("dot_product_attention_fwd")
 
 

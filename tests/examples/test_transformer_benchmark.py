@@ -15,6 +15,7 @@ import benchmark
 import breakdown
 import config
 import parallel
+import rates
 from breakdown import Span
 
 
@@ -78,7 +79,7 @@ def test_operations_are_counted_for_every_weight(part: str) -> None:
     )
     pairs = sizes.sequence / 2 * sizes.layers
     expected = 3 * sizes.sequence * (2 * matrices + 4 * sizes.hidden * pairs)
-    counted = benchmark.flops_per_device(sizes, part, batch=3, devices=2)
+    counted = rates.flops_per_device(sizes, part, batch=3, devices=2)
     assert counted == pytest.approx(expected * (1 if part == "forward" else 3) / 2)
 
 
