@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jax._src import callback as jax_callback
 from jax._src import core as jax_core
+from jax._src import dispatch
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir.dialects import hlo
 from jaxlib.mlir import ir
@@ -62,6 +63,17 @@ def emit(
     if values:
         values[0].owner.attributes[_MARK] = ir.DictAttr.get({_KERNEL: ir.StringAttr.get("true")})
     return values
+
+
+def finish_programs() -> None:
+    """Waits for the effects of programs that have been dispatched, and forgets those that failed.
+
+    JAX would raise the error of a failed program again when the interpreter exits.
+    """
+    try:
+        dispatch.runtime_tokens.block_until_ready()
+    except Exception:  # Told already, where the program's results were asked for.
+        dispatch.runtime_tokens.clear()
 
 
 def _last_call(block: ir.Block) -> ir.Value | None:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import core as jax_core
-from jax._src import dispatch
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.pallas import mpmd
@@ -318,17 +317,6 @@ def _at_members(callback: Callable[..., Any], members: Sequence[int]) -> Callabl
         return callback(numbers[int(position)], *operands)
 
     return call
-
-
-def finish_programs() -> None:
-    """Waits for the effects of programs that have been dispatched, and forgets those that failed.
-
-    JAX would raise the error of a failed program again when the interpreter exits.
-    """
-    try:
-        dispatch.runtime_tokens.block_until_ready()
-    except Exception:  # Told already, where the program's results were asked for.
-        dispatch.runtime_tokens.clear()
 
 
 def axis_context_is_spmd(axis_context: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from stretto.distributed import jax_compat
+from stretto.distributed import jax_callbacks, jax_compat
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.errors import SimulationError, UnsupportedKernelError
 from stretto.distributed.simulator.launch import KernelCall
@@ -144,7 +144,7 @@ def _finish_running_programs() -> None:
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # A failed program's error has been kept already.
             array.block_until_ready()
-    jax_compat.finish_programs()
+    jax_callbacks.finish_programs()
 
 
 def _intercept(call: jax_compat.LoweredKernel) -> Any:
