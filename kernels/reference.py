@@ -50,16 +50,14 @@ def _contract(lhs: jax.Array, rhs: jax.Array, lhs_dim: int) -> jax.Array:
     return _dot(lhs, rhs, lhs_dim, accumulator_dtype(lhs.dtype))
 
 
+@_contract.defjvp
 def _contract_jvp(lhs_dim, primals, tangents):
     lhs, rhs = primals
     lhs_dot, rhs_dot = tangents
-    out = _contract(lhs, rhs, lhs_dim)
+    wide = accumulator_dtype(lhs.dtype)
     narrow = functools.partial(_dot, lhs_dim=lhs_dim, dtype=lhs.dtype)
-    tangents = narrow(lhs_dot, rhs), narrow(lhs, rhs_dot)
-    return out, sum(x.astype(out.dtype) for x in tangents)
-
-
-_contract.defjvp(_contract_jvp)
+    out_dot = narrow(lhs_dot, rhs).astype(wide) + narrow(lhs, rhs_dot).astype(wide)
+    return _contract(lhs, rhs, lhs_dim), out_dot
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array, lhs_dim: int, dtype: jnp.dtype) -> jax.Array:
