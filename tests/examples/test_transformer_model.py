@@ -19,28 +19,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import collectives
 import config
-import data
 import parallel
-from step import (
-    TrainState,
-    initial_state,
-    make_optimizer,
-    make_train_step,
-    state_shardings,
-)
+from step import initial_state
 from transformer_checks import (
+    TRAINING,
+    check_fused_training,
     differences,
     on_mesh,
     on_one_device,
     put,
     random_bytes,
     random_weights,
+    train,
 )
 
 SIZES = config.Sizes(layers=2, hidden=64, heads=8, kv_heads=4, feed_forward=48, sequence=16)
 SMALLEST = config.Sizes(layers=1, hidden=32, heads=4, kv_heads=2, feed_forward=16, sequence=16)
-TRAINING = config.Training(steps=100, batch=4, learning_rate=3e-3)
-TEXT = data.Corpus(*[np.frombuffer(Path(__file__).read_bytes(), np.uint8)] * 2, digest="")
 FLOAT32 = config.Execution(backend="xla")
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 4)]
 
@@ -105,23 +99,9 @@ def compiled_step(dp: int, tp: int):
     return collectives.compiled_step(parallel.make_mesh(dp, tp), SIZES, TRAINING, FLOAT32)
 
 
-def train(step, mesh: jax.sharding.Mesh, sizes: config.Sizes, batch: int) -> list[float]:
-    """The losses of 100 steps."""
-    weights = put(mesh, sizes, random_weights(sizes))
-    where = state_shardings(mesh, sizes, TRAINING)
-    init = jax.jit(make_optimizer(TRAINING).init, out_shardings=where.optimizer)
-    state = TrainState(jax.device_put(np.int32(0), where.step), weights, init(weights))
-    losses = []
-    for number in range(TRAINING.steps):
-        rows = data.training_batch(TEXT, number, batch, sizes.sequence, seed=0)
-        state, loss = step(state, *(parallel.put_rows(mesh, x) for x in rows))
-        losses.append(float(loss))
-    return losses
-
-
 @functools.cache
 def losses_of_training(dp: int, tp: int) -> list[float]:
-    return train(compiled_step(dp, tp), parallel.make_mesh(dp, tp), SIZES, TRAINING.batch)
+    return train(compiled_step(dp, tp), parallel.make_mesh(dp, tp), SIZES, TRAINING)
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES[1:])
@@ -133,17 +113,7 @@ def test_training_is_the_same_on_every_mesh(dp: int, tp: int) -> None:
 
 @pytest.mark.slow
 def test_training_with_fused_kernels_is_the_same_in_the_simulator() -> None:
-    """As near to what float32 gives as XLA's collectives in 16 bits are, over a hundred steps."""
-    mesh = parallel.make_mesh(1, 2)
-    losses = {}
-    for backend, dtype in (("xla", "float32"), ("xla", "bfloat16"), ("simulator", "bfloat16")):
-        how = config.Execution(backend=backend, dtype=dtype)
-        step = make_train_step(mesh, SMALLEST, TRAINING, how)
-        losses[backend, dtype] = np.array(train(step, mesh, SMALLEST, 1))
-    exact, plain, fused = losses.values()
-    assert np.abs(fused - exact).max() <= 2 * np.abs(plain - exact).max() + 1e-3
-    assert (fused != plain).any()
-    assert np.mean(fused[-10:]) < fused[0] - 1.5
+    check_fused_training(parallel.make_mesh(1, 2), SMALLEST, "simulator")
 
 
 def test_weights_are_the_same_on_every_mesh_and_split() -> None:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import transformer_checks as checks
 from config import Execution, Sizes
+from parallel import make_mesh
 
 pytestmark = [pytest.mark.gpu(2)]
 
@@ -52,3 +53,8 @@ def test_step_is_that_of_one_device(
     assert abs(losses["pallas"] - exact[0]) <= 2 * abs(losses["xla"] - exact[0]) + 1e-3
     for name, allowed in off["xla"].items():
         assert 0 < off["pallas"][name] <= 2 * allowed, (name, off)
+
+
+@pytest.mark.real
+def test_training_is_that_of_xla(sizes: Sizes) -> None:
+    checks.check_fused_training(make_mesh(1, 2), sizes, "pallas")
