@@ -131,7 +131,7 @@ def train(run: Run, state: TrainState, checkpoints: Checkpoints) -> tuple[TrainS
             loss.block_until_ready()
         made = step + 1
         is_last = made == run.training.steps
-        if made % LOG_EVERY == 0 or is_last:
+        if len(losses) == 1 or made % LOG_EVERY == 0 or is_last:  # the first is slow: it compiles
             shown = float(loss)  # waits for the device
             rate = (made - since) * run.training.batch * run.sizes.sequence
             rate /= time.perf_counter() - started
