@@ -47,6 +47,7 @@ def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis: Any = "x", dtype=jnp.b
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip([(m, k), (k, n)], in_specs, strict=True)
     ]
+    options = {"config": None} | options  # The kernel's own choice.
     return cases.mapped(name, mesh, axis, backend="pallas", **options), structs
 
 
@@ -61,7 +62,10 @@ def variants(name: str) -> Iterator[Program]:
     """The default configuration where it is hardest: many peers, sizes that fit no tile."""
     yield "eight devices", *fused(name, aot.mesh_of_gpus((8,), ("x",)))
     four = aot.mesh_of_gpus((4,), ("x",))
-    yield "awkward", *fused(name, four, cases.whole(name, 4, 65, 72, 136))
+    awkward = cases.whole(name, 4, 65, 72, 136)
+    yield "awkward", *fused(name, four, awkward)
+    if name == "all_gather_matmul":
+        yield "awkward, in shards", *fused(name, four, awkward, config=cases.IN_SHARDS)
 
 
 def more_variants(name: str) -> Iterator[Program]:

@@ -155,8 +155,14 @@ def test_candidates_may_depend_on_the_problem_or_not():
         def candidates(problem):
             yield from (problem.m, problem.m, 7)
 
+    class OfAny:
+        @staticmethod
+        def candidates():
+            yield from (7, 8)
+
     assert candidates_of(OfProblem, problem) == [64, 7]
-    assert candidates_of(Config, problem) == list(Config.candidates())
+    assert candidates_of(OfAny, problem) == [7, 8]
+    assert all(config.whole for config in candidates_of(Config, problem))  # of few rows
 
 
 def test_the_shipped_tables_can_be_read_and_fit_their_kernels():
