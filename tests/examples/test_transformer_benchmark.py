@@ -47,6 +47,7 @@ def test_backends_are_compared_and_results_written(
     assert "num_devices" in json.loads((tmp_path / "new" / "machine.json").read_text())
 
 
+@pytest.mark.slow
 def test_cases_of_a_configuration_share_what_is_trained(tmp_path: Path) -> None:
     options = ["--cases", "tiny:32", "tiny:64", "--layers", "1", "--parts", "step"]
     args = benchmark.parse_arguments([str(tmp_path), *options, "--backends", "xla", "silent"])

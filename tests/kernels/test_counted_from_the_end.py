@@ -24,7 +24,9 @@ def several_cliques(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize(("shape", "axis"), [((3,), "x"), ((2, 2), "y")])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [pytest.param((3,), "x", marks=pytest.mark.slow), ((2, 2), "y")]
+)
 def test_results_are_the_same(name, shape, axis):
     subject, mesh = SUBJECTS[name], mesh_of(*shape)
     team = subjects.team_size(mesh, axis)
