@@ -36,8 +36,21 @@ class Failure:
     @property
     def is_runtimes_own(self) -> bool:
         """Whether the process crashed, or JAX's runtime gave up, and not the script."""
-        last = self.traceback.rstrip().rpartition("\n")[2]
-        return not self.traceback or last.startswith("jax.errors.JaxRuntimeError")
+        return not self.traceback or _error_line(self.traceback).startswith(
+            "jax.errors.JaxRuntimeError"
+        )
+
+
+def _error_line(traceback: str) -> str:
+    """The line that names the error: the first below the last frame, or the last without frames.
+
+    Not the last line: a message may have several, and JAX adds a note of its own to an error that
+    is raised while it dispatches, but none to one that is raised where a result is asked for.
+    """
+    lines = traceback.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    below = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    return next((line for line in below if line and not line.startswith(" ")), "")
 
 
 def exited(process_id: int, status: int, moment: float) -> Failure:
