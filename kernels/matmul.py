@@ -23,9 +23,9 @@ from stretto.distributed.kernel import THREAD_AXIS
 from stretto.kernels import matmul_roles
 from stretto.kernels.matmul_hooks import Addends, Gate, Hooks
 from stretto.kernels.tile_config import (
-    LOADING_REGISTERS,
-    MULTIPLYING_REGISTERS,
     MULTIPLYING_WARPGROUPS,
+    REGISTERS,
+    REGISTERS_WITH_ADDENDS,
     TileConfig,
 )
 
@@ -48,15 +48,16 @@ def run(
     """
     roles = matmul_roles.Roles.of_block(hooks, config, num_tiles, k, num_blocks, scratch)
     warpgroup = lax.axis_index(THREAD_AXIS)
+    loading, multiplying = REGISTERS if hooks.addends is None else REGISTERS_WITH_ADDENDS
 
     @pl.when(warpgroup < MULTIPLYING_WARPGROUPS)
     def _():
-        plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+        plgpu.set_max_registers(multiplying, action="increase")
         roles.multiply()
 
     @pl.when(warpgroup == MULTIPLYING_WARPGROUPS)
     def _():
-        plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+        plgpu.set_max_registers(loading, action="decrease")
         warps = [roles.load, roles.store]
         if hooks.communicate is not None:
             warps.append(roles.communicate)

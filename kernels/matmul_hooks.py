@@ -31,12 +31,14 @@ class Addends:
     """Matrices, of the result's type, that are added to some tiles' products in float32.
 
     Attributes:
+      most: how many are added to a tile at most.
       count: tile -> how many are added to it.
       wait: called in the storing warp with (tile); returns once they may be read.
       window: (tile, index of the addend, first row, rows, first column, columns), within the tile
         -> the view of global memory that holds this part of the addend.
     """
 
+    most: int
     count: Callable[[Any], Int]
     wait: Callable[[Any], None]
     window: Callable[..., Any]

@@ -40,6 +40,7 @@ from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.segments import Segments
 from stretto.kernels.tile_config import TileConfig
 
+WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 PIECE_ROWS = 64
 PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
 
@@ -91,8 +92,8 @@ def unsupported(problem: Problem, config: Config | None) -> str | None:
 
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
-    del problem
-    return Config()
+    # Addends in float32 do not fit into the registers beside a tile of 256 columns.
+    return Config(tiles=WIDE_RESULT) if problem.out_dtype == "float32" else Config()
 
 
 def estimate(problem: Problem) -> tuple[float, float]:
@@ -303,7 +304,10 @@ def _addends(order, refs, peers):
         return _window(order, refs.fetched, number, tile, *where)
 
     return matmul.Addends(
-        count=lambda tile: schedule.where(tile[0] == peers, peers, 0), wait=wait, window=window
+        most=peers,
+        count=lambda tile: schedule.where(tile[0] == peers, peers, 0),
+        wait=wait,
+        window=window,
     )
 
 

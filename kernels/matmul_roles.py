@@ -162,32 +162,55 @@ class Roles:
             plgpu.barrier_arrive(self.empty.at[stage])  # The whole ring is free at the start.
 
         def tile_loop(i, stage):
-            product, stage = self._product(stage)
-            pieces = [product[self._within_half(place)] for place in self._pieces()]
-            if self.hooks.addends is not None:
-                pieces = self._add(self.hooks.addends, self.tile(i), pieces)
+            product, stage = self._product(self.tile(i), stage)
             with jax.named_scope("hand over"):
-                for index, piece in enumerate(pieces):
-                    self._hand_over(index, piece)
+                for index, place in enumerate(self._pieces()):
+                    self._hand_over(index, product[self._within_half(place)])
             return stage
 
         lax.fori_loop(0, self.own_tiles, tile_loop, jnp.int32(0))
 
-    def _product(self, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """This warpgroup's half of a tile's product; and the stage that follows."""
+    def _product(self, tile: Any, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """This warpgroup's half of a tile's product, addends included; and the next stage."""
         rows = self.config.tile_m // MULTIPLYING_WARPGROUPS
 
         def multiply(acc):
-            with jax.named_scope("multiply"):
-                stage_after = lax.fori_loop(
-                    0, self.k_tiles, lambda k, stage: self._multiply_stage(acc, k, stage), stage
-                )
-                return acc[...], stage_after
+            if self.hooks.addends is None:
+                stage_after = self._multiply_stages(acc, 0, self.k_tiles, stage)
+            else:
+                stage_after = self._multiply_and_add(acc, self.hooks.addends, tile, stage)
+            return acc[...], stage_after
 
         accumulator = plgpu.WGMMAAccumulatorRef((rows, self.config.tile_n), jnp.float32)
         product, stage = pl.run_scoped(multiply, accumulator)
         plgpu.barrier_arrive(self.empty.at[_previous(stage, self.config.num_stages)])
         return product, stage
+
+    def _multiply_and_add(
+        self, acc: Any, addends: Addends, tile: Any, stage: jax.Array
+    ) -> jax.Array:
+        """A tile's products, and its addends, each after some of the products.
+
+        The storing warp brings the next addend under the products between two.
+        """
+        share = self.k_tiles // (addends.most + 1)
+        count = addends.count(tile)
+        first = self.k_tiles - count * share
+
+        def add_and_multiply(number, stage):
+            with jax.named_scope("add"):
+                self._add(acc)
+            k_index = first + number * share
+            return self._multiply_stages(acc, k_index, k_index + share, stage)
+
+        stage = self._multiply_stages(acc, 0, first, stage)
+        return lax.fori_loop(0, count, add_and_multiply, stage)
+
+    def _multiply_stages(self, acc: Any, first: Int, last: Int, stage: jax.Array) -> jax.Array:
+        with jax.named_scope("multiply"):
+            return lax.fori_loop(
+                first, last, lambda k, stage: self._multiply_stage(acc, k, stage), stage
+            )
 
     def _multiply_stage(self, acc: Any, k_index: jax.Array, stage: jax.Array) -> jax.Array:
         """Adds one stage's product to `acc`, and frees the stage before it."""
@@ -206,20 +229,18 @@ class Roles:
 
         return _next(stage, self.config.num_stages)
 
-    def _add(self, addends: Addends, tile: Any, pieces: list[jax.Array]) -> list[jax.Array]:
-        """`pieces` plus the same pieces of all addends, which the storing warp brings."""
-
-        def add_one(_, pieces):
-            sums = []
-            for index, piece in enumerate(pieces):
-                buffer = index % self.num_buffers
-                plgpu.barrier_wait(self.loaded.at[buffer])
-                sums.append(piece + self._own_buffer(buffer)[...].astype(jnp.float32))
-                plgpu.barrier_arrive(self.added.at[buffer])
-            return sums
-
-        with jax.named_scope("add"):
-            return lax.fori_loop(0, addends.count(tile), add_one, pieces)
+    def _add(self, acc: Any) -> None:
+        """Adds the next addend to `acc`, in the pieces that the storing warp brings."""
+        product, sums = acc[...], []
+        for index, place in enumerate(self._pieces()):
+            buffer = index % self.num_buffers
+            plgpu.barrier_wait(self.loaded.at[buffer])
+            addend = self._own_buffer(buffer)[...].astype(jnp.float32)
+            sums.append(product[self._within_half(place)] + addend)
+            plgpu.barrier_arrive(self.added.at[buffer])
+        columns = self.config.tile_n // self.out_smem.shape[-1]
+        rows = [jnp.concatenate(row, axis=1) for row in itertools.batched(sums, columns)]
+        acc[...] = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def _hand_over(self, index: int, piece: jax.Array) -> None:
         """Puts a piece of the result where the storing warp takes it from."""

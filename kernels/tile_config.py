@@ -17,9 +17,9 @@ MULTIPLYING_WARPGROUPS = 2
 NUM_WARPGROUPS = MULTIPLYING_WARPGROUPS + 1
 SMEM_BYTES = 232_448 - 1024  # of a Hopper block, less what barriers and alignment take
 SWIZZLE_BYTES = 128
-# Registers of a thread: the file of 65536 is shared by 128 loading and 256 multiplying threads.
-LOADING_REGISTERS = 40
-MULTIPLYING_REGISTERS = 232
+# Registers of a thread that (loads, multiplies): one loading warpgroup and two others share 3 x 168.
+REGISTERS = 40, 232
+REGISTERS_WITH_ADDENDS = 56, 224  # Storing warps that bring addends have more to remember.
 # Gates that the looking-out warp may be ahead of the loading warp.
 GATE_SLOTS = 4
 
