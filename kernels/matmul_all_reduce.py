@@ -3,19 +3,35 @@
 `matmul_reduce_scatter`, whose owners store each finished tile on every device: the second half of
 a two-shot all-reduce. All devices hold bitwise the same result, since each element is summed once,
 by its owner. Protocol and device code are in `matmul_reduce_scatter.py`.
+
+Own tiles come between those for peers. If they all came last, a device would send all of its result
+in the last part of its time, faster than the links can.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from stretto.kernels import costs, matmul_reduce_scatter
 from stretto.kernels.dispatch import Problem, Verdict
-from stretto.kernels.matmul_reduce_scatter import Config, default_config, unsupported
+from stretto.kernels.matmul_reduce_scatter import default_tiles, unsupported
 
 __all__ = ["Config", "default_config", "estimate", "judge", "launch", "unsupported"]
 
 launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(matmul_reduce_scatter.Config):
+    """How the fused kernel is cut up: as `matmul_reduce_scatter` is, but for the default order."""
+
+    own_lag: int | None = 3
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    return Config(tiles=default_tiles(problem))
 
 
 def estimate(problem: Problem) -> tuple[float, float]:

@@ -1,10 +1,10 @@
 """`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
 
-Each device multiplies the rows that its peers own, its successors' in turn, before its own, and
-keeps the products at home. A spare warp of every block fetches the peers' products for the own rows,
-straight from where the peers keep them, as they come to be. When the device comes to a tile of its
-own rows, it adds what was fetched to its product in float32 (`matmul.Addends`) and stores the sum:
-at home, or for an all-reduce on every device.
+Each device makes the tiles of its peers' rows, and keeps these products at home. A spare warp of
+every block fetches the peers' products for the own rows, straight from where the peers keep them, as
+they come to be. The own rows come last, or each tile some time after the same tile for the peers
+(`tiles.OwnersOrder`). Between its products the device adds, in float32, what was fetched
+(`matmul.Addends`), and stores the sum: at home, or for an all-reduce on every device.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -15,8 +15,8 @@ at home, or for an all-reduce on every device.
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
 | `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
 
-A store is complete, not only read, before its signal. A storing warp tells of all its products for
-peers before it waits for theirs: the own rows come last.
+A store is complete, not only read, before its signal. Devices make tiles in the same order, a tile
+for the peers before the same one of the own rows: what a tile waits for comes earlier in that order.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +52,13 @@ class Config:
     Attributes:
       tiles: of the matmul.
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
+      own_lag: waves of tiles between a tile for peers and the same one of the own rows, which come
+        in between; None where all of the own rows come last.
     """
 
     tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
     pull_slots: int = 2
+    own_lag: int | None = None
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
@@ -66,18 +69,20 @@ class Config:
                 f"the kernel needs {needed} bytes of shared memory and a block has"
                 f" {tile_config.SMEM_BYTES}; take fewer stages or buffers."
             )
+        if self.own_lag is not None and self.own_lag < 0:
+            raise ValueError(f"own_lag={self.own_lag} must not be negative.")
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, in bytes."""
         return self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
 
-    @staticmethod
-    def candidates() -> Iterator[Config]:
+    @classmethod
+    def candidates(cls) -> Iterator[Self]:
         """What the tuner tries."""
         for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
             tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
-            for pull_slots in (2, 3):
-                config = Config(tiles=tile, pull_slots=pull_slots)
+            for pull_slots, own_lag in ((2, None), (2, 3), (3, cls.own_lag)):
+                config = cls(tiles=tile, pull_slots=pull_slots, own_lag=own_lag)
                 if config.smem_bytes(2) <= tile_config.SMEM_BYTES:
                     yield config
 
@@ -92,8 +97,13 @@ def unsupported(problem: Problem, config: Config | None) -> str | None:
 
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
+    return Config(tiles=default_tiles(problem))
+
+
+def default_tiles(problem: Problem) -> TileConfig:
+    """The tiles for a problem that no table has."""
     # Addends in float32 do not fit into the registers beside a tile of 256 columns.
-    return Config(tiles=WIDE_RESULT) if problem.out_dtype == "float32" else Config()
+    return WIDE_RESULT if problem.out_dtype == "float32" else TileConfig()
 
 
 def estimate(problem: Problem) -> tuple[float, float]:
@@ -124,10 +134,11 @@ def launch(
     """
     m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
     parts = Segments.of([x.shape[2] for x in lhs], config.tiles.tile_k)
-    order = tiles.ShardOrder(m_shard, n, config.tiles)
+    shard = tiles.ShardOrder(m_shard, n, config.tiles)
     num_blocks = kernel.num_multiprocessors()
+    order = tiles.OwnersOrder(shard, team.size, num_blocks, lag=config.own_lag)
     peers = team.size - 1
-    slots = (peers, order.m_tiles * config.tiles.tile_m, order.n_tiles * config.tiles.tile_n)
+    slots = (peers, shard.m_tiles * config.tiles.tile_m, shard.n_tiles * config.tiles.tile_n)
     piece = (PIECE_ROWS, tile_config.SWIZZLE_BYTES // out_dtype.itemsize)
 
     def body(*refs, pulled, pulled_bar, **rest):
@@ -156,7 +167,7 @@ def launch(
             def _():
                 refs.released.wait(num_blocks * peers)
                 if everywhere:
-                    refs.finished.wait(peers * order.tiles_per_shard)
+                    refs.finished.wait(peers * shard.tiles_per_shard)
 
         hooks = matmul.Hooks(
             locate=order.locate,
@@ -171,15 +182,15 @@ def launch(
         matmul.run(
             hooks,
             config.tiles,
-            num_tiles=team.size * order.tiles_per_shard,
+            num_tiles=order.num_tiles,
             k=parts.total * config.tiles.tile_k,
             num_blocks=num_blocks,
             **rest,
         )
 
     arrays = dict(
-        produced=SemaphoreArray((peers, order.tiles_per_shard)),
-        arrived=SemaphoreArray((order.tiles_per_shard,), local=True),
+        produced=SemaphoreArray((peers, shard.tiles_per_shard)),
+        arrived=SemaphoreArray((shard.tiles_per_shard,), local=True),
         released=SemaphoreArray(),
     )
     if everywhere:
@@ -235,7 +246,7 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
     order of its own list, and are those before its own. A tile is in place before the next one is
     waited for: a device that made the next one only after it had got this one would never make it.
     """
-    config, (_, piece_rows, piece_columns) = order.config, buffers.shape
+    config, (_, piece_rows, piece_columns) = order.shard.config, buffers.shape
     across, down = config.tile_n // piece_columns, config.tile_m // piece_rows
     block = kernel.block_id()
 
@@ -245,8 +256,8 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
     sources = [source(step) for step in range(team.size - 1)]
 
     def fetch_tile(i, _):
-        step, m, n = order.locate(block + i * num_blocks)
-        tile = order.index(m, n)
+        step, m, n = order.locate_for_peers(block + i * num_blocks)
+        tile = order.shard.index(m, n)
         refs.produced.at[step, tile].wait()
 
         def place(piece):
@@ -268,7 +279,7 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
         ).run()
         refs.arrived.at[tile].signal()
 
-    tiles_of_peers = (team.size - 1) * order.tiles_per_shard
+    tiles_of_peers = (team.size - 1) * order.shard.tiles_per_shard
     lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
 
 
@@ -298,7 +309,7 @@ def _addends(order, refs, peers):
 
     def wait(tile):
         _, m, n = tile
-        refs.arrived.at[order.index(m, n)].wait(peers)
+        refs.arrived.at[order.shard.index(m, n)].wait(peers)
 
     def window(tile, number, *where):
         return _window(order, refs.fetched, number, tile, *where)
@@ -332,7 +343,8 @@ def _store(team, order, refs, tile, part, row, column):
 def _window(order, ref, index, tile, row, rows, column, columns):
     """A part of a tile in `ref[index]`."""
     _, m, n = tile
-    first_row, first_column = m * order.config.tile_m + row, n * order.config.tile_n + column
+    config = order.shard.config
+    first_row, first_column = m * config.tile_m + row, n * config.tile_n + column
     return ref.at[index, pl.ds(first_row, rows), pl.ds(first_column, columns)]
 
 
@@ -343,7 +355,7 @@ def _tell(team, order, refs, tile):
 
         @pl.when(step == offset - 1)
         def _(offset=offset):
-            sem = refs.produced.at[offset - 1, order.index(m, n)]
+            sem = refs.produced.at[offset - 1, order.shard.index(m, n)]
             sem.signal(peer_id=team.neighbour(offset))
 
     if refs.finished is not None:

@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 if TYPE_CHECKING:
     from stretto.kernels.dispatch import Problem
 
@@ -170,8 +172,9 @@ class Found:
 def look_up(problem: Problem, config_type: type, itemsize: int) -> Found | None:
     """What the table of the problem's GPU says of it, None where it says nothing.
 
-    That is where no entry is `NEAR`, where the nearest one's configuration does not fit the kernel
-    any more, and where it is another shape's and neither side won by `MARGIN`.
+    That is where no entry is `NEAR`, where the result's elements are of another width than the
+    operands', where the nearest entry's configuration does not fit the kernel any more, and where
+    it is another shape's and neither side won by `MARGIN`.
 
     Args:
       problem: the call.
@@ -179,7 +182,7 @@ def look_up(problem: Problem, config_type: type, itemsize: int) -> Found | None:
       itemsize: bytes of an operand's element, for `Config.check`.
     """
     nearest = table_for(problem.device_kind).nearest(problem)
-    if nearest is None:
+    if nearest is None or jnp.dtype(problem.out_dtype).itemsize != itemsize:
         return None
     entry, distance = nearest
     try:

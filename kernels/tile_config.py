@@ -17,7 +17,7 @@ MULTIPLYING_WARPGROUPS = 2
 NUM_WARPGROUPS = MULTIPLYING_WARPGROUPS + 1
 SMEM_BYTES = 232_448 - 1024  # of a Hopper block, less what barriers and alignment take
 SWIZZLE_BYTES = 128
-# Registers of a thread that (loads, multiplies): one loading warpgroup and two others share 3 x 168.
+# Registers of a thread that (loads, multiplies); a loading and two other warpgroups have 3 x 168.
 REGISTERS = 40, 232
 REGISTERS_WITH_ADDENDS = 56, 224  # Storing warps that bring addends have more to remember.
 # Gates that the looking-out warp may be ahead of the loading warp.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stretto.distributed.schedule import Int, ceil_div, div, where
+from stretto.distributed.schedule import Int, ceil_div, div, rem, where
 from stretto.kernels.tile_config import TileConfig
 
 
@@ -68,3 +68,87 @@ class ShardOrder:
     def index(self, m: Int, n: Int) -> Int:
         """A number for the tile at row `m` and column `n` of a shard's tiles."""
         return m * self.n_tiles + n
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnersOrder:
+    """Tiles of a matrix of which every device owns the rows of one shard, its own in between.
+
+    A device makes tiles for its `size - 1` peers and for itself. Of every tile of a shard it makes
+    the peers' in turn, and its own a while later, when the peers' products for it have come:
+    first peers' tiles alone, then of every `size` tiles one of its own, at last the own ones that
+    are left. In every wave of `num_blocks` tiles other blocks have an own tile.
+
+    Attributes:
+      shard: the tiles of one shard.
+      size: the number of devices.
+      num_blocks: blocks that share the tiles: block `b` takes those at `b`, `b + num_blocks`, ...
+      lag: waves between the last of the peers' tiles and the own one; None where all of the own
+        come last.
+    """
+
+    shard: ShardOrder
+    size: int
+    num_blocks: int
+    lag: int | None
+
+    @property
+    def peers(self) -> int:
+        """The other devices."""
+        return self.size - 1
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all shards."""
+        return self.size * self.shard.tiles_per_shard
+
+    @property
+    def _own_at_the_end(self) -> int:
+        """Own tiles after the last of the peers'; a multiple of `size` where others come before."""
+        if self.lag is None:
+            return self.shard.tiles_per_shard
+        late = ceil_div(self.lag * self.num_blocks, self.size**2)
+        return self.size * min(late, self.shard.tiles_per_shard // self.size)
+
+    @property
+    def _mixed(self) -> int:
+        """Tiles in groups of `size`, the last of which is an own one."""
+        return self.size * (self.shard.tiles_per_shard - self._own_at_the_end)
+
+    @property
+    def _lead(self) -> int:
+        """Tiles before those, all for peers."""
+        return self.peers * self._own_at_the_end
+
+    def locate(self, index: Int) -> tuple[Int, Int, Int]:
+        """(step, row of tiles within the shard, column of tiles) of the tile at `index`.
+
+        Steps are the peers, and `size - 1` is the device itself.
+        """
+        index = self._turned(index)
+        in_mixed = index - self._lead
+        group = div(where(in_mixed < 0, 0, in_mixed), self.size)
+        place = in_mixed - group * self.size
+        is_mixed = (in_mixed >= 0) & (in_mixed < self._mixed)
+        is_own = (in_mixed >= self._mixed) | (is_mixed & (place == self.peers))
+        number = where(is_mixed, self._lead + group * self.peers + place, index)
+        step, m, n = self.locate_for_peers(where(is_own, 0, number))
+        own = where(is_mixed, group, div(self._mixed, self.size) + in_mixed - self._mixed)
+        own_m, own_n = self._raster(where(is_own, own, 0))
+        return where(is_own, self.peers, step), where(is_own, own_m, m), where(is_own, own_n, n)
+
+    def locate_for_peers(self, number: Int) -> tuple[Int, Int, Int]:
+        """The same for the peers' tiles alone, in the same order."""
+        tile = div(number, self.peers)
+        return number - tile * self.peers, *self._raster(tile)
+
+    def _raster(self, index: Int) -> tuple[Int, Int]:
+        width = max(1, self.shard.config.raster_width // self.size)
+        return raster(index, self.shard.m_tiles, self.shard.n_tiles, width)
+
+    def _turned(self, index: Int) -> Int:
+        """`index`, but that in every full wave another block begins."""
+        wave = div(index, self.num_blocks)
+        first = wave * self.num_blocks
+        turned = first + rem(index - first + wave, self.num_blocks)
+        return where(wave < self.num_tiles // self.num_blocks, turned, index)

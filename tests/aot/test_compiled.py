@@ -183,7 +183,7 @@ def test_two_processes_as_two_nodes(tmp_path):
 def test_two_nodes_of_a_process_a_gpu(tmp_path):
     compiled = compile_case("two nodes 3 4", tmp_path)
     check(compiled, warpgroups=3, local=True)
-    assert MEMBERS.findall(compiled[0]["hlo"]) == ["2,3"]
+    assert MEMBERS.findall(compiled[0]["hlo"]) == ["3,2"]
     assert "S(1)" in compiled[0]["hlo"]
 
 

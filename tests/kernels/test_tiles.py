@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from stretto.kernels.tile_config import TileConfig
-from stretto.kernels.tiles import ShardOrder, raster
+from stretto.kernels.tiles import OwnersOrder, ShardOrder, raster
 
 counts = some.integers(1, 12)
 
@@ -76,3 +76,62 @@ orders = some.builds(ShardOrder, some.integers(1, 3000), some.integers(1, 1500),
 def test_an_order_in_a_kernel_is_that_of_python(order, devices, data):
     index = data.draw(some.integers(0, devices * order.tiles_per_shard - 1))
     assert tuple(map(int, order.locate(jnp.int32(index)))) == order.locate(index)
+
+
+owners_orders = some.builds(
+    OwnersOrder,
+    orders,
+    size=some.integers(2, 8),
+    num_blocks=some.sampled_from([1, 4, 7, 132]),
+    lag=some.none() | some.integers(0, 20),
+)
+
+
+@given(owners_orders)
+def test_owners_make_every_tile_once(order):
+    tiles = [order.locate(index) for index in range(order.num_tiles)]
+    assert len(tiles) == len(set(tiles))
+    assert set(tiles) == every_tile(order.shard, order.size)
+    numbers = range(order.peers * order.shard.tiles_per_shard)
+    for_peers = [order.locate_for_peers(number) for number in numbers]
+    assert set(for_peers) == {tile for tile in tiles if tile[0] < order.peers}
+
+
+@given(owners_orders)
+def test_what_a_tile_waits_for_was_begun_before_it(order):
+    """An own tile comes in a wave after those in which the peers begin the same one for it.
+
+    They may begin it in the same wave, in other blocks, if nothing lies between.
+    """
+    waves = {order.locate(i): i // order.num_blocks for i in range(order.num_tiles)}
+    full = order.num_tiles // order.num_blocks
+    for m, n in itertools.product(range(order.shard.m_tiles), range(order.shard.n_tiles)):
+        peers_waves = [waves[step, m, n] for step in range(order.peers)]
+        assert max(peers_waves) <= waves[order.peers, m, n]
+        if order.lag and order.shard.tiles_per_shard >= order.size * order.lag * order.num_blocks:
+            last = min(waves[order.peers, m, n], full)
+            assert last - max(peers_waves) >= order.lag - 1
+
+
+@given(orders, some.integers(2, 8))
+def test_own_tiles_come_last_without_a_lag(shard, size):
+    order = OwnersOrder(shard, size, num_blocks=1, lag=None)
+    steps = [order.locate(index)[0] for index in range(order.num_tiles)]
+    assert steps.index(order.peers) == order.peers * shard.tiles_per_shard
+
+
+@given(owners_orders, some.data())
+def test_owners_order_in_a_kernel_is_that_of_python(order, data):
+    index = data.draw(some.integers(0, order.num_tiles - 1))
+    assert tuple(map(int, order.locate(jnp.int32(index)))) == order.locate(index)
+
+
+def test_own_tiles_are_spread_over_the_blocks_of_a_wave():
+    """Of every full wave in the middle, a `size`-th is the device's own, in other blocks each."""
+    order = OwnersOrder(ShardOrder(2048, 8192, TileConfig()), 4, 132, lag=3)
+    waves = [
+        [block for block in range(132) if order.locate(wave * 132 + block)[0] == 3]
+        for wave in range(4, 12)
+    ]
+    assert {len(blocks) for blocks in waves} == {33}
+    assert all(not set(one) & set(next_one) for one, next_one in itertools.pairwise(waves))
