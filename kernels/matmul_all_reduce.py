@@ -14,8 +14,9 @@ import dataclasses
 import functools
 
 from stretto.kernels import costs, matmul_reduce_scatter
+from stretto.kernels.add_config import AddConfig, default_tiles
 from stretto.kernels.dispatch import Problem, Verdict
-from stretto.kernels.matmul_reduce_scatter import default_tiles, unsupported
+from stretto.kernels.matmul_reduce_scatter import unsupported
 
 __all__ = ["Config", "default_config", "estimate", "judge", "launch", "unsupported"]
 
@@ -23,10 +24,10 @@ launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(matmul_reduce_scatter.Config):
-    """How the fused kernel is cut up: as `matmul_reduce_scatter` is, but for the default order."""
+class Config(AddConfig):
+    """How the fused kernel is cut up; its own tiles come between those for peers."""
 
-    own_lag: int | None = 3
+    own_last: bool = False
 
 
 def default_config(problem: Problem) -> Config:

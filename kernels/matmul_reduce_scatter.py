@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,58 +36,17 @@ from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels import costs, matmul, tile_config, tiles
+from stretto.kernels.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.dispatch import Problem, Verdict
 from stretto.kernels.segments import Segments
-from stretto.kernels.tile_config import TileConfig
-
-WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
-PIECE_ROWS = 64
-PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How the fused kernel is cut up.
-
-    Attributes:
-      tiles: of the matmul.
-      pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
-      own_lag: waves of tiles between a tile for peers and the same one of the own rows, which come
-        in between; None where all of the own rows come last.
-    """
-
-    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
-    pull_slots: int = 2
-    own_lag: int | None = None
-
-    def check(self, itemsize: int) -> None:
-        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
-        self.tiles.check()
-        needed = self.smem_bytes(itemsize)
-        if needed > tile_config.SMEM_BYTES:
-            raise ValueError(
-                f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {tile_config.SMEM_BYTES}; take fewer stages or buffers."
-            )
-        if self.own_lag is not None and self.own_lag < 0:
-            raise ValueError(f"own_lag={self.own_lag} must not be negative.")
-
-    def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of a block, in bytes."""
-        return self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
-
-    @classmethod
-    def candidates(cls) -> Iterator[Self]:
-        """What the tuner tries."""
-        for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
-            tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
-            for pull_slots, own_lag in ((2, None), (2, 3), (3, cls.own_lag)):
-                config = cls(tiles=tile, pull_slots=pull_slots, own_lag=own_lag)
-                if config.smem_bytes(2) <= tile_config.SMEM_BYTES:
-                    yield config
+class Config(AddConfig):
+    """How the fused kernel is cut up; all of the own tiles come last."""
 
 
-def unsupported(problem: Problem, config: Config | None) -> str | None:
+def unsupported(problem: Problem, config: AddConfig | None) -> str | None:
     """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
     obstacle = tile_config.unsupported(problem)
     if obstacle is None and config is not None:
@@ -98,12 +57,6 @@ def unsupported(problem: Problem, config: Config | None) -> str | None:
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
     return Config(tiles=default_tiles(problem))
-
-
-def default_tiles(problem: Problem) -> TileConfig:
-    """The tiles for a problem that no table has."""
-    # Addends in float32 do not fit into the registers beside a tile of 256 columns.
-    return WIDE_RESULT if problem.out_dtype == "float32" else TileConfig()
 
 
 def estimate(problem: Problem) -> tuple[float, float]:
@@ -122,7 +75,7 @@ def launch(
     team: Team,
     *,
     out_dtype: jnp.dtype,
-    config: Config,
+    config: AddConfig,
     rhs_transposed: bool = False,
     everywhere: bool = False,
     interpret: Any = None,

@@ -207,11 +207,15 @@ def overlaps(hlo: str) -> list[int]:
     "name",
     [
         "all_gather_matmul",
-        "reduce_scatter",
         "all_reduce",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("matmul_reduce_scatter", "matmul_all_reduce", "all_gather")
+            for name in (
+                "matmul_reduce_scatter",
+                "matmul_all_reduce",
+                "all_gather",
+                "reduce_scatter",
+            )
         ),
     ],
 )

@@ -105,6 +105,7 @@ def run(processes: int, *options: str) -> list[tuple[float, float, float]]:
     return [(float(loss), float(accuracy), float(off)) for _, loss, accuracy, off in rows]
 
 
+@pytest.mark.slow
 def test_simulated_job_of_several_processes_is_refused() -> None:
     command = [sys.executable, "-m", "stretto.launch", "run", "-n", "2", str(SCRIPT)]
     done = subprocess.run(

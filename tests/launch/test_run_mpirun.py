@@ -102,6 +102,7 @@ def test_bare_mpirun(start_job):
     assert words_of(result) == ["0 2 2 3.0", "1 2 2 3.0"]
 
 
+@pytest.mark.slow
 def test_exception_under_bare_mpirun(start_job):
     fail = SUM.replace("total =", "if process.process_id == 1: raise KeyError('gone')\ntotal =")
     result = bare(start_job, fail, 2)
