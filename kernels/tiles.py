@@ -79,12 +79,13 @@ class OwnersOrder:
     first peers' tiles alone, then of every `size` tiles one of its own, at last the own ones that
     are left. In every wave of `num_blocks` tiles other blocks have an own tile.
 
+    Without a `lag` all of the own tiles come last, as in `ShardOrder`.
+
     Attributes:
       shard: the tiles of one shard.
       size: the number of devices.
       num_blocks: blocks that share the tiles: block `b` takes those at `b`, `b + num_blocks`, ...
-      lag: waves between the last of the peers' tiles and the own one; None where all of the own
-        come last.
+      lag: waves between the last of the peers' tiles and the own one, or None.
     """
 
     shard: ShardOrder
@@ -102,47 +103,44 @@ class OwnersOrder:
         """Tiles of all shards."""
         return self.size * self.shard.tiles_per_shard
 
-    @property
-    def _own_at_the_end(self) -> int:
-        """Own tiles after the last of the peers'; a multiple of `size` where others come before."""
-        if self.lag is None:
-            return self.shard.tiles_per_shard
-        late = ceil_div(self.lag * self.num_blocks, self.size**2)
-        return self.size * min(late, self.shard.tiles_per_shard // self.size)
-
-    @property
-    def _mixed(self) -> int:
-        """Tiles in groups of `size`, the last of which is an own one."""
-        return self.size * (self.shard.tiles_per_shard - self._own_at_the_end)
-
-    @property
-    def _lead(self) -> int:
-        """Tiles before those, all for peers."""
-        return self.peers * self._own_at_the_end
-
     def locate(self, index: Int) -> tuple[Int, Int, Int]:
         """(step, row of tiles within the shard, column of tiles) of the tile at `index`.
 
         Steps are the peers, and `size - 1` is the device itself.
         """
+        if self.lag is None:
+            return self.shard.locate(index)
+        last_own, mixed, lead = self._sections(self.lag)
         index = self._turned(index)
-        in_mixed = index - self._lead
+        in_mixed = index - lead
         group = div(where(in_mixed < 0, 0, in_mixed), self.size)
         place = in_mixed - group * self.size
-        is_mixed = (in_mixed >= 0) & (in_mixed < self._mixed)
-        is_own = (in_mixed >= self._mixed) | (is_mixed & (place == self.peers))
-        number = where(is_mixed, self._lead + group * self.peers + place, index)
+        is_mixed = (in_mixed >= 0) & (in_mixed < mixed)
+        is_own = (in_mixed >= mixed) | (is_mixed & (place == self.peers))
+        number = where(is_mixed, lead + group * self.peers + place, index)
         step, m, n = self.locate_for_peers(where(is_own, 0, number))
-        own = where(is_mixed, group, div(self._mixed, self.size) + in_mixed - self._mixed)
+        own = where(is_mixed, group, self.shard.tiles_per_shard - last_own + in_mixed - mixed)
         own_m, own_n = self._raster(where(is_own, own, 0))
         return where(is_own, self.peers, step), where(is_own, own_m, m), where(is_own, own_n, n)
 
     def locate_for_peers(self, number: Int) -> tuple[Int, Int, Int]:
         """The same for the peers' tiles alone, in the same order."""
+        if self.lag is None:
+            return self.shard.locate(number)
         tile = div(number, self.peers)
         return number - tile * self.peers, *self._raster(tile)
 
+    def _sections(self, lag: int) -> tuple[int, int, int]:
+        """How many tiles come last, all own; before those, in groups; and first, all for peers."""
+        groups = min(
+            ceil_div(lag * self.num_blocks, self.size**2),
+            self.shard.tiles_per_shard // self.size,
+        )
+        last_own = self.size * groups
+        return last_own, self.size * (self.shard.tiles_per_shard - last_own), self.peers * last_own
+
     def _raster(self, index: Int) -> tuple[Int, Int]:
+        """Narrower than a shard's own: what is worked on at once lies in all shards."""
         width = max(1, self.shard.config.raster_width // self.size)
         return raster(index, self.shard.m_tiles, self.shard.n_tiles, width)
 
