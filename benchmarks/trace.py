@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 import tempfile
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,11 +76,13 @@ def _profile(case: Case, mesh: Any, operands: programs.Operands) -> dict[str, An
     programs.run_once(candidate, mesh, inputs).block_until_ready()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        with profiling.profiled(folder, events=EVENTS):
+        with profiling.profiled(folder, events=EVENTS), warnings.catch_warnings():
+            # All devices of a process write one file; the first profile stays.
+            warnings.filterwarnings("ignore", message="Failed to dump profile")
             # Another function, so that the program that was run already is not taken again.
             again = dataclasses.replace(candidate, body=lambda *blocks: candidate.body(*blocks))
             programs.run_once(again, mesh, inputs).block_until_ready()
-        jax.effects_barrier()
+            jax.effects_barrier()
         files = sorted(folder.glob("*-trace.json"))
         if not files:
             raise UnavailableError("the kernel left no profile")
