@@ -143,8 +143,8 @@ jax.config.update("jax_num_cpu_devices", 33)
 sys.path.insert(0, {folder!r})
 import test_project_kernels as tests
 for seed in range(2):
-    config = (tests.IN_SHARDS, tests.AS_ONE)[seed % 2]
-    tests.assert_right(*tests.all_gather_matmul(33, 8, 64, 64, config, seed=seed, core_count=2))
+    settings = dict(seed=seed, core_count=2, config=(tests.IN_SHARDS, tests.AS_ONE)[seed % 2])
+    tests.assert_right(*tests.all_gather_matmul(33, 8, 64, 64, **settings))
 print("right on 33 devices")
 """
 
