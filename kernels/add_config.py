@@ -23,8 +23,8 @@ class AddConfig:
     Attributes:
       tiles: of the matmul.
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
-      own_last: whether all of the own tiles come after all for peers, or each of them `OWN_LAG`
-        waves after the same tile for peers.
+      own_last: whether all tiles of the own rows come after all for peers, or each of them some
+        waves after the same tile for the peers (`tiles.OwnersOrder`, with a lag of `OWN_LAG`).
     """
 
     tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
@@ -34,6 +34,7 @@ class AddConfig:
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
         self.tiles.check()
+        tile_config.check_pull_slots(self.pull_slots)
         needed = self.smem_bytes(itemsize)
         if needed > tile_config.SMEM_BYTES:
             raise ValueError(

@@ -172,6 +172,7 @@ def _choose(
     problem: Problem, backend: str, kernel: Kernel, config: Any, axes: tuple[Hashable, ...]
 ) -> Choice:
     check_backend(backend)
+    _check_config(problem.op, kernel, config)
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
     if problem.devices == 1:
@@ -199,6 +200,16 @@ def _choose(
         config = found.config if found else kernel.default_config(problem)
         return Choice(problem=problem, backend="pallas", reason="it was asked for", config=config)
     return _faster(problem, kernel)
+
+
+def _check_config(op: str, kernel: Kernel, config: Any) -> None:
+    """Raises ValueError unless `config` is the kernel's own, or has it."""
+    own = config.kernel if isinstance(config, nodes.Config) else config
+    if own is not None and not isinstance(own, kernel.Config):
+        raise ValueError(
+            f"{op}: config={own!r} is a {type(own).__module__}.{type(own).__qualname__}; pass a"
+            f" {kernel.Config.__module__}.{kernel.Config.__qualname__}, or None."
+        )
 
 
 def _fall_back(problem: Problem, backend: str, obstacle: str) -> Choice:

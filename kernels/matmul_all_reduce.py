@@ -25,7 +25,7 @@ launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """How the fused kernel is cut up; its own tiles come between those for peers."""
+    """How the fused kernel is cut up; by default own tiles come between those for peers."""
 
     own_last: bool = False
 

@@ -15,8 +15,9 @@ they come to be. The own rows come last, or each tile some time after the same t
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
 | `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
 
-A store is complete, not only read, before its signal. Devices make tiles in the same order, a tile
-for the peers before the same one of the own rows: what a tile waits for comes earlier in that order.
+A store is complete, not only read, before its signal. All devices make tiles wave by wave in the same
+order, and what a tile waits for belongs to the same wave or an earlier one. The blocks of a wave work
+side by side and only own tiles wait, so that the devices never wait for each other in a circle.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from stretto.kernels.segments import Segments
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """How the fused kernel is cut up; all of the own tiles come last."""
+    """How the fused kernel is cut up; by default all of the own tiles come last."""
 
 
 def unsupported(problem: Problem, config: AddConfig | None) -> str | None:
@@ -195,9 +196,10 @@ class _Refs:
 def _pull(team, order, refs, num_blocks, buffers, barriers):
     """The pulling warp: fetches whole tiles, one after another, in the order peers make them in.
 
-    All devices go through the tiles in one order, so the peers' tiles for this device come in the
-    order of its own list, and are those before its own. A tile is in place before the next one is
-    waited for: a device that made the next one only after it had got this one would never make it.
+    All devices go through the tiles in one order, but for the turns within a wave
+    (`tiles.OwnersOrder`), so the peers' tiles for this device come in the order of its own list. A
+    tile is in place before the next one is waited for: a device that made the next one only after
+    it had got this one would never make it.
     """
     config, (_, piece_rows, piece_columns) = order.shard.config, buffers.shape
     across, down = config.tile_n // piece_columns, config.tile_m // piece_rows
@@ -238,7 +240,7 @@ def _pull(team, order, refs, num_blocks, buffers, barriers):
 
 def _load_lhs(team, config, parts, refs, tile, k_index, slot, barrier):
     step, m, _ = tile
-    owner = schedule.shard_of_step(team.device_id(), step + 1, team.size)  # One's own comes last.
+    owner = schedule.shard_of_step(team.device_id(), step + 1, team.size)  # Last, one's own.
 
     def load(index, k):
         window = config.lhs_tile(m, k)

@@ -36,12 +36,12 @@ from stretto.kernels.tile_config import GATE_SLOTS, MULTIPLYING_WARPGROUPS, Tile
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the warps of a block do, each a method; `own_tiles` is how many tiles a block has."""
+    """What the warps of a block do, each a method; `tiles_of_block` is how many tiles it has."""
 
     hooks: Hooks
     config: TileConfig
     num_blocks: int
-    own_tiles: Int
+    tiles_of_block: Int
     k_tiles: int
     lhs_smem: Any
     rhs_smem: Any
@@ -69,7 +69,7 @@ class Roles:
             hooks=hooks,
             config=config,
             num_blocks=num_blocks,
-            own_tiles=share(num_tiles, block_id(), num_blocks),
+            tiles_of_block=share(num_tiles, block_id(), num_blocks),
             k_tiles=ceil_div(k, config.tile_k),
             **scratch,
         )
@@ -122,7 +122,7 @@ class Roles:
             lax.fori_loop(0, ceil_div(self.k_tiles, self.tiles_per_gate), gate_loop, None)
 
         with jax.named_scope("look out"):
-            lax.fori_loop(0, self.own_tiles, tile_loop, None)
+            lax.fori_loop(0, self.tiles_of_block, tile_loop, None)
 
     def load(self) -> None:
         """Fills the ring, tile after tile, as slots come free."""
@@ -145,7 +145,7 @@ class Roles:
             with jax.named_scope("load"):
                 return lax.fori_loop(0, self.k_tiles, k_loop, stage)
 
-        lax.fori_loop(0, self.own_tiles, tile_loop, jnp.int32(0))
+        lax.fori_loop(0, self.tiles_of_block, tile_loop, jnp.int32(0))
 
     def _pass_gate(self, i: jax.Array, k_index: jax.Array) -> None:
         @pl.when(rem(k_index, self.tiles_per_gate) == 0)
@@ -168,7 +168,7 @@ class Roles:
                     self._hand_over(index, product[self._within_half(place)])
             return stage
 
-        lax.fori_loop(0, self.own_tiles, tile_loop, jnp.int32(0))
+        lax.fori_loop(0, self.tiles_of_block, tile_loop, jnp.int32(0))
 
     def _product(self, tile: Any, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This warpgroup's half of a tile's product, addends included; and the next stage."""
@@ -189,19 +189,20 @@ class Roles:
     def _multiply_and_add(
         self, acc: Any, addends: Addends, tile: Any, stage: jax.Array
     ) -> jax.Array:
-        """A tile's products, and its addends, each after some of the products.
+        """A tile's k loop in parts, with an addend after each part but the last.
 
-        The storing warp brings the next addend under the products between two.
+        Under each part the storing warp loads the next addend. With fewer k tiles than parts, all
+        addends come at the end.
         """
-        share = self.k_tiles // (addends.most + 1)
+        part = self.k_tiles // (addends.most + 1)
         count = addends.count(tile)
-        first = self.k_tiles - count * share
+        first = self.k_tiles - count * part  # The first part takes what the others leave.
 
         def add_and_multiply(number, stage):
             with jax.named_scope("add"):
                 self._add(acc)
-            k_index = first + number * share
-            return self._multiply_stages(acc, k_index, k_index + share, stage)
+            k_index = first + number * part
+            return self._multiply_stages(acc, k_index, k_index + part, stage)
 
         stage = self._multiply_stages(acc, 0, first, stage)
         return lax.fori_loop(0, count, add_and_multiply, stage)
@@ -231,15 +232,17 @@ class Roles:
 
     def _add(self, acc: Any) -> None:
         """Adds the next addend to `acc`, in the pieces that the storing warp brings."""
-        product, sums = acc[...], []
+        total, pieces = acc[...], []  # Reading `acc` waits for the products that are under way.
         for index, place in enumerate(self._pieces()):
             buffer = index % self.num_buffers
             plgpu.barrier_wait(self.loaded.at[buffer])
             addend = self._own_buffer(buffer)[...].astype(jnp.float32)
-            sums.append(product[self._within_half(place)] + addend)
+            pieces.append(total[self._within_half(place)] + addend)
+            plgpu.commit_smem()  # It has been read before the copy engine writes the next one.
             plgpu.barrier_arrive(self.added.at[buffer])
-        columns = self.config.tile_n // self.out_smem.shape[-1]
-        rows = [jnp.concatenate(row, axis=1) for row in itertools.batched(sums, columns)]
+        # The pieces lie row by row: put each row together, and the rows below each other.
+        in_a_row = self.config.tile_n // self.out_smem.shape[-1]
+        rows = [jnp.concatenate(row, axis=1) for row in itertools.batched(pieces, in_a_row)]
         acc[...] = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def _hand_over(self, index: int, piece: jax.Array) -> None:
@@ -272,13 +275,14 @@ class Roles:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
                 self.hooks.stored(tile)
 
-        lax.fori_loop(0, self.own_tiles, tile_loop, None)
+        lax.fori_loop(0, self.tiles_of_block, tile_loop, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     def _bring_addends(self, addends: Addends, tile: Any) -> None:
         """Copies the pieces of a tile's addends into the buffers, as they come free.
 
-        The buffers are free at first: the tile before has been stored from them.
+        They are those of the store, and free at first: this warp has stored the tile before from
+        them, and the warpgroups hand this one over only after they have added.
         """
         count = addends.count(tile)
 

@@ -17,6 +17,7 @@ from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels import (
     checks,
     dispatch,
+    epilogues,
     fused,
     gather_axes,
     gradients,
@@ -71,6 +72,7 @@ def all_gather_matmul(
         gathered once for all (queries, keys and values; gate and up). Not for "n".
       axis_name: mesh axis, or tuple of axes, to gather over.
       epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
+        It is applied to pieces of the product, so what looks at several elements is refused.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
       gather_axis: "m", "k" or "n", as above. For "n" XLA transposes the result, and the shard of
@@ -88,7 +90,7 @@ def all_gather_matmul(
 
     Raises:
       ValueError: operands that do not fit each other, an unknown axis or backend, a call outside
-        `shard_map`, or a backend that cannot serve the call.
+        `shard_map`, an epilogue that is not elementwise, or a backend that cannot serve the call.
 
     Memory: the fused kernel holds the peers' shards of what is gathered, D - 1 of them.
     Synchronisation: every device of the team must make the call.
@@ -96,6 +98,8 @@ def all_gather_matmul(
     axes = canonical_axes(axis_name)
     operands = Operands.checked(gather_axis, lhs, rhs, rhs_transposed, axis_size(axes))
     dtype = checks.check_out_dtype(gather_axes.OP, out_dtype, lhs.dtype)
+    if epilogue is not None:
+        epilogues.check_elementwise(gather_axes.OP, epilogue)
     problem = _problem(operands.op, lhs.dtype, dtype, operands.devices, *operands.sizes())
     choice = dispatch.choose(problem, backend, operands.kernel, config, axes=axes)
     if choice.backend == "xla":

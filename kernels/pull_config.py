@@ -26,6 +26,7 @@ class PullConfig:
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
         self.tiles.check()
+        tile_config.check_pull_slots(self.pull_slots)
         if self.pull_rows > 256 or self.pull_columns > 256:
             raise ValueError(
                 f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"

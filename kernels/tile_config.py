@@ -52,8 +52,9 @@ class TileConfig:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
         if self.tile_k != 64:
             raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
+        for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
         if self.tile_m * self.tile_n > 128 * 256:
             raise ValueError(
                 f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two"
@@ -79,6 +80,12 @@ LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
 # For few rows: more multiprocessors have a tile, and more of rhs is on its way to each.
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
+
+
+def check_pull_slots(pull_slots: int) -> None:
+    """Raises ValueError for too few slots: a piece is stored while the next one is fetched."""
+    if pull_slots < 2:
+        raise ValueError(f"pull_slots={pull_slots} must be at least 2.")
 
 
 def unsupported(problem: Problem) -> str | None:

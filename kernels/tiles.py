@@ -74,10 +74,18 @@ class ShardOrder:
 class OwnersOrder:
     """Tiles of a matrix of which every device owns the rows of one shard, its own in between.
 
-    A device makes tiles for its `size - 1` peers and for itself. Of every tile of a shard it makes
-    the peers' in turn, and its own a while later, when the peers' products for it have come:
-    first peers' tiles alone, then of every `size` tiles one of its own, at last the own ones that
-    are left. In every wave of `num_blocks` tiles other blocks have an own tile.
+    A device makes tiles for its `size - 1` peers and for itself. The blocks make `num_blocks` tiles
+    at a time, a *wave*. Of every tile of a shard the device makes the peers' in turn, and its own
+    some waves later, when the peers' products for it have come. So the order has three sections:
+
+    | section | tiles | which |
+    |---|---|---|
+    | lead | `(size - 1) * last_own` | for peers |
+    | mixed | the rest | groups of `size`: one for each peer, and an own one |
+    | last own | `last_own` | own |
+
+    Within a full wave the tiles are turned by one block a wave: if a block had
+    an own tile in every wave, or in none, the blocks would have unequal work.
 
     Without a `lag` all of the own tiles come last, as in `ShardOrder`.
 
@@ -85,7 +93,8 @@ class OwnersOrder:
       shard: the tiles of one shard.
       size: the number of devices.
       num_blocks: blocks that share the tiles: block `b` takes those at `b`, `b + num_blocks`, ...
-      lag: waves between the last of the peers' tiles and the own one, or None.
+      lag: how many waves an own tile comes after the peers' same tile in the mixed section, as far
+        as a shard has the tiles for it; fewer at both ends. Or None.
     """
 
     shard: ShardOrder
@@ -124,19 +133,20 @@ class OwnersOrder:
         return where(is_own, self.peers, step), where(is_own, own_m, m), where(is_own, own_n, n)
 
     def locate_for_peers(self, number: Int) -> tuple[Int, Int, Int]:
-        """The same for the peers' tiles alone, in the same order."""
+        """The same for the peers' tiles alone, in the order of `locate` but for its turns."""
         if self.lag is None:
             return self.shard.locate(number)
         tile = div(number, self.peers)
         return number - tile * self.peers, *self._raster(tile)
 
     def _sections(self, lag: int) -> tuple[int, int, int]:
-        """How many tiles come last, all own; before those, in groups; and first, all for peers."""
-        groups = min(
-            ceil_div(lag * self.num_blocks, self.size**2),
-            self.shard.tiles_per_shard // self.size,
-        )
-        last_own = self.size * groups
+        """Tiles of each section: (last own, mixed, lead).
+
+        In the mixed section an own tile comes `last_own` groups of `size` tiles after the peers'
+        same tile: `lag` waves, rounded up so that every section holds whole groups.
+        """
+        wanted = ceil_div(lag * self.num_blocks, self.size**2)
+        last_own = self.size * min(wanted, self.shard.tiles_per_shard // self.size)
         return last_own, self.size * (self.shard.tiles_per_shard - last_own), self.peers * last_own
 
     def _raster(self, index: Int) -> tuple[Int, Int]:

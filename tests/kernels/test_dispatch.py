@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 
 import fused_cases as cases
 import jax
@@ -16,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
 from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import dispatch, tables
-from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+from stretto.kernels import dispatch, nodes, tables
 from stretto.kernels.dispatch import Problem
 from stretto.kernels.tile_config import TileConfig
 
@@ -119,21 +119,28 @@ class TestErrors:
         self.fails(name, message, (8, 8), (8, 8), out_dtype=jnp.float8_e4m3fn, backend=backend)
 
     def test_a_config_that_cannot_be_built(self, name):
-        kind = (
-            all_gather_matmul_kernel.Config
-            if name == "all_gather_matmul"
-            else matmul_reduce_scatter_kernel.Config
-        )
+        kind = importlib.import_module(f"stretto.kernels.{name}").Config
         for tiles, message in [
             (dict(tile_m=64), "tile_m=64 must be a multiple of 128"),
             (dict(tile_n=100), "tile_n=100 must be 64, 128, 192 or 256"),
             (dict(tile_k=32), "tile_k=32 must be 64"),
             (dict(num_stages=1), "num_stages=1 must be at least 2"),
+            (dict(raster_width=0), "raster_width=0 must be at least 1"),
+            (dict(store_buffers=0), "store_buffers=0 must be at least 1"),
             (dict(tile_m=256, tile_n=256), "256 x 256 needs more registers"),
             (dict(num_stages=12), r"needs \d+ bytes of shared memory and a block has"),
         ]:
             config = kind(tiles=TileConfig(**tiles))
             self.fails(name, message, (8, 8), (8, 8), config=config, backend="simulator")
+        message = "pull_slots=1 must be at least 2"
+        config = kind(pull_slots=1)
+        self.fails(name, message, (8, 8), (8, 8), config=config, backend="simulator")
+
+    @pytest.mark.parametrize("backend", ["auto", "xla", "simulator"])
+    def test_a_config_of_another_type(self, name, backend):
+        for config in (3, {"pull_slots": 2}, TileConfig(), nodes.Config(kernel=TileConfig())):
+            message = rf"{name}: config=.* is a .*; pass a stretto\.kernels\.{name}\.Config"
+            self.fails(name, message, (8, 8), (8, 8), config=config, backend=backend)
 
 
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stretto.kernels.epilogues import without_derivatives
+from stretto.kernels.epilogues import check_elementwise, without_derivatives
 
 FUNCTIONS = {
     "relu": jax.nn.relu,
@@ -36,3 +36,28 @@ def test_values_are_kept_and_rules_are_not(name, jitted):
 
 def test_the_rule_was_there():
     assert "custom_jvp_call" in str(jax.make_jaxpr(jax.nn.relu)(jnp.zeros(2)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_elementwise_functions_pass(name):
+    check_elementwise("op", FUNCTIONS[name])
+    check_elementwise("op", jax.jit(FUNCTIONS[name]))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (jax.nn.softmax, "reduce_max is not"),
+        (jax.jit(jax.nn.softmax), "reduce_max is not"),
+        (lambda x: x / x.max(), "reduce_max is not"),
+        (lambda x: x.cumsum(axis=0), "cumsum is not"),
+        (lambda x: x[::-1], "rev is not"),
+        (lambda x: jnp.sort(x), "sort is not"),
+        (lambda x: x.sum(), "its result has another shape"),
+        (lambda x: x.T, "its result has another shape"),
+        (lambda x: (x, x), "its result has another shape"),
+    ],
+)
+def test_functions_that_mix_elements_are_refused(function, said):
+    with pytest.raises(ValueError, match=f"op: epilogue=.* must be elementwise, and {said}"):
+        check_elementwise("op", function)
