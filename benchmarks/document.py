@@ -134,7 +134,7 @@ def readme_times(found: list[Results]) -> str:
     chosen.sort(key=lambda pair: _order(pair[1]))
     if not chosen:
         raise BenchmarkError('the results hold no case of the shape set "goals".')
-    machines = dict.fromkeys(table.machine_line(one) for one, _ in chosen)
+    machines = dict.fromkeys(table.machine_line(one) + _commit(one) for one, _ in chosen)
     return (
         f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
         " floor, which is the larger of the matmul alone and of the bytes to be sent at"
@@ -173,8 +173,7 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
     for title, pairs in groups.items():
         parts.append(f"## {title}\n")
         for one in {id(one): one for one, _ in pairs}.values():
-            commit = f", commit {one.machine.commit}" if one.machine.commit else ""
-            parts.append(f"{table.machine_line(one)}; {one.start_time[:10]}{commit}.\n")
+            parts.append(f"{table.machine_line(one)}; {one.start_time[:10]}{_commit(one)}.\n")
         parts += _sections(sorted((m for _, m in pairs), key=_order))
         parts += _predicted([p for one in found for p in one.predictions], [m for _, m in pairs])
     if pictures:
@@ -185,6 +184,11 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
         parts.append("## No times\n")
         parts.append("".join(dict.fromkeys("".join(missing).splitlines(keepends=True))))
     return "\n".join(parts)
+
+
+def _commit(one: Results) -> str:
+    """Of which state of the code the results are, to end a list with; "" if that is not known."""
+    return f", commit {one.machine.commit}" if one.machine.commit else ""
 
 
 def _sections(measurements: list[Measurement]) -> list[str]:
