@@ -1,5 +1,7 @@
 """``stretto simulate``: runs a script with its kernels in the simulator, and prints the report."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
@@ -7,14 +9,23 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stretto.launch.errors import LaunchError
+from stretto.launch.worker import below
+
+if TYPE_CHECKING:
+    from stretto.distributed.simulator import Report
+
+NOTHING_SIMULATED = 3
+"""The exit status where the script ran to its end without a kernel in the simulator."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status: 1 if a kernel did something wrong."""
+    """Run the command; returns its exit status, as `simulate` does."""
     parser = _parser()
     options = parser.parse_args(list(argv))
+    _check(options)
     return simulate(
         options.script,
         options.args,
@@ -53,7 +64,9 @@ def simulate(
       trace: write what every task did to this file, for Perfetto (of the last seed).
 
     Returns:
-      0 if nothing was wrong, 1 if a kernel was, else the status that the script exited with.
+      0 if nothing was wrong; 1 if a kernel was, or if the script raised an exception;
+      `NOTHING_SIMULATED` if no kernel ran in the simulator; else the status that the script exited
+      with.
 
     Raises:
       LaunchError: there is no such script, or JAX runs already on other devices.
@@ -63,7 +76,8 @@ def simulate(
     _use_cpu_devices(devices)
     from stretto.distributed import simulator
 
-    for one in seeds if seeds is not None else [seed]:
+    seeds, launches = [seed] if seeds is None else seeds, 0
+    for one in seeds:
         report, status = None, 0
         try:
             with simulator.simulate(
@@ -77,15 +91,56 @@ def simulate(
         except simulator.SimulationError as error:
             # The report tells what is wrong, unless the run ended before it had anything to tell.
             what = "failed" if report is not None and not report.ok else str(error)
-            print(f"stretto simulate: seed {one}: {what}", file=sys.stderr)
+            _say(f"stretto simulate: seed {one}: {what}")
             status = 1
+        except Exception as error:
+            _show(error, script)
+            return 1
         if report is not None:
-            print(report, file=sys.stderr)
+            _tell(report, failed=status != 0, among_others=len(seeds) > 1)
+            launches += report.launches + report.nested_launches
             if trace is not None and report.trace is not None:
                 report.trace.save(trace)
-        if status:
-            return status
+        if status or not launches:
+            return status or NOTHING_SIMULATED
+    if len(seeds) > 1:
+        _say(f"{len(seeds)} seeds, {launches} kernel launches: nothing wrong found")
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what cannot work before anything is started."""
+    counts = ("-n", options.devices), ("--seeds", options.seeds), ("--blocks", options.blocks)
+    for name, value in counts:
+        if value < 1:
+            raise LaunchError(f"{name} {value} must be at least 1")
+
+
+def _tell(report: Report, *, failed: bool, among_others: bool) -> None:
+    """Says what one seed found: in a line, if others follow and it found nothing wrong."""
+    seed = f"simulation, seed {report.seed}"
+    if report.launches and among_others and report.ok:
+        seen = f"; --seed {report.seed} alone shows its warnings" if report.warnings else ""
+        _say(f"{seed}: {report.launches} kernel launches, nothing wrong found{seen}")
+    elif report.launches or not report.ok:
+        _say(str(report))
+    elif report.nested_launches:
+        _say(f"{seed}: {report.nested_launches} kernel launches, in the script's own simulations")
+    elif not failed:
+        _say(
+            f"{seed}: no kernel was simulated; print(stretto.explain(...)) beside a call says what"
+            " serves it, and why"
+        )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _show(error: Exception, script: str) -> None:
+    """Prints an exception of the script's own as `python script` would."""
+    trace = below(script, error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _use_cpu_devices(count: int) -> None:

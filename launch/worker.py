@@ -50,7 +50,7 @@ def main() -> None:
         _record(record_fd, status, f"SystemExit: {error.code}", "")
         _leave(status)
     except BaseException as error:
-        trace = _below(script, error.__traceback__)
+        trace = below(script, error.__traceback__)
         error.__traceback__ = trace
         sys.excepthook(type(error), error, trace)
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -89,7 +89,7 @@ def _exit_status(error: SystemExit) -> int:
     return 1
 
 
-def _below(script: str, trace: TracebackType | None) -> TracebackType | None:
+def below(script: str, trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that starts in the script, without runpy's frames."""
     frame = trace
     while frame is not None:

@@ -101,7 +101,10 @@ def simulate(
 
     Raises:
       SimulationError: a kernel deadlocked, raced, or did something else that it may not do.
+      ValueError: a setting that is none.
     """
+    if core_count < 1:
+        raise ValueError(f"core_count={core_count} must be at least 1.")
     report = Report(seed=seed)
     if trace:
         report.trace = Trace(is_timed=cost_model is not None)
@@ -129,6 +132,8 @@ def simulate(
         raise
     finally:
         _active.remove(simulation)
+        if _active:
+            _active[-1].report.nested_launches += report.launches + report.nested_launches
         _last[:] = [simulation]
     if simulation.error is not None:
         raise simulation.error

@@ -47,6 +47,7 @@ class Report:
       findings: what would be wrong on a device: races, reads of uninitialised memory, and so on.
       warnings: what is legal but worth a look, such as semaphores left above zero.
       launches: number of kernel launches simulated, over all teams.
+      nested_launches: those under a `simulate` inside this one, which has a report of its own.
       output: lines that kernels printed with `debug_print`.
       statistics: bytes, copies, waits and steps, summed over the launches.
       trace: what every task did, if it was asked for.
@@ -57,6 +58,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
     launches: int = 0
+    nested_launches: int = 0
     output: list[str] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     deadlock: str | None = None

@@ -44,8 +44,9 @@ class Statistics:
     def __str__(self) -> str:
         text = (
             f"{self.steps} steps, {self.waits} waits ({self.blocked_waits} blocked), {self.signals}"
-            f" signals, {self.copies} copies of {self.copy_bytes} bytes, {self.remote_bytes} bytes"
-            f" between devices, at most {self.peak_shared_bytes} bytes of shared memory in a block"
+            f" signals, {self.copies} copies, {self.copy_bytes} bytes in all, {self.remote_bytes}"
+            f" bytes between devices, at most {self.peak_shared_bytes} bytes of shared memory in a"
+            " block"
         )
         if self.predicted_seconds:
             text += (

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from stretto.launch import cli, simulate
+
 SCRIPT = """
 import sys
 import jax
@@ -39,9 +41,9 @@ sys.exit(7 if "seven" in sys.argv else 0)
 @pytest.fixture
 def run(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
 
-    def run(*options, args=()):
+    def run(*options, args=(), text=SCRIPT):
+        script.write_text(text)
         command = [sys.executable, "-m", "stretto.launch", "simulate", *options]
         return subprocess.run(
             [*command, str(script), *args], capture_output=True, text=True, timeout=120, check=False
@@ -55,8 +57,11 @@ def test_runs_a_script_and_prints_the_report(run, tmp_path):
     done = run("-n", "3", "--seeds", "2", "--trace", str(trace), args=("--its", "own"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("devices 3 result 256.0 ['--its', 'own']") == 2
-    assert done.stderr.count("nothing wrong found") == 2
-    assert "simulation, seed 1: 1 kernel launches" in done.stderr
+    assert done.stderr.splitlines() == [
+        "simulation, seed 0: 1 kernel launches, nothing wrong found",
+        "simulation, seed 1: 1 kernel launches, nothing wrong found",
+        "2 seeds, 2 kernel launches: nothing wrong found",
+    ]
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1, 2}
 
@@ -77,3 +82,35 @@ def test_a_script_that_is_not_there(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "none.py does not exist" in done.stderr
+
+
+def test_a_script_without_a_kernel_does_not_pass(run):
+    done = run("--seeds", "3", text="print('ran')")
+    assert done.returncode == simulate.NOTHING_SIMULATED
+    assert done.stdout == "ran\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("simulation, seed 0: no kernel was simulated; print(stretto.explain(")
+
+
+def test_a_script_with_a_simulation_of_its_own(run):
+    own = "import stretto\nwith stretto.simulate(): " + "fn(jnp.arange(3 * 128.0))\n"
+    done = run("-n", "3", text=SCRIPT.partition("print(")[0] + own)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "simulation, seed 0: 1 kernel launches, in the script's own simulations\n"
+
+
+@pytest.mark.parametrize("option", ["-n", "--seeds", "--blocks"])
+def test_counts_below_one_are_refused(capsys, option):
+    for value in ("0", "-2"):
+        assert cli.main(["simulate", option, value, "script.py"]) == 2
+        line = f"stretto simulate: {option} {value} must be at least 1\n"
+        assert capsys.readouterr().err == line
+
+
+def test_the_script_s_own_exception_is_shown_as_python_shows_it(run, tmp_path):
+    done = run(text="def fail():\n    1 / 0\n\nfail()\n")
+    plain = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == plain.stderr

@@ -25,6 +25,7 @@ from stretto.distributed.simulator import (
     is_simulating,
     simulate,
 )
+from stretto.distributed.simulator.statistics import Statistics
 
 SEMAPHORE = plgpu.SemaphoreType.REGULAR
 X = np.arange(128, dtype=np.float32)
@@ -85,8 +86,8 @@ def test_caches_do_not_leak():
         with simulate(seed=seed) as report:
             np.testing.assert_array_equal(jitted(X), X + 1)
         assert report.launches == 1
-    with pytest.raises(ValueError, match="interpret"):
-        jitted(X)  # Outside, JAX refuses the kernel on a CPU as ever.
+    with pytest.raises(ValueError, match=r"kernel body needs GPUs; .*`stretto simulate SCRIPT`"):
+        jitted(X)  # Outside there is nothing to run the kernel on a CPU.
     with simulate() as report:
         jitted(X)
     assert report.launches == 1
@@ -108,6 +109,15 @@ def test_one_kernel_without_the_context():
     jitted = on_devices(lambda x: shift(x, interpret=SimulatorParams()), 4)
     for _ in range(3):
         np.testing.assert_array_equal(jitted(x), np.roll(x, 128))
+
+
+def test_launches_of_a_simulation_inside_are_known_outside():
+    with simulate() as outer:
+        add_one(X)
+        with simulate() as inner:
+            add_one(add_one(X))
+    assert (outer.launches, outer.nested_launches) == (1, 2)
+    assert (inner.launches, inner.nested_launches) == (2, 0)
 
 
 def test_core_count_is_there_inside_only():
@@ -254,6 +264,7 @@ def test_step_limit():
         ({"schedule": "fifo"}, "schedule='fifo' is not one of"),
         ({"on_finding": "ignore"}, "on_finding='ignore'"),
         ({"resident_blocks": 0}, "resident_blocks=0 must be at least 1"),
+        ({"core_count": 0}, "core_count=0 must be at least 1"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -284,3 +295,7 @@ def test_more_devices_than_cores():
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
     )
     assert "launches 6" in done.stdout, done.stderr
+
+
+def test_the_bytes_of_copies_are_told_as_a_sum():
+    assert "2 copies, 64 bytes in all, " in str(Statistics(copies=2, copy_bytes=64))
