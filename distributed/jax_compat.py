@@ -299,6 +299,11 @@ def lower_kernel_for_cpu(
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
         )
         callback = _kernel_intercept[0](kernel)
+        if callback is None and not kernel.interpret:
+            raise ValueError(
+                f"kernel {kernel.name} needs GPUs; on a CPU run it with `stretto simulate SCRIPT`,"
+                " or inside `stretto.simulate()`."
+            )
     if callback is None:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
     if members is not None:
