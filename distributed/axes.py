@@ -26,7 +26,7 @@ def canonical_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
     for name in names:
         try:
             lax.axis_size(name)
-        except NameError:
+        except (NameError, ValueError):  # The latter of a number, which JAX takes for an array's.
             raise ValueError(_unknown_axis_message(name)) from None
     return names
 

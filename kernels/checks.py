@@ -24,6 +24,7 @@ def check_matmul_operands(
     With `k_shards`, lhs is one of so many equal parts of the columns.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_array(op, name, x)
         if x.ndim != 2:
             raise ValueError(
                 f"{op}: {name} has shape {x.shape}; it must be a matrix. Fold leading dimensions"
@@ -50,12 +51,23 @@ def check_matmul_operands(
         )
 
 
+def check_array(op: str, name: str, x: Any) -> None:
+    """Raises ValueError unless `x` is an array, or describes one as `jax.ShapeDtypeStruct` does."""
+    if not (hasattr(x, "ndim") and hasattr(x, "dtype")):
+        raise ValueError(
+            f"{op}: {name}={x!r:.40} is a {type(x).__name__}; it must be an array. Convert it with"
+            " jnp.asarray."
+        )
+
+
 def as_matrices(op: str, name: str, operand: Any) -> tuple[Any, ...]:
-    """A matrix as a tuple of one, a tuple or list as it is; ValueError if there is none in it."""
+    """A matrix as a tuple of one, a tuple or list of some as it is; ValueError if it is neither."""
     if not isinstance(operand, tuple | list):
         return (operand,)
     if not operand:
         raise ValueError(f"{op}: {name} is empty; pass a matrix or a tuple of matrices.")
+    for x in operand:
+        check_array(op, name, x)
     return tuple(operand)
 
 

@@ -23,12 +23,22 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
       **arguments: as for the operation.
 
     Raises:
-      ValueError: what the operation would raise.
+      ValueError: what the operation would raise, or it is none of Stretto's.
     """
+    refusal = f"{operation!r} is not an operation of Stretto that chooses a backend."
     with dispatch.recorded() as choices:
         arrays = [x for x in operands if hasattr(x, "shape")]
         rest = operands[len(arrays) :]
-        jax.eval_shape(lambda *xs: operation(*xs, *rest, **arguments), *arrays)
+        try:
+            jax.eval_shape(lambda *xs: operation(*xs, *rest, **arguments), *arrays)
+        except TypeError as error:  # Another function takes no name of an axis.
+            if choices or _is_own(operation):
+                raise
+            raise ValueError(refusal) from error
     if not choices:
-        raise ValueError(f"{operation!r} is not an operation of Stretto that chooses a backend.")
+        raise ValueError(refusal)
     return choices[0]
+
+
+def _is_own(operation: Callable) -> bool:
+    return getattr(operation, "__module__", "").startswith("stretto.")

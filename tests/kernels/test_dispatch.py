@@ -73,6 +73,14 @@ class TestErrors:
         self.fails(name, r"lhs has shape \(2, 8, 16\); it must be a matrix", (2, 8, 16), (16, 8))
         self.fails(name, r"rhs has shape \(16,\); it must be a matrix", (8, 16), (16,))
 
+    def test_not_an_array(self, name):
+        message = r"rhs=\[1\.0, 2\.0\] is a list; it must be an array. Convert it with jnp.asarray"
+        with pytest.raises(ValueError, match=message):
+            on_devices(
+                lambda x: cases.OPERATIONS[name](x, [[1.0, 2.0], [3.0, 4.0]], "x"),
+                jnp.zeros((2, 2), BF16),
+            )
+
     def test_types(self, name):
         self.fails(
             name, "lhs has dtype int8; it must be a floating", (8, 8), (8, 8), dtypes=("i1", "i1")
@@ -90,6 +98,7 @@ class TestErrors:
         x = jnp.zeros((8, 8), BF16)
         for axes, message in [
             ("y", r"axis 'y' is not among the enclosing shard_map's axes \('x',\)"),
+            (0, r"axis 0 is not among the enclosing shard_map's axes \('x',\)"),
             ((), "axis_name is empty"),
             (("x", "x"), "names an axis twice"),
         ]:
@@ -291,6 +300,10 @@ class TestExplain:
             self.explained(st.all_gather_matmul, x, x, "y")
         with pytest.raises(ValueError, match="not an operation of Stretto"):
             self.explained(jnp.matmul, x, x)
+        with pytest.raises(ValueError, match="is not an operation of Stretto"):
+            self.explained(jnp.matmul, x, "x")
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            self.explained(st.all_gather_matmul, x, "x")
 
     def test_times_where_they_are_known(self):
         choice = dispatch.Choice(
