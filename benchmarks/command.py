@@ -13,6 +13,7 @@ from typing import Annotated
 import jax
 import tyro
 from rich.console import Console
+from tyro.conf import Positional, arg
 
 from stretto.benchmarks import plan, predict, table
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
@@ -37,41 +38,41 @@ class BenchOptions:
     tables from them.
     """
 
-    kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
     """Kernels to time, or `all`."""
     shapes: str = ""
     """Shape sets or sizes, comma separated: goals, square, llama-70b, 8192x8192x28672."""
     devices: str = ""
-    """Device counts, comma separated; default: the powers of two up to all devices."""
+    """Device counts, comma separated; default: powers of two up to all, on a CPU all."""
     dtypes: str = "bfloat16"
     """Element types, comma separated: bfloat16, float16, float32."""
     peers: str = ""
     """Who is timed, comma separated; default: everybody."""
     scaling: str = ""
     """`weak` multiplies the rows by the device count; `strong` keeps the problem."""
-    config: pathlib.Path | None = None
+    config: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """A sweep file such as configs/bench/h100.toml, in place of the options above."""
-    json: pathlib.Path | None = None
+    json: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write results here, each as it comes."""
     resume: bool = False
     """Go on with the results in the --json file."""
     overwrite: bool = False
     """Drop the results in the --json file."""
-    plot: pathlib.Path | None = None
+    plot: Annotated[pathlib.Path | None, arg(metavar="FOLDER")] = None
     """Write pictures into this folder (needs matplotlib)."""
-    report: pathlib.Path | None = None
+    report: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write one self-contained HTML page."""
-    trace: pathlib.Path | None = None
+    trace: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Time nothing; write the timeline of one call of the first case here, for Perfetto."""
     repeats: int = 20
     """Samples per peer and case; each is the mean over a run of many calls."""
-    budget: float | None = None
+    budget: Annotated[float | None, arg(metavar="SECONDS")] = None
     """Stop after this many seconds; --resume goes on later."""
     rehearse: bool = False
     """Try the sweep out: the same cases and peers with small shapes, no measurement of speed."""
     list: bool = False
     """Time nothing; list the cases and how long they would take."""
-    max_slowdown: float | None = None
+    max_slowdown: Annotated[float | None, arg(metavar="PERCENT")] = None
     """Exit with status 1 if `auto` is slower than XLA by more than this many percent."""
     link_gb_per_s: float = 350.0
     """Bandwidth of a device's links that the floor assumes, in GB/s."""
@@ -79,7 +80,7 @@ class BenchOptions:
     """Device counts to predict times for, comma separated, beside those that are measured."""
     torch: bool = True
     """Time PyTorch's peers as well, in a helper process, where it is installed."""
-    torch_python: pathlib.Path | None = None
+    torch_python: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """The interpreter that has PyTorch, if it is not this one."""
     check: bool = True
     """Compare our kernels' results with XLA's before timing them."""

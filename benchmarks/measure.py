@@ -21,6 +21,7 @@ from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.results import Measurement, Missing, Timed
 from stretto.benchmarks.spread import spread
 from stretto.benchmarks.timing import SAMPLES_PER_VISIT, Timer
+from stretto.distributed.errors import BackendUnavailableError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,9 +266,11 @@ def _check_alive(mesh: Mesh, peer: Peer, reason: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The error's type and the first line of its message, at most 300 characters."""
+    """The first line of an error's message, at most 300 characters; with its type, unless it says
+    why something is not there.
+    """
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
-    if not isinstance(error, UnavailableError):
+    if not isinstance(error, UnavailableError | BackendUnavailableError):
         text = f"{type(error).__name__}: {text}"
     return text[:300]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+from typing import Annotated
 
 import jax
 import tyro
 from rich.console import Console
+from tyro.conf import Positional, arg
 
 from stretto.benchmarks import plots, predict, report, results, table
 from stretto.benchmarks.command import counts_of, progress
@@ -25,13 +27,13 @@ class ShowOptions:
     times are used.
     """
 
-    files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    files: Annotated[tuple[pathlib.Path, ...], Positional, arg(metavar="FILE [FILE ...]")]
     """Results files."""
-    merge: pathlib.Path | None = None
+    merge: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write the results of all files into this one."""
-    plot: pathlib.Path | None = None
+    plot: Annotated[pathlib.Path | None, arg(metavar="FOLDER")] = None
     """Write pictures into this folder (needs matplotlib)."""
-    report: pathlib.Path | None = None
+    report: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write one self-contained HTML page."""
     predict: str = ""
     """Simulate the documented shapes on these device counts, comma separated, and put the times
@@ -88,7 +90,7 @@ def _print(found: results.Results) -> None:
         console.print(table.NOT_A_MEASUREMENT, style="bold", highlight=False)
     console.print()
     for measurement in found.measurements:
-        table.print_measurement(console, measurement)
+        table.print_measurement(console, measurement, found.machine.platform)
     if found.predictions:
         predict.print_predictions(console, found.predictions, found.measurements)
     if worst := table.never_slower_line(found.measurements):

@@ -232,7 +232,7 @@ class Run:
         self.results.measurements.append(measurement)
         if jax.process_index() != 0:
             return
-        table.print_measurement(console, measurement)
+        table.print_measurement(console, measurement, self.results.machine.platform)
         self.save()
 
     def save(self) -> None:

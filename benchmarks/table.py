@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.peers import PEERS
 from stretto.benchmarks.results import Measurement, Results, Timed
 
@@ -14,12 +15,15 @@ NOT_A_MEASUREMENT = (
 )
 
 
-def print_measurement(console: Console, measurement: Measurement) -> None:
-    """One case: a row per peer, fastest first, then what is missing and why."""
+def print_measurement(console: Console, measurement: Measurement, platform: str) -> None:
+    """One case, timed on `platform`: a row per peer, fastest first, then what is missing and why.
+
+    On GPUs XLA's collectives are NCCL's; elsewhere the peer that times one alone says just that.
+    """
     if measurement.skipped:
         console.print(f"{heading(measurement)}: skipped, {measurement.skipped}", highlight=False)
         return
-    collective = not measurement.k
+    collective, on_gpu = not measurement.k, is_gpu(platform)
     table = Table(
         title=heading(measurement), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -27,7 +31,8 @@ def print_measurement(console: Console, measurement: Measurement) -> None:
     for column in columns(collective):
         table.add_column(column, justify="right", no_wrap=True)
     for timed in sorted(measurement.timed, key=lambda timed: timed.time):
-        table.add_row(label(timed), *cells(timed, collective))
+        name = label(timed) if on_gpu else label(timed).replace("NCCL", "collective")
+        table.add_row(name, *cells(timed, collective))
     console.print(table)
     if measurement.floor is not None:
         console.print(f"  {floor_sentence(measurement)}", highlight=False)

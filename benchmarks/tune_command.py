@@ -12,6 +12,7 @@ from typing import Annotated
 import jax
 import tyro
 from rich.console import Console
+from tyro.conf import Positional, arg
 
 from stretto.benchmarks import machine, results, table, tuned_file
 from stretto.benchmarks.command import counts_of, progress, split, start_devices
@@ -39,26 +40,26 @@ class TuneOptions:
     on where it was.
     """
 
-    kernels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
     """The kernels to tune, or `all`."""
-    results: tuple[pathlib.Path, ...] = ()
+    results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
     """Measure nothing; take the times in these results of `stretto bench --json`, each in the
     configuration that was run. Needs no GPU."""
     shapes: str = "goals,llama-70b,square"
     """Shape sets or sizes, comma separated."""
     devices: str = ""
-    """Device counts, comma separated; default: the powers of two from 2 up to all devices."""
+    """Device counts, comma separated; default: powers of two up to all, on a CPU all."""
     dtypes: str = "bfloat16"
     """Element types, comma separated."""
-    output: pathlib.Path | None = None
+    output: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """The table; default: the package's own, for this type of GPU."""
     retune: bool = False
     """Measure shapes that the table holds already."""
-    candidates: int | None = None
+    candidates: Annotated[int | None, arg(metavar="COUNT")] = None
     """Measure only the first so many configurations; default: all that the kernel offers."""
     repeats: int = 10
     """Samples per finalist."""
-    budget: float | None = None
+    budget: Annotated[float | None, arg(metavar="SECONDS")] = None
     """Stop after this many seconds."""
     seed: int = 0
     """Of the operands' values."""

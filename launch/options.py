@@ -27,19 +27,23 @@ class RunOptions:
     args: Positional[Annotated[tuple[str, ...], arg(metavar="ARGS")]] = ()
     """The script's own arguments."""
 
-    num_devices: Annotated[int | None, arg(name="num-devices", aliases=["-n"])] = None
+    num_devices: Annotated[int | None, arg(name="num-devices", aliases=["-n"], metavar="COUNT")] = (
+        None
+    )
     """Devices of the whole job. All GPUs if not given; 1 where there are none."""
 
-    processes_per: Literal["node", "gpu"] | int | None = None
+    processes_per: Annotated[
+        Literal["node", "gpu"] | int | None, arg(metavar="{node,gpu}|COUNT")
+    ] = None
     """One process per node with all its devices, one per device, or so many a node."""
 
-    hostfile: Path | None = None
+    hostfile: Annotated[Path | None, arg(metavar="FILE")] = None
     """File with a host a line: NAME slots=DEVICES."""
 
-    hosts: str | None = None
+    hosts: Annotated[str | None, arg(metavar="HOSTS")] = None
     """Hosts and their devices: a:4,b:4."""
 
-    cluster: Path | None = None
+    cluster: Annotated[Path | None, arg(metavar="FILE")] = None
     """Cluster file (TOML), such as those in configs/cluster."""
 
     launcher: Literal["auto", "mpirun", "srun", "local"] = "auto"
@@ -48,19 +52,19 @@ class RunOptions:
     env: UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE, or NAME for its value here; repeat for more."""
 
-    timeout: float | None = None
+    timeout: Annotated[float | None, arg(metavar="SECONDS")] = None
     """Seconds after which the job is ended, and where each process is gets shown."""
 
     restarts: int = 0
     """How often to start a failed job again."""
 
-    log_dir: Path | None = None
+    log_dir: Annotated[Path | None, arg(metavar="FOLDER")] = None
     """Folder for a log file per process."""
 
     port: int = 0
     """Port of JAX's coordinator; 0 takes a free one."""
 
-    interface: str | None = None
+    interface: Annotated[str | None, arg(metavar="NAME")] = None
     """Network interface between the hosts, such as eth0."""
 
     start_timeout: float = 60.0
@@ -70,6 +74,15 @@ class RunOptions:
     """Show what would be started, and start nothing."""
 
 
+# Options that take a number, and what is one.
+_NUMBERS = {
+    "-n": (int, "a whole number"),
+    "--num-devices": (int, "a whole number"),
+    "--restarts": (int, "a whole number"),
+    "--port": (int, "a whole number"),
+    "--timeout": (float, "a number of seconds"),
+    "--start-timeout": (float, "a number of seconds"),
+}
 _FLAGS = ("--dry-run", "--help", "-h")
 
 
@@ -82,7 +95,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """``(options and SCRIPT, ARGS)``: everything after the script is its own, dashes and all.
 
     Raises:
-      LaunchError: an option is unknown, or there is no script.
+      LaunchError: an option is unknown or has no number where it needs one, or there is no script.
     """
     known = _known_options()
     index = 0
@@ -99,9 +112,20 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see stretto run --help"
             raise LaunchError(f"there is no option {name}; {hint}")
+        if name in _NUMBERS:
+            _check_number(name, [token.partition("=")[2]] if "=" in token else argv[index + 1 :])
         alone = token in _FLAGS or "=" in token or _is_joined_n(token)
         index += 1 if alone else 2
     raise LaunchError("no SCRIPT was given; write stretto run [OPTIONS] SCRIPT [ARGS]")
+
+
+def _check_number(name: str, following: Sequence[str]) -> None:
+    """Raises LaunchError unless the first of what follows an option is its number."""
+    read, what = _NUMBERS[name]
+    try:
+        read(*following[:1])
+    except ValueError:
+        raise LaunchError(f"{name} {following[0]} must be {what}") from None
 
 
 def parse(argv: Sequence[str]) -> RunOptions:

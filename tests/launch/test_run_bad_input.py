@@ -55,6 +55,9 @@ def test_missing_script(capfd):
     ("options", "words"),
     [
         (("-n", "0"), "-n 0 must be at least 1"),
+        (("-n", "x"), "-n x must be a whole number"),
+        (("--num-devices=x",), "--num-devices x must be a whole number"),
+        (("--timeout", "soon"), "--timeout soon must be a number of seconds"),
         (("-n", "-3"), "-n -3 must be at least 1"),
         (("--timeout", "0"), "--timeout 0 must be more than 0"),
         (("--restarts", "-1"), "--restarts -1 must be more than -1"),
