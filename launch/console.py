@@ -1,11 +1,14 @@
 """What a job's processes write: on the terminal with a prefix a line, and a file a process."""
 
+import re
 import sys
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
 _TAIL_LINES = 30
+# What gloo, which carries JAX's collectives between CPU processes, says of each when it starts.
+_CONNECTED = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
 
 
 class Console:
@@ -27,12 +30,16 @@ class Console:
             log_dir.mkdir(parents=True, exist_ok=True)
 
     def line(self, process_id: int, stream: str, text: str) -> None:
-        """One line of a process's ``stdout`` or ``stderr``, passed on byte for byte."""
+        """One line of a process's ``stdout`` or ``stderr``, passed on byte for byte.
+
+        That the processes of a CPU job have found each other is in the log files only.
+        """
         data = text.encode("utf-8", "surrogateescape") + b"\n"
-        out = sys.stdout if stream == "stdout" else sys.stderr
-        out.flush()
-        out.buffer.write(f"[{process_id:>{self._width}}] ".encode() + data)
-        out.buffer.flush()
+        if not _CONNECTED.match(text):
+            out = sys.stdout if stream == "stdout" else sys.stderr
+            out.flush()
+            out.buffer.write(f"[{process_id:>{self._width}}] ".encode() + data)
+            out.buffer.flush()
         if stream == "stderr":
             self._tails.setdefault(process_id, deque(maxlen=_TAIL_LINES)).append(text)
         if self._log_dir is not None:

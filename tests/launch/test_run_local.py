@@ -39,6 +39,16 @@ def pid_of(folder: Path, process_id: int) -> int:
 # --- What a script gets. --------------------------------------------------------------------------
 
 
+def test_that_gloo_has_connected_is_in_the_log_files_only(run_job, tmp_path):
+    gloo = (
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    )
+    script = f"print({gloo!r})\nprint('[Gloo] failed')"
+    result = run_job(script, *LOCAL, "-n", "1", "--log-dir", "logs")
+    assert result.stdout == "[0] [Gloo] failed\n"
+    assert (tmp_path / "logs" / "process-0.log").read_text() == f"{gloo}\n[Gloo] failed\n"
+
+
 def test_arguments_and_place(run_job):
     show = "print(json.dumps([me, sys.argv[1:], sorted(k for k in os.environ if 'STRETTO' in k)]))"
     result = run_job(PREAMBLE + show, *LOCAL, "-n", "3", args=("--x", "-n", "9", "a b", ""))
