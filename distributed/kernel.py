@@ -87,6 +87,7 @@ def launch(
     info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and clique.are_several())
 
     @counting_from_the_end(info.turned)
+    @functools.wraps(body)  # So that the simulator finds the buffers' names.
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
         sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
         if team is None or not closes:

@@ -156,7 +156,8 @@ class KernelCall:
         if eqns and eqns[0].primitive.name == "run_scoped":
             body = eqns[0].params["jaxpr"]
             known = parameter_names(body.debug_info.func_src_info)
-            if len(known) == len(names) + len(body.invars):
+            # Scratch may be given by name, as in `stretto.distributed.kernel`.
+            if len(known) in (len(names), len(names) + len(body.invars)):
                 return list(known[: len(names)])
         return names
 

@@ -108,6 +108,7 @@ class TestLaunch:
         with st.simulate(on_finding="record") as report:
             jax.block_until_ready(jax.jit(sharded(lambda x: rotate(x, wait=False)))(x))
         assert "after end" not in report.kinds() and not report.ok  # The race is still there.
+        assert "race on inbox_ref of device" in str(report)  # By its name in the body.
 
     def test_a_kernel_without_a_team(self, simulation):
         def double(x):
