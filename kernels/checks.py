@@ -95,8 +95,10 @@ def check_divisible(op: str, what: str, size: int, by: int) -> None:
         )
 
 
-def check_array_axis(op: str, what: str, axis: int, ndim: int) -> int:
-    """`axis` of an array of `ndim` dimensions, made non-negative; ValueError if out of range."""
+def check_array_axis(op: str, what: str, axis: int, x: Any) -> int:
+    """`axis` of `x`, made non-negative; ValueError if out of range, or if `x` is no array."""
+    check_array(op, "x", x)
+    ndim = x.ndim
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: {what}={axis} is out of range for an array of {ndim} dimensions.")
     return axis % ndim

@@ -55,14 +55,14 @@ def all_gather(
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
     Raises:
-      ValueError: `axis` is out of range, an unknown mesh axis or backend, a call outside
-        `shard_map`, or a backend that cannot serve the call.
+      ValueError: `x` is no array, `axis` is out of range, an unknown mesh axis or backend, a call
+        outside `shard_map`, or a backend that cannot serve the call.
 
     Synchronisation: every device of the team must make the call.
     """
     axes, axis = (
         canonical_axes(axis_name),
-        checks.check_array_axis("all_gather", "axis", axis, x.ndim),
+        checks.check_array_axis("all_gather", "axis", axis, x),
     )
     choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER, config)
     if choice.backend == "xla":
@@ -90,7 +90,7 @@ def reduce_scatter(
     not a multiple of D. The fused kernel adds bfloat16, float16, float32 and int32.
     """
     op = "reduce_scatter"
-    axes, axis = canonical_axes(axis_name), checks.check_array_axis(op, "axis", axis, x.ndim)
+    axes, axis = canonical_axes(axis_name), checks.check_array_axis(op, "axis", axis, x)
     checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
     choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER, config)
     if choice.backend == "xla":
@@ -116,6 +116,7 @@ def all_reduce(
     float32 and int32.
     """
     axes = canonical_axes(axis_name)
+    checks.check_array("all_reduce", "x", x)
     choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE, config)
     if choice.backend == "xla":
         return reference.all_reduce(x, axes)
@@ -143,8 +144,8 @@ def all_to_all(
     """
     op = "all_to_all"
     axes = canonical_axes(axis_name)
-    split_axis = checks.check_array_axis(op, "split_axis", split_axis, x.ndim)
-    concat_axis = checks.check_array_axis(op, "concat_axis", concat_axis, x.ndim)
+    split_axis = checks.check_array_axis(op, "split_axis", split_axis, x)
+    concat_axis = checks.check_array_axis(op, "concat_axis", concat_axis, x)
     checks.check_divisible(op, f"dimension {split_axis}", x.shape[split_axis], axis_size(axes))
     choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL, config)
     if choice.backend == "xla":

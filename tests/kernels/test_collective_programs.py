@@ -129,6 +129,14 @@ class TestErrors:
             ),
             (lambda x: st.all_reduce(x, "x", backend="nccl"), r"backend='nccl' is not one of"),
             (lambda x: st.all_reduce(x, "y"), r"axis 'y' is not among .*\('x',\)"),
+            (
+                lambda x: st.all_reduce([x, x], "x"),
+                "all_reduce: x=.* is a list; it must be an array",
+            ),
+            (
+                lambda _: st.all_gather([1, 2], "x"),
+                "all_gather: x=.* is a list; it must be an array",
+            ),
         ],
     )
     def test_bad_arguments(self, call, message):
