@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,20 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import clique, jax_kernels, profiling, semaphores, settings, simulator
+from stretto.distributed import (
+    clique,
+    handshake,
+    heap,
+    jax_kernels,
+    profiling,
+    semaphores,
+    settings,
+    simulator,
+)
 from stretto.distributed.axes import make_varying, varying_axes
+from stretto.distributed.handshake import Handshake
 from stretto.distributed.jax_kernels import TeamKernelInfo
-from stretto.distributed.semaphores import Semaphore, SemaphoreArray
+from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team, counting_from_the_end
 
 GRID_AXIS = "grid"
@@ -35,7 +46,7 @@ def launch(
     symmetric: Sequence[jax.ShapeDtypeStruct] = (),
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
-    closing_barrier: bool = True,
+    warps_that_meet: int = 0,
     invariant: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: Any = None,
@@ -46,8 +57,8 @@ def launch(
     inside it `block_id()` is the block and `lax.axis_index(THREAD_AXIS)` the
     warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
     by peers through `copies.remote`. When `body` starts, every peer has started too: their
-    operands are ready to be read. When it ends, and before anybody's buffers are used again, a
-    closing barrier waits for all peers.
+    operands are ready to be read. When it ends, and before anybody's buffers are used again, block
+    0 waits for all peers (`handshake`).
 
     Args:
       body: the kernel.
@@ -61,8 +72,10 @@ def launch(
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
       scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
-      closing_barrier: False only for a body that itself makes sure, before it ends, that no peer
-        still uses this device's buffers.
+      warps_that_meet: more than 0 for a body that starts before its peers have come, and gets a
+        `handshake`. So many warps of each block have to call `handshake.meet()`, which waits for
+        the peers, before they touch anything of theirs; one warp of block 0 has to `come()` first,
+        and to `part()` last, once it has made sure that no peer still uses this device's buffers.
       invariant: all members of the team compute bitwise the same results, which are then typed as
         not varying over the team's axes.
       compiler_params: passed on to Pallas.
@@ -78,10 +91,10 @@ def launch(
     _check_resident(name, num_blocks)
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
-    closes = team is not None and not team.is_alone and closing_barrier
-    if closes:
-        arrays["closing_sem"] = SemaphoreArray()
-        scratch["closing_barrier"] = plgpu.Barrier(num_arrivals=num_threads)
+    together = team is not None and not team.is_alone
+    around = together and not warps_that_meet
+    if around:
+        scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
     axes = team.axes if team is not None else ()
     info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and clique.are_several())
@@ -90,13 +103,21 @@ def launch(
     @functools.wraps(body)  # So that the simulator finds the buffers' names.
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
         sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
-        if team is None or not closes:
+        if team is None:
             body(*refs, **sems, **scratch_refs)
             return
-        closing_sem = sems.pop("closing_sem")
-        block_done = scratch_refs.pop("closing_barrier")
+        parties = num_blocks * (num_threads if around else warps_that_meet)
+        meeting = handshake.make(
+            name, team, block_id(), num_blocks=num_blocks, parties=parties, closes=around
+        )
+        if not around:
+            extra = dict(handshake=meeting) if warps_that_meet else {}
+            body(*refs, **sems, **scratch_refs, **extra)
+            return
+        block_done = scratch_refs.pop("block_done")
+        _open(meeting)
         body(*refs, **sems, **scratch_refs)
-        _close(team, closing_sem, block_done, num_blocks)
+        _close(meeting, block_done)
 
     whole_body.__name__ = name
     call = plgpu.kernel(
@@ -108,7 +129,7 @@ def launch(
         num_threads=num_threads,
         thread_name=THREAD_AXIS,
         kernel_name=name,
-        compiler_params=profiling.compiler_params(compiler_params),
+        compiler_params=_compiler_params(compiler_params, together and heap.is_wanted()),
         interpret=interpret,
     )
     outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
@@ -126,7 +147,14 @@ def block_id() -> jax.Array:
     return lax.axis_index(GRID_AXIS)
 
 
-def _close(team: Team, closing_sem: Semaphore, block_done: Any, num_blocks: int) -> None:
+def _open(meeting: Handshake) -> None:
+    """Returns once all peers have come to this launch."""
+    is_first_thread = lax.axis_index(THREAD_AXIS) == 0
+    _when(is_first_thread & (block_id() == 0), meeting.come)
+    meeting.meet()
+
+
+def _close(meeting: Handshake, block_done: Any) -> None:
     """Tells every peer that this block is done, and waits in block 0 until all theirs are.
 
     A kernel ends when its last block does, so one waiting block holds the whole kernel.
@@ -135,15 +163,17 @@ def _close(team: Team, closing_sem: Semaphore, block_done: Any, num_blocks: int)
     plgpu.barrier_arrive(block_done)
     is_first_thread = lax.axis_index(THREAD_AXIS) == 0
 
-    @functools.partial(_when, is_first_thread)
-    def _():
+    def tell():
         plgpu.barrier_wait(block_done)
-        for offset in team.peer_offsets:
-            closing_sem.signal(peer_id=team.neighbour(offset))
+        meeting.done()
 
-    @functools.partial(_when, is_first_thread & (block_id() == 0))
-    def _():
-        closing_sem.wait(num_blocks * (team.size - 1))
+    _when(is_first_thread, tell)
+    _when(is_first_thread & (block_id() == 0), meeting.part)
+
+
+def _compiler_params(given: plgpu.CompilerParams | None, opens_itself: bool) -> Any:
+    params = profiling.compiler_params(given)
+    return dataclasses.replace(params, skip_device_barrier=True) if opens_itself else params
 
 
 def _when(condition: jax.Array, fun: Callable[[], None]) -> None:

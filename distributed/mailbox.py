@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import jax
 
+from stretto.distributed import cuda
 from stretto.distributed.errors import KernelTimeoutError
 
 PREFERRED_ADDRESS = 0x1F53_5452_0000
@@ -152,30 +153,11 @@ def _map() -> tuple[int, object]:
 
 def _share_with_gpus(page_address: int) -> None:
     """Registers the page with CUDA, portably: for every context of this process."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-
-    def call(function: str, *arguments: object) -> None:
-        status = getattr(cuda, function)(*arguments)
-        if status:
-            raise OSError(f"{function} failed with CUDA error {status}")
-
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    pointer = ctypes.c_uint64()
-    call("cuInit", 0)
-    call("cuDeviceGet", ctypes.byref(device), jax.local_devices()[0].local_hardware_id)
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    call("cuCtxPushCurrent_v2", context)
-    try:
-        host = ctypes.c_void_p(page_address)
-        call(
-            "cuMemHostRegister_v2",
-            host,
-            ctypes.c_size_t(PAGE_BYTES),
-            _HOST_REGISTER_PORTABLE_AND_MAPPED,
-        )
-        call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), host, 0)
-    finally:
-        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    pointer, host = ctypes.c_uint64(), ctypes.c_void_p(page_address)
+    flags = _HOST_REGISTER_PORTABLE_AND_MAPPED
+    with cuda.context_of(jax.local_devices()[0].local_hardware_id):
+        cuda.call("cuMemHostRegister_v2", host, ctypes.c_size_t(PAGE_BYTES), flags)
+        cuda.call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), host, 0)
     if pointer.value != page_address:
         raise OSError("this system gives GPUs other addresses of host memory than the host's own")
 

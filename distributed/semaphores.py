@@ -16,9 +16,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, settings
+from stretto.distributed import jax_compat, jax_heap, settings
 from stretto.distributed.mailbox import Site
-from stretto.distributed.team import Team
+from stretto.distributed.team import Team, are_turned
 
 LOCAL_PATIENCE = 1.25
 """Waits for a device's own blocks have so many times the limit: such a block may itself wait for
@@ -30,11 +30,13 @@ class SemaphoreArray:
     """An array of semaphores that a kernel asks for, all zero when it starts.
 
     `local` semaphores are signalled by blocks of their own device only, which is cheaper ("gpu"
-    scope in place of "sys").
+    scope in place of "sys"). Those with a `heap_word` lie there in the `heap`, and are not zero but
+    as the launch before has left them.
     """
 
     shape: tuple[int, ...] = ()
     local: bool = False
+    heap_word: int | None = None
 
     @property
     def size(self) -> int:
@@ -72,7 +74,11 @@ class Semaphore:
                 f"semaphore {self.site.semaphore} is local and cannot be signalled on a peer;"
                 " declare it with SemaphoreArray(..., local=False) in a kernel with a team."
             )
-        plgpu.semaphore_signal(self._element(), inc, device_id=self.team.address(peer_id))
+        device_id = self.team.address(peer_id)
+        if self.spec.heap_word is None:
+            plgpu.semaphore_signal(self._element(), inc, device_id=device_id)
+        else:
+            jax_heap.signal(self._element(), inc, device_id=device_id, turned=are_turned())
 
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
@@ -108,9 +114,23 @@ class _Indexer:
         return dataclasses.replace(self.semaphore, indices=self.semaphore.indices + index)
 
 
-def allocate(name: str, spec: SemaphoreArray, kernel: str, team: Team | None) -> Semaphore:
-    """The semaphores of `spec`, shared by all blocks; called once, first in a kernel's body."""
-    ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
-    limit_s = settings.wait_limit_s() * (LOCAL_PATIENCE if spec.local else 1)
+def allocate(
+    name: str,
+    spec: SemaphoreArray,
+    kernel: str,
+    team: Team | None,
+    *,
+    limit_s: float | None = None,
+) -> Semaphore:
+    """The semaphores of `spec`, shared by all blocks; called once, first in a kernel's body.
+
+    `limit_s` is that of waits for them, by default what `settings` say.
+    """
+    if spec.heap_word is None:
+        ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
+    else:
+        ref = jax_heap.semaphores(spec.shape, spec.heap_word, turned=are_turned())
+    if limit_s is None:
+        limit_s = settings.wait_limit_s() * (LOCAL_PATIENCE if spec.local else 1)
     site = Site(kernel=kernel, semaphore=name, limit_s=limit_s)
     return Semaphore(ref, spec, site, team)

@@ -12,12 +12,16 @@ import jax
 
 WAIT_LIMIT_VARIABLE = "STRETTO_WAIT_LIMIT_S"
 DEFAULT_WAIT_LIMIT_S = 30.0
+HEAP_VARIABLE = "STRETTO_HEAP"
+START_LIMIT_VARIABLE = "STRETTO_START_LIMIT_S"
+DEFAULT_START_LIMIT_S = 1800.0
 DEVICES_PER_NODE_VARIABLE = "STRETTO_DEVICES_PER_NODE"
 FREE_MULTIPROCESSORS_VARIABLE = "STRETTO_FREE_MULTIPROCESSORS"
 
 
 # Set by `wait_limit`. Part of the key of JAX's caches, since the limit is compiled in.
 _wait_limit_s = jax.make_user_context(default_value=None)
+_heap = jax.make_user_context(default_value=None)  # Set by `heap`.
 _devices_per_node = jax.make_user_context(default_value=None)  # Set by `nodes_of`.
 
 
@@ -35,23 +39,39 @@ def wait_limit_s() -> float:
     chosen = _wait_limit_s.value
     if chosen is not None:
         return chosen or math.inf
-    text = os.environ.get(WAIT_LIMIT_VARIABLE)
+    return _seconds(WAIT_LIMIT_VARIABLE, DEFAULT_WAIT_LIMIT_S, "a signal that never comes")
+
+
+def start_limit_s() -> float:
+    """Seconds that a kernel waits for its peers to start it, before it reports them and stops.
+
+    Set by the environment variable `STRETTO_START_LIMIT_S` (default 1800), like the limit of other
+    waits; it is so much longer because between kernels a process may load data or save its state.
+
+    Raises:
+      ValueError: the variable holds anything but a number of seconds that is not negative.
+    """
+    return _seconds(START_LIMIT_VARIABLE, DEFAULT_START_LIMIT_S, "a device that never comes")
+
+
+def _seconds(variable: str, default: float, danger: str) -> float:
+    text = os.environ.get(variable)
     if text is None:
-        return DEFAULT_WAIT_LIMIT_S
+        return default
     try:
         limit = float(text)
     except ValueError:
         limit = math.nan
     if not 0 <= limit < math.inf:
         raise ValueError(
-            f"{WAIT_LIMIT_VARIABLE}={text!r} must be a number of seconds, 0 for no limit;"
-            f" unset it for the default of {DEFAULT_WAIT_LIMIT_S:g}."
+            f"{variable}={text!r} must be a number of seconds, 0 for no limit;"
+            f" unset it for the default of {default:g}."
         )
     if limit == 0:
         warnings.warn(
-            f"{WAIT_LIMIT_VARIABLE}={text}: waits inside kernels have no limit, so a signal that"
-            " never comes hangs the job without a report.",
-            stacklevel=2,
+            f"{variable}={text}: waits inside kernels have no limit, so {danger} hangs the job"
+            " without a report.",
+            stacklevel=3,
         )
     return limit or math.inf
 
@@ -101,6 +121,32 @@ def free_multiprocessors() -> int | None:
       ValueError: the variable holds anything but a whole number.
     """
     return _whole_number(FREE_MULTIPROCESSORS_VARIABLE, 0, "for a number that has been found good")
+
+
+def heap_is_wanted() -> bool:
+    """Whether kernels may keep counters in memory that outlives them (`heap`).
+
+    Set by the environment variable `STRETTO_HEAP`: 0 for a machine on which that fails; kernels
+    then start later, by XLA's barrier. It must be the same on every process, and set before a
+    program is traced.
+
+    Raises:
+      ValueError: the variable holds anything but 0 or 1.
+    """
+    if _heap.value is not None:
+        return _heap.value
+    text = os.environ.get(HEAP_VARIABLE, "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"{HEAP_VARIABLE}={text!r} must be 0 or 1; unset it for 1.")
+    return text == "1"
+
+
+def heap(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """Programs that are traced inside use the heap or do not, whatever the environment says.
+
+    It must be the same on every process. For measurements and tests.
+    """
+    return _heap(wanted)
 
 
 def _whole_number(variable: str, least: int, unset: str) -> int | None:

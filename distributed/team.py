@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stretto.distributed import jax_heap
 from stretto.distributed.axes import AxisNames, canonical_axes
 
 # Set while the body of a kernel is traced that counts its devices from the other end (`clique`).
@@ -27,6 +28,11 @@ def counting_from_the_end(enabled: bool) -> Generator[None]:
         yield
     finally:
         _mirrored.reset(token)
+
+
+def are_turned() -> bool:
+    """Whether the kernel whose body is being traced counts its devices from the end."""
+    return _mirrored.get()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +92,10 @@ class Team:
         if len(self.axes) == 1:
             return {self.axes[0]: self._turned(device_id)}
         return {self.axes: self._turned(device_id)}
+
+    def slot(self, device_id: int | jax.Array) -> jax.Array:
+        """The slot of member `device_id` in the `heap`; inside a kernel only."""
+        return jax_heap.slot(self.address(device_id), turned=_mirrored.get())
 
     def _turned(self, place: int | jax.Array) -> Any:
         return self.size - 1 - place if _mirrored.get() else place

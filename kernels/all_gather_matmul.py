@@ -180,7 +180,7 @@ def launch_with(
     config, plan, team = layout.config, layout.plan, layout.team
     num_blocks = kernel.num_multiprocessors()
 
-    def body(lhs_ref, *refs, received, released, pulled, arrived, **own):
+    def body(lhs_ref, *refs, received, released, pulled, arrived, handshake, **own):
         sems = dict(received=received, released=released)
         refs = _Refs(lhs_ref, refs[: len(rhs)], refs[len(rhs) : -1], refs[-1], **sems)
         hooks = matmul.Hooks(
@@ -193,7 +193,7 @@ def launch_with(
             gate=matmul.Gate(
                 columns=layout.gate_columns, wait=functools.partial(layout.wait, refs.received)
             ),
-            communicate=lambda: _pull(layout, refs, num_blocks, pulled, arrived),
+            communicate=lambda: _pull(layout, refs, num_blocks, pulled, arrived, handshake),
         )
         matmul.run(
             hooks,
@@ -227,7 +227,7 @@ def launch_with(
             **tile_config.scratch(config, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed),
             **tile_config.gate_scratch(),
         ),
-        closing_barrier=False,  # `released` does it, long before the matmul is over.
+        warps_that_meet=1,  # `released` closes, long before the matmul is over.
         interpret=interpret,
     )
     return [*outs, layout.with_own(gathered, lhs)] if return_gathered else outs
@@ -245,9 +245,10 @@ class _Refs:
     released: Any
 
 
-def _pull(layout, refs, num_blocks, buffers, barriers):
+def _pull(layout, refs, num_blocks, buffers, barriers, handshake):
     """The pulling warp: fetches pieces in the order in which the matmul wants them."""
     block, team = kernel.block_id(), layout.team
+    handshake.begin()
     copies.Pull(
         pieces=schedule.share(layout.num_pieces, block, num_blocks),
         place=lambda i: layout.place(block + i * num_blocks),
@@ -263,6 +264,7 @@ def _pull(layout, refs, num_blocks, buffers, barriers):
     @pl.when(block == 0)
     def _():
         refs.released.wait(num_blocks * (team.size - 1))
+        handshake.part()
 
 
 def _load_rhs(layout, parts, transposed, refs, tile, k_index, slot, barrier):

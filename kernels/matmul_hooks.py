@@ -54,6 +54,7 @@ class Hooks:
         memory, barrier); starts the copy that fills the slot and arrives at the barrier.
       store: called in the storing warp with (tile, part of the result in shared memory, its first
         row and column within the tile); starts the copies to where it goes, in no group of copies.
+      before_stores: called in the storing warp once, before its first tile.
       stored: called in the storing warp with (tile) once all its stores are complete, for what
         must follow, such as a signal.
       rhs_transposed: slots of rhs hold `[tile_n, tile_k]`.
@@ -67,6 +68,7 @@ class Hooks:
     load_lhs: Callable[..., None]
     load_rhs: Callable[..., None]
     store: Callable[..., None]
+    before_stores: Callable[[], None] | None = None
     stored: Callable[[Any], None] | None = None
     rhs_transposed: bool = False
     epilogue: Epilogue | None = None

@@ -95,7 +95,7 @@ def launch(
     slots = (peers, shard.m_tiles * config.tiles.tile_m, shard.n_tiles * config.tiles.tile_n)
     piece = (PIECE_ROWS, tile_config.SWIZZLE_BYTES // out_dtype.itemsize)
 
-    def body(*refs, pulled, pulled_bar, **rest):
+    def body(*refs, pulled, pulled_bar, handshake, **rest):
         names = ("produced", "arrived", "released", "finished")
         sems = {name: rest.pop(name, None) for name in names}
         # Named once: the copy engine gets a descriptor for each naming of a peer.
@@ -113,6 +113,7 @@ def launch(
         )
 
         def communicate():
+            handshake.begin()
             _pull(team, order, refs, num_blocks, pulled, pulled_bar)
             for offset in team.peer_offsets:
                 refs.released.signal(peer_id=team.neighbour(offset))
@@ -122,12 +123,14 @@ def launch(
                 refs.released.wait(num_blocks * peers)
                 if everywhere:
                     refs.finished.wait(peers * shard.tiles_per_shard)
+                handshake.part()
 
         hooks = matmul.Hooks(
             locate=order.locate,
             load_lhs=functools.partial(_load_lhs, team, config.tiles, parts, refs),
             load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
             store=functools.partial(_store, team, order, refs),
+            before_stores=handshake.meet,
             stored=functools.partial(_tell, team, order, refs),
             rhs_transposed=rhs_transposed,
             addends=_addends(order, refs, peers),
@@ -168,7 +171,7 @@ def launch(
             ),
             **tile_config.addend_scratch(config.tiles),
         ),
-        closing_barrier=False,  # `released` and `finished` do it.
+        warps_that_meet=2,  # `released` and `finished` close.
         invariant=everywhere,
         interpret=interpret,
     )

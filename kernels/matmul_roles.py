@@ -265,6 +265,8 @@ class Roles:
         """Stores what the multiplying warpgroups hand over, and brings them the addends."""
         for buffer in range(self.num_buffers):
             plgpu.barrier_arrive(self.free.at[buffer])  # All are free at the start.
+        if self.hooks.before_stores is not None:
+            self.hooks.before_stores()
 
         def tile_loop(i, _):
             tile = self.tile(i)

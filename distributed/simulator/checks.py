@@ -126,7 +126,7 @@ class Checks:
             for array in device.semaphores.values():
                 for semaphore in array.items:
                     # One that is only ever compared counts up by design.
-                    if semaphore.value and semaphore.uses != {False}:
+                    if semaphore.value and (semaphore.persistent or semaphore.uses != {False}):
                         self._left_over(semaphore)
 
     def _after_end(self, device: Any, access: Access) -> None:
@@ -144,16 +144,21 @@ class Checks:
     def _left_over(self, semaphore: Semaphore) -> None:
         sites = tuple(sorted({s for _, s in semaphore.signalled_by}, key=str))
         lines = "; ".join(map(str, sites))
+        what = (
+            "It lies in the heap, where the next launch will find it so and take it for its own."
+            if semaphore.persistent
+            else "XLA zeroes semaphores before each launch, so this is harmless as long as they do"
+            " not outlive the kernel."
+        )
         self._report.add(
             Finding(
                 kind="semaphore not zero",
                 key=("semaphore not zero", sites, semaphore.name.split("[")[0]),
                 message=(
                     f"semaphore {semaphore.name} of device {semaphore.device} ends at"
-                    f" {semaphore.value}, raised at {lines}. XLA zeroes semaphores before each"
-                    " launch, so this is harmless as long as they do not outlive the kernel."
+                    f" {semaphore.value}, raised at {lines}. {what}"
                 ),
                 sites=sites,
-                is_warning=True,
+                is_warning=not semaphore.persistent,
             )
         )

@@ -191,18 +191,26 @@ class Machine:
             )
         target = self.devices[device]
         if isinstance(ref, SemaphoreArray):
-            return self.semaphores(target, ref.key, ref.name, ref.ids.data.shape)
+            shape = ref.ids.data.shape
+            return self.semaphores(target, ref.key, ref.name, shape, ref.persistent)
         if isinstance(ref, Buffer) and ref.space == "gmem":
             return target.buffers[ref.key]
         raise ValueError("only operands, results and semaphores in global memory can be remote.")
 
     def semaphores(
-        self, device: Device, key: Hashable, name: str, shape: tuple[int, ...]
+        self,
+        device: Device,
+        key: Hashable,
+        name: str,
+        shape: tuple[int, ...],
+        persistent: bool = False,
     ) -> SemaphoreArray:
         """The semaphores of `device` called `key`; made, at zero, if nobody has asked before."""
         found = device.semaphores.get(key)
         if found is None:
-            found = SemaphoreArray(name, shape, device.index, self.scheduler, key)
+            found = SemaphoreArray(
+                name, shape, device.index, self.scheduler, key, persistent=persistent
+            )
             device.semaphores[key] = found
         return found
 

@@ -124,6 +124,21 @@ def _get_global(compiler: Compiler, eqn: Any) -> Step:
     return False, step
 
 
+@rule("stretto_heap_semaphores")
+def _heap_semaphores(compiler: Compiler, eqn: Any) -> Step:
+    what, word = eqn.params["what"], eqn.params["word"]
+    name = assigned_name(compiler.site) or f"semaphore {word} of the heap"
+    (out,) = compiler.outs(eqn)
+    compiler.tags[eqn.outvars[0]] = (name, "heap", word)
+
+    def step(task: Any, env: list) -> None:
+        env[out] = task.machine.semaphores(
+            task.device, ("heap", word), name, what.shape, persistent=True
+        )
+
+    return False, step
+
+
 @rule("run_state")
 def _run_state(compiler: Compiler, eqn: Any) -> Step:
     jaxpr = eqn.params["jaxpr"]

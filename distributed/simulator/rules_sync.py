@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy as np
+
 from stretto.distributed.simulator.barriers import Barrier, BarrierArray, pick
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.races import Access
@@ -150,7 +152,7 @@ def signal(
       scope: "sys" or "gpu".
     """
     machine = task.machine
-    if clock is not None:
+    if clock is not None and not semaphore.persistent:
         machine.touch(semaphore.device, access)
     machine.checks.atomic_touch(semaphore, access)
     machine.report.statistics.signals += 1
@@ -182,6 +184,17 @@ def _signal_step(
         signal(task, semaphore, int(amount_of(env)), access, task.release(), scope)
 
     return True, step
+
+
+@rule("stretto_slot")
+def _slot(compiler: Compiler, eqn: Any) -> Step:
+    device_id = eqn.params["tree"].unflatten(eqn.invars)
+    read, (out,) = compiler.device_reader(device_id, None), compiler.outs(eqn)
+
+    def step(task: Any, env: list) -> None:
+        env[out] = np.int32(read(task, env))
+
+    return False, step
 
 
 @rule("semaphore_signal", "stretto_signal")

@@ -43,16 +43,18 @@ class Semaphore:
       touches: the last atomic access of each timeline, for the check of plain stores.
       store: the last plain store.
       uses: how it has been waited on: True with, False without decrement.
+      persistent: it is there before the kernel and after it, and has to be 0 between launches.
     """
 
     __slots__ = (
-        "_joined", "_signals", "_taken", "device", "name", "scheduler", "signalled_by", "store",
-        "total", "touches", "uses", "waiters",
+        "_joined", "_signals", "_taken", "device", "name", "persistent", "scheduler",
+        "signalled_by", "store", "total", "touches", "uses", "waiters",
     )  # fmt: skip
 
-    def __init__(self, name: str, device: int, scheduler: Any):
+    def __init__(self, name: str, device: int, scheduler: Any, persistent: bool = False):
         self.name = name
         self.device = device
+        self.persistent = persistent
         self.total = 0
         self._taken = 0
         self._signals: list[_Signal] = []
@@ -117,15 +119,19 @@ class Semaphore:
 class SemaphoreArray:
     """An array of semaphores, as one allocation makes it on one device."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], device: int, scheduler: Any, key: Any):
+    def __init__(
+        self, name: str, shape: tuple[int, ...], device: int, scheduler: Any, key: Any,
+        persistent: bool = False,
+    ):  # fmt: skip
         count = int(np.prod(shape))
         self.name = name
         self.items = [
-            Semaphore(name if not shape else f"{name}[{i}]", device, scheduler)
+            Semaphore(name if not shape else f"{name}[{i}]", device, scheduler, persistent)
             for i in range(count)
         ]
         self.device = device
         self.key = key
+        self.persistent = persistent
         self.ids = id_buffer(name, shape)
 
     def rename(self, name: str) -> None:

@@ -24,7 +24,7 @@ _PLUMBING = re.compile(
 # JAX, and what of our distributed layer works by itself.
 _PIPELINES = re.compile(
     r"(/_src/pallas/(mosaic_gpu/(pipeline|helpers)|helpers)"
-    r"|/distributed/(?!jax_compat|semaphores)[^/]*)\.py$"
+    r"|/distributed/(?!jax_compat|jax_heap|semaphores)[^/]*)\.py$"
 )
 
 

@@ -1,0 +1,116 @@
+"""Handing file descriptors to the other processes of a node.
+
+A descriptor means something only in the process that has it; the system translates one that is sent
+through a Unix socket. Each process listens on a socket of its own, whose name the others find in a
+store that the job has in common.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+LIMIT_S = 300.0
+"""How long the others may take to come, in seconds."""
+
+
+class Store(Protocol):
+    """What a job's processes have in common: names, each with a text."""
+
+    def publish(self, key: str, value: str) -> None:
+        """Gives `key` its value, once."""
+
+    def look_up(self, key: str, limit_s: float) -> str:
+        """The value of `key`, which may take so long to come; OSError if it does not."""
+        ...
+
+
+def exchange(
+    descriptor: int,
+    own: int,
+    processes: Sequence[int],
+    group: str,
+    store: Store,
+    *,
+    limit_s: float = LIMIT_S,
+) -> dict[int, int]:
+    """Gives each of the other `processes` the descriptor, and returns theirs, which are new here.
+
+    Args:
+      descriptor: this process's.
+      own: this process's number.
+      processes: all numbers, this one's too; all on this host and of one user.
+      group: names this exchange in the store.
+      store: where the processes find each other.
+      limit_s: how long that may take.
+
+    Raises:
+      OSError: a process did not come, or cannot be reached.
+    """
+    others = [process for process in processes if process != own]
+    name = secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(_abstract(name))
+        server.listen(len(others))
+        server.settimeout(limit_s)
+        store.publish(f"{group}/{own}", name)
+        giving = threading.Thread(target=_give, args=(server, descriptor, len(others)), daemon=True)
+        giving.start()
+        found = {}
+        for process in others:
+            try:
+                found[process] = _take(store.look_up(f"{group}/{process}", limit_s), limit_s)
+            except OSError as error:
+                raise OSError(
+                    f"process {process} has not shared its GPU's memory with process {own}"
+                    f" ({error}). All processes of a node must call the same kernels, on one host,"
+                    " as one user; with STRETTO_HEAP=0 on all of them kernels do without."
+                ) from error
+        giving.join(limit_s)
+    return found
+
+
+def wait_for_all(own: int, processes: Sequence[int], group: str, store: Store) -> None:
+    """Returns once all `processes` have called this with the same `group`."""
+    store.publish(f"{group}/{own}", "1")
+    for process in processes:
+        if process != own:
+            store.look_up(f"{group}/{process}", LIMIT_S)
+
+
+def _abstract(name: str) -> str:
+    return f"\0stretto-{name}"  # In no folder, and gone with the process.
+
+
+def _give(server: socket.socket, descriptor: int, times: int) -> None:
+    given = 0
+    while given < times:
+        try:
+            connection, _ = server.accept()
+        except OSError:  # Nobody came, or the other half has given up.
+            return
+        with connection:
+            if _user_of(connection) == os.getuid():
+                socket.send_fds(connection, [b"\0"], [descriptor])
+                given += 1
+
+
+def _take(name: str, limit_s: float) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(limit_s)
+        connection.connect(_abstract(name))
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise OSError("it sent nothing")
+    return descriptors[0]
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("3i", credentials)
+    return user
