@@ -12,12 +12,12 @@ kernel does it, under its own first steps.
 | `met` | whoever `meet`s | block 0, at the end | all of them | nobody looks at `opening` any more |
 | `closing[s]` | every block of device `s` | block 0, at the end | its blocks | it has done |
 
-`s` is a device's slot in the heap. Its counters are not zeroed before a launch: each launch takes off what it has waited for. A
-peer may be ahead by one launch. It raises `opening` again then, which this device needs to see once
-for each launch, and no matter when: so it takes 1 off, and sets nothing to 0. It cannot be ahead by
-two, since it does not end the next launch without this device. Counters are the pair's own (slots
-name devices, whatever the team calls them), and all devices come to all launches in the same order;
-so a pair's counters are right whatever other teams they meet in.
+`s` is a device's slot in the heap. Counters of the heap are not zeroed before a launch: each launch
+takes off what it has waited for. A peer may be ahead by one launch. It raises `opening` again then,
+which this device needs to see once for each launch, and no matter when: so it takes 1 off, and sets
+nothing to 0. It cannot be ahead by two, since it does not end the next launch without this device.
+Counters are the pair's own (slots name devices, whatever the team calls them), and all devices come
+to all launches in the same order; so a pair's counters are right whatever other teams they meet in.
 
 Without a heap (`STRETTO_HEAP=0`) XLA's barrier is left in, and `closing` is a semaphore of the
 kernel.
@@ -30,7 +30,7 @@ import dataclasses
 import jax
 from jax.experimental import pallas as pl
 
-from stretto.distributed import heap, semaphores, settings
+from stretto.distributed import heap, semaphores
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
 
@@ -114,17 +114,15 @@ def make(
     """
     shared = heap.is_wanted() and not team.is_alone
 
-    def allocate(
-        name: str, spec: SemaphoreArray, when: bool, limit_s: float | None = None
-    ) -> Semaphore | None:
-        return semaphores.allocate(name, spec, kernel, team, limit_s=limit_s) if when else None
+    def allocate(name: str, spec: SemaphoreArray, when: bool, **options: bool) -> Semaphore | None:
+        return semaphores.allocate(name, spec, kernel, team, **options) if when else None
 
     return Handshake(
         team=team,
         block=block,
         num_blocks=num_blocks,
         parties=parties,
-        opening=allocate("opening", _OPENING, shared, settings.start_limit_s()),
+        opening=allocate("opening", _OPENING, shared, awaits_start=True),
         met=allocate("met", _MET, shared),
         closing=allocate("closing", _CLOSING if shared else _CLOSING_WITHOUT_HEAP, closes),
     )

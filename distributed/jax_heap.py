@@ -130,7 +130,7 @@ signal_p = jax_core.Primitive("stretto_signal")
 signal_p.multiple_results = True
 
 
-def signal(semaphore: Any, inc: int, *, device_id: dict, turned: bool) -> None:
+def signal(semaphore: Any, inc: int | jax.Array, *, device_id: dict, turned: bool) -> None:
     """Adds `inc` to a peer's semaphore of the heap, the same one as `semaphore` (release, sys)."""
     ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
     operands = (ref, transforms, _int32(inc), jax.tree.map(_int32, device_id))

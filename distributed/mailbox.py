@@ -45,13 +45,14 @@ class Site:
     """A wait as the source names it.
 
     `limit_s` is in seconds; `devices` are the places in the mesh of the devices that the kernel
-    knows by number, if they are others.
+    knows by number, if they are others. `awaits_start`: by its index, a GPU's start is waited for.
     """
 
     kernel: str
     semaphore: str
     limit_s: float
     devices: tuple[int, ...] = ()
+    awaits_start: bool = False
 
     @property
     def key(self) -> int:
@@ -104,11 +105,12 @@ def _describe(record: dict[str, int], indices: list[int]) -> str:
     if device < len(site.devices):
         device = site.devices[device]
     position = "".join(f"[{i}]" for i in indices[: record["rank"]])
+    late = f": GPU {indices[0]} of this node has not come to it" if site.awaits_start else ""
     return (
         f"kernel {site.kernel} gave up after {site.limit_s:g} s: process {jax.process_index()},"
         f" device {device}, block ({record['block_x']}, {record['block_y']},"
         f" {record['block_z']}) waits for semaphore {site.semaphore}{position} >="
-        f" {record['wanted']}, which is {record['seen']}"
+        f" {record['wanted']}, which is {record['seen']}{late}"
     )
 
 

@@ -120,17 +120,19 @@ def allocate(
     kernel: str,
     team: Team | None,
     *,
-    limit_s: float | None = None,
+    awaits_start: bool = False,
 ) -> Semaphore:
     """The semaphores of `spec`, shared by all blocks; called once, first in a kernel's body.
 
-    `limit_s` is that of waits for them, by default what `settings` say.
+    With `awaits_start` waits for them are for devices to start, which may take longer.
     """
     if spec.heap_word is None:
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
     else:
         ref = jax_heap.semaphores(spec.shape, spec.heap_word, turned=are_turned())
-    if limit_s is None:
+    if awaits_start:
+        limit_s = settings.start_limit_s()
+    else:
         limit_s = settings.wait_limit_s() * (LOCAL_PATIENCE if spec.local else 1)
-    site = Site(kernel=kernel, semaphore=name, limit_s=limit_s)
+    site = Site(kernel=kernel, semaphore=name, limit_s=limit_s, awaits_start=awaits_start)
     return Semaphore(ref, spec, site, team)

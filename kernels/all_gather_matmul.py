@@ -13,7 +13,8 @@ and multiplied as one matrix (`gathering`); `received` then has no first index.
 | `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
-Peers' operands are ready when a kernel starts, by XLA's barrier before every collective kernel.
+Peers' operands are ready once the pulling warp has met them (`handshake`), while the own rows are
+being multiplied already.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ waits for anybody on the way.
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `out[d]` | device `d` | | | its part |
-| `closing_sem` | peers' blocks, once each | block 0 | blocks x peers | all of `out` is in place |
+| `closing` (`handshake`) | peers' blocks | block 0 | all of them | all of `out` is in place |
 
-A device may store into a peer's result as soon as it starts, since no device starts before all are
-ready to (XLA's barrier before every collective kernel).
+A device may store into a peer's result as soon as its body starts, since by then all have come to
+the launch (`handshake`).
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ devices hold bitwise the same result, and repeats do.
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `out` | its device, or every device its part | | | the sum |
-| `closing_sem` | every block of every peer, once | block 0 | blocks x peers | peers have read this device's operand, and `out` is in place |
+| `closing` (`handshake`) | every block of every peer | block 0 | all of them | peers have read this device's operand, and `out` is in place |
 
-Peers' operands are ready when a kernel starts, by XLA's barrier before every collective kernel.
+Peers' operands are ready when the body starts (`handshake`).
 """  # noqa: E501
 
 from __future__ import annotations

@@ -26,12 +26,14 @@ DEVICES = 3
 SEEDS = range(3)
 SCHEDULES = ("random", "pct", "round_robin")
 AS_ONE = "all_gather_matmul, gathered as one matrix"
+HANDSHAKE = {"opening": "before start", "met": "semaphore not zero"}
 # Semaphores of each kernel, and what is found if nobody waits for them.
 PROTOCOLS = {
-    "all_gather_matmul": {"received": "race", "released": "after end"},
+    "all_gather_matmul": {"received": "race", "released": "after end"} | HANDSHAKE,
     AS_ONE: {"received": "race", "released": "after end"},
     "all_gather_matmul_k": {"received": "race"},  # `released` is the same code.
-    "matmul_reduce_scatter": {"produced": "race", "arrived": "race", "released": "after end"},
+    "matmul_reduce_scatter": {"produced": "race", "arrived": "race", "released": "after end"}
+    | HANDSHAKE,
     # The steps before are those of the reduce-scatter, by the same code.
     "matmul_all_reduce": {"finished": "after end"},
 }
