@@ -19,8 +19,9 @@ nothing to 0. It cannot be ahead by two, since it does not end the next launch w
 Counters are the pair's own (slots name devices, whatever the team calls them), and all devices come
 to all launches in the same order; so a pair's counters are right whatever other teams they meet in.
 
-Without a heap (`STRETTO_HEAP=0`) XLA's barrier is left in, and `closing` is a semaphore of the
-kernel.
+Blocks that wait hold their multiprocessors. So a kernel that fills the device does not open itself
+(`kernel.launch` tells why), nor does any without a heap (`STRETTO_HEAP=0`): XLA's barrier is left
+in, and `closing` is a semaphore of the kernel.
 """
 
 from __future__ import annotations
@@ -105,14 +106,21 @@ class Handshake:
 
 
 def make(
-    kernel: str, team: Team, block: jax.Array, *, num_blocks: int, parties: int, closes: bool
+    kernel: str,
+    team: Team,
+    block: jax.Array,
+    *,
+    num_blocks: int,
+    parties: int,
+    opens: bool,
+    closes: bool,
 ) -> Handshake:
     """The handshake of a launch of `kernel`; to be called once, first in its body.
 
-    `closes` is False for a body that itself makes sure, before block 0 `part`s, that no peer still
-    uses this device's memory.
+    `opens` is False where XLA's barrier comes before the kernel, `closes` for a body that itself
+    makes sure, before block 0 `part`s, that no peer still uses this device's memory.
     """
-    shared = heap.is_wanted() and not team.is_alone
+    shared = opens and not team.is_alone
 
     def allocate(name: str, spec: SemaphoreArray, when: bool, **options: bool) -> Semaphore | None:
         return semaphores.allocate(name, spec, kernel, team, **options) if when else None

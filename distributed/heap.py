@@ -12,6 +12,7 @@ order. Slot `i` is at `address() + i * SLOT_BYTES`, for all GPUs of a process al
 from __future__ import annotations
 
 import functools
+import threading
 
 import jax
 
@@ -46,9 +47,13 @@ def address() -> int:
     own = next(d for d in devices if d.process_index == jax.process_index())
     domain = domains[devices.index(own)]
     members = [d for d, other in zip(devices, domains, strict=True) if other == domain]
-    if domain.process is not None or len(members) == 1:
-        return _of_process()
-    return _of_node(tuple(d.process_index for d in members), own.local_hardware_id)
+    with _lock:  # Programs may be lowered by several threads.
+        if domain.process is not None or len(members) == 1:
+            return _of_process()
+        return _of_node(tuple(d.process_index for d in members), own.local_hardware_id)
+
+
+_lock = threading.Lock()
 
 
 @functools.cache

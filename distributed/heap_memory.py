@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.distributed import cuda
 
-PREFERRED_ADDRESS = 0x1F53_6000_0000
+PREFERRED_ADDRESS = 0x3000_0000_0000
 SLOT_BYTES = 2 << 20
 """Size and distance of the slots: the driver's granularity."""
 

@@ -93,6 +93,7 @@ def launch(
     scratch = dict(scratch or {})
     together = team is not None and not team.is_alone
     around = together and not warps_that_meet
+    opens_itself = heap.is_wanted() and _leaves_room(num_blocks)
     if around:
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
@@ -108,7 +109,13 @@ def launch(
             return
         parties = num_blocks * (num_threads if around else warps_that_meet)
         meeting = handshake.make(
-            name, team, block_id(), num_blocks=num_blocks, parties=parties, closes=around
+            name,
+            team,
+            block_id(),
+            num_blocks=num_blocks,
+            parties=parties,
+            opens=opens_itself,
+            closes=around,
         )
         if not around:
             extra = dict(handshake=meeting) if warps_that_meet else {}
@@ -129,7 +136,7 @@ def launch(
         num_threads=num_threads,
         thread_name=THREAD_AXIS,
         kernel_name=name,
-        compiler_params=_compiler_params(compiler_params, together and heap.is_wanted()),
+        compiler_params=_compiler_params(compiler_params, together and opens_itself),
         interpret=interpret,
     )
     outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
@@ -211,6 +218,16 @@ def num_multiprocessors() -> int:
     return max(1, count - free)
 
 
+def num_blocks_for(tasks: int) -> int:
+    """Blocks for a kernel that has `tasks` for them: all, or one each where those are fewer.
+
+    But for three quarters of all at least, since all blocks move data, whatever else they do. With
+    some multiprocessors left a kernel meets its peers by itself, which is faster.
+    """
+    count = num_multiprocessors()
+    return min(count, max(tasks, count * 3 // 4, 1))
+
+
 def _multiprocessors_of_device() -> int:
     """Multiprocessors of a device of the enclosing mesh, or of the default one.
 
@@ -221,6 +238,17 @@ def _multiprocessors_of_device() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)
     return count or SIMULATED_MULTIPROCESSORS
+
+
+def _leaves_room(num_blocks: int) -> bool:
+    """Whether something else can run beside a kernel that waits for its peers to start.
+
+    XLA's collectives run beside kernels. One that has begun on a peer, and for which this device is
+    full of blocks that wait for that peer, would never end, nor would they. XLA's barrier waits in
+    one block, and the collective, which has been ready as long, begins meanwhile.
+    """
+    count = _multiprocessors_of_device()
+    return num_blocks <= count - max(1, count // 16)
 
 
 def _check_resident(name: str, num_blocks: int) -> None:

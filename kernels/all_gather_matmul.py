@@ -179,7 +179,7 @@ def launch_with(
     Returns the products and the gathered lhs, if asked for, in shapes of `layout.rows_shape`.
     """
     config, plan, team = layout.config, layout.plan, layout.team
-    num_blocks = kernel.num_multiprocessors()
+    num_blocks = kernel.num_blocks_for(layout.num_tiles)
 
     def body(lhs_ref, *refs, received, released, pulled, arrived, handshake, **own):
         sems = dict(received=received, released=released)

@@ -90,7 +90,7 @@ def launch(
     m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
     parts = Segments.of([x.shape[2] for x in lhs], config.tiles.tile_k)
     shard = tiles.ShardOrder(m_shard, n, config.tiles)
-    num_blocks = kernel.num_multiprocessors()
+    num_blocks = kernel.num_blocks_for(team.size * shard.tiles_per_shard)
     order = tiles.OwnersOrder(shard, team.size, num_blocks, lag=config.own_lag)
     peers = team.size - 1
     slots = (peers, shard.m_tiles * config.tiles.tile_m, shard.n_tiles * config.tiles.tile_n)

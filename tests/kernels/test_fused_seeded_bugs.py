@@ -56,7 +56,7 @@ def simulate(name, seed, **settings):
         name, options["config"] = "all_gather_matmul", cases.AS_ONE
     lhs, rhs = cases.operands(*cases.whole(name, DEVICES, 64, 64, 64), seed=seed)
     program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), **options))
-    settings = dict(seed=seed, schedule=SCHEDULES[seed % 3], core_count=2) | settings
+    settings = dict(seed=seed, schedule=SCHEDULES[seed % 3], core_count=4) | settings
     with st.simulate(on_finding="record", **settings) as report:
         out = np.asarray(program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)))
     return np.array_equal(out, lhs @ rhs), report
