@@ -11,6 +11,8 @@ from stretto.kernels.dispatch import Problem
 from stretto.kernels.tile_config import TileConfig
 
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
+FEW_ROWS = 1024
+"""With more rows there is too much to send for it not to be hidden."""
 OWN_LAG = 3
 PIECE_ROWS = 64
 PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
@@ -25,11 +27,14 @@ class AddConfig:
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
       own_last: whether all tiles of the own rows come after all for peers, or each of them some
         waves after the same tile for the peers (`tiles.OwnersOrder`, with a lag of `OWN_LAG`).
+      apart: multiply by XLA's matmul, and add up with a kernel that only does that (`apart`); all
+        else is then of no account.
     """
 
     tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
     pull_slots: int = 2
     own_last: bool = True
+    apart: bool = False
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
@@ -52,11 +57,15 @@ class AddConfig:
         return self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
 
     @classmethod
-    def candidates(cls) -> Iterator[Self]:
-        """What the tuner tries."""
+    def candidates(cls, problem: Problem | None = None) -> Iterator[Self]:
+        """What the tuner tries, for one problem or for all."""
+        few = problem is not None and problem.m <= FEW_ROWS
+        if problem is None or few:
+            yield cls(apart=True)
+        options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
         for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
             tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
-            for pull_slots, own_last in ((2, True), (2, False), (3, cls.own_last)):
+            for pull_slots, own_last in options:
                 config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
                 if config.smem_bytes(2) <= tile_config.SMEM_BYTES:
                     yield config

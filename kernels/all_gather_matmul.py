@@ -49,10 +49,13 @@ class Config(PullConfig):
       chunk_columns: columns of a shard that the matmul waits for at once.
       whole: gather all rows into one matrix and multiply that, for shards smaller than a tile;
         otherwise shard after shard, under which the gather hides (`gathering`).
+      apart: gather with a kernel that only gathers, and multiply by XLA's matmul (`apart`); all
+        else is then of no account.
     """
 
     chunk_columns: int = 1024
     whole: bool = False
+    apart: bool = False
 
     def check(self, itemsize: int) -> None:
         """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
@@ -67,6 +70,7 @@ class Config(PullConfig):
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
         if problem is None or _is_small(problem):
+            yield Config(apart=True)
             for tile in (tile_config.NARROW, tile_config.NARROWEST):
                 yield Config(tiles=tile, chunk_columns=2048, whole=True)
         if problem is None or not _is_small(problem):

@@ -18,7 +18,7 @@ from stretto.kernels import (
     checks,
     dispatch,
     exchange,
-    fused,
+    fused_collectives,
     gradients,
     hierarchical_collectives,
     moving,
@@ -178,7 +178,7 @@ def _bind(choice: Choice, axes: Axes, config: Any, **arguments: int) -> Primitiv
     op = choice.problem.op
     arguments |= {"config": choice.config, "interpret": choice.interpret}
     if choice.split is None:
-        return functools.partial(getattr(fused, op), axes=axes, **arguments)
+        return functools.partial(getattr(fused_collectives, op), axes=axes, **arguments)
     pieces = config.pieces if isinstance(config, nodes.Config) else None
     hierarchical = getattr(hierarchical_collectives, op)
     return functools.partial(hierarchical, split=choice.split, pieces=pieces, **arguments)

@@ -1,4 +1,4 @@
-"""The fused kernels on operands of any size and shape: padded to what the hardware takes, and cut.
+"""The fused matmuls on operands of any size and shape: padded to what the hardware takes, and cut.
 
 The public operations call these where a kernel serves them; the hierarchical versions, for the part
 within a node.
@@ -6,8 +6,7 @@ within a node.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,10 @@ from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels import all_gather_matmul_k as all_gather_matmul_k_kernel
-from stretto.kernels import exchange, flat, moving, padding, summation
+from stretto.kernels import apart, padding
 from stretto.kernels import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.gradients import Call
-
-type Axes = tuple[Hashable, ...]
 
 
 def all_gather_matmul(
@@ -31,6 +28,8 @@ def all_gather_matmul(
 
     And the gathered lhs `[D * m_shard, k]` where `call.gathered` asks for it.
     """
+    if call.config.apart:
+        return apart.all_gather_matmul(lhs, rhs, call)
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
     results = all_gather_matmul_kernel.launch(
@@ -97,11 +96,15 @@ def matmul_reduce_scatter(
 
     Where m is no multiple of D, the last devices' rows are of padding: `[ceil(m / D), n]`.
     """
+    if call.config.apart:
+        return apart.matmul_reduce_scatter(lhs, rhs, call)
     return _scattered(lhs, rhs, call, matmul_reduce_scatter_kernel.launch)[0]
 
 
 def matmul_all_reduce(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, everywhere -> `[m, n]`, as the public operation."""
+    if call.config.apart:
+        return apart.matmul_all_reduce(lhs, rhs, call)
     out = _scattered(lhs, rhs, call, matmul_all_reduce_kernel.launch)
     return out.reshape(-1, out.shape[2])[: lhs[0].shape[0]]
 
@@ -132,101 +135,3 @@ def _scattered(lhs, rhs, call, launch) -> jax.Array:
         interpret=call.interpret,
     )
     return out[:, :m_shard, :n]
-
-
-def all_gather(
-    x: jax.Array,
-    *,
-    axes: Axes,
-    axis: int,
-    config: exchange.Config | None = None,
-    invariant: bool = False,
-    interpret: Any = None,
-) -> jax.Array:
-    """Every device's `x`, joined along `axis`, as the public operation.
-
-    With `invariant` the result is typed as not varying over `axes`.
-    """
-    team = Team.along(axes)
-    config = config or exchange.Config()
-    words = flat.as_words(x)
-    rows = exchange.all_gather(
-        flat.to_rows(words, 1), team, config=config, invariant=invariant, interpret=interpret
-    )
-    parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
-    return jnp.moveaxis(parts, 0, axis).reshape(
-        *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
-    )
-
-
-def all_gather_of_sums(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
-    """The parts `x` of a sum, joined along the first axis: typed as the same on every device."""
-    return all_gather(x, axes=axes, axis=0, interpret=interpret, invariant=True)
-
-
-def split(x: jax.Array, axis: int, parts: int) -> jax.Array:
-    """`x` with its `axis` cut into `parts`, which come first: `[parts, ..., s, ...]`."""
-    shape = (*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-
-def reduce_scatter(
-    x: jax.Array,
-    *,
-    axes: Axes,
-    axis: int,
-    config: summation.Config | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """This device's part along `axis` of the sum, as the public operation."""
-    team = Team.along(axes)
-    config = config or summation.Config()
-    parts = split(x, axis, team.size)
-    rows = summation.reduce_scatter(
-        flat.to_rows(parts, team.size), team, config=config, interpret=interpret
-    )
-    return flat.from_rows(rows, parts.shape[1:])[0]
-
-
-def all_reduce(
-    x: jax.Array,
-    *,
-    axes: Axes,
-    config: summation.Config | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """The sum of every device's `x`, as the public operation."""
-    team = Team.along(axes)
-    config = config or summation.Config()
-    one_shot = x.nbytes <= moving.ONE_SHOT_BYTES
-    parts = 1 if one_shot else team.size
-    flat_x = x.reshape(-1)
-    missing = -flat_x.size % parts
-    if missing:
-        flat_x = jnp.pad(flat_x, (0, missing))
-    rows = summation.all_reduce(
-        flat.to_rows(flat_x, parts), team, config=config, interpret=interpret
-    )
-    return flat.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
-
-
-def all_to_all(
-    x: jax.Array,
-    *,
-    axes: Axes,
-    split_axis: int,
-    concat_axis: int,
-    config: exchange.Config | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """Parts of `x` along `split_axis`, exchanged and joined, as the public operation."""
-    team = Team.along(axes)
-    config = config or exchange.Config()
-    words = flat.as_words(split(x, split_axis, team.size))
-    rows = exchange.all_to_all(
-        flat.to_rows(words, team.size), team, config=config, interpret=interpret
-    )
-    parts = flat.from_words(flat.from_rows(rows, words.shape[1:]), x.dtype)
-    shape = list(parts.shape[1:])
-    shape[concat_axis] *= team.size
-    return jnp.moveaxis(parts, 0, concat_axis).reshape(shape)

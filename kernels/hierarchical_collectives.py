@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.topology import Split
-from stretto.kernels import flat, fused, nodes, pipelines
+from stretto.kernels import flat, nodes, pipelines
+from stretto.kernels import fused_collectives as fused
 from stretto.kernels.nodes import Nodes
 
 
@@ -40,7 +41,11 @@ def all_gather(
         values,
         team.cut(values.size, most, flat.columns_of(x.dtype) * flat.ROWS),
         functools.partial(
-            fused.all_gather, axes=team.inner, axis=0, config=config, interpret=interpret
+            fused.all_gather,
+            axes=team.inner,
+            axis=0,
+            config=config,
+            interpret=interpret,
         ),
     )
     out = nodes.room_for((team.count, team.devices, values.size), gathered[0][2])
@@ -74,7 +79,11 @@ def reduce_scatter(
         parts.reshape(team.count, team.devices, size),
         team.cut(size, most, flat.columns_of(x.dtype) * flat.ROWS),
         functools.partial(
-            fused.reduce_scatter, axes=team.inner, axis=0, config=config, interpret=interpret
+            fused.reduce_scatter,
+            axes=team.inner,
+            axis=0,
+            config=config,
+            interpret=interpret,
         ),
     )
     return total.reshape(parts.shape[1:])

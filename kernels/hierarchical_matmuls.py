@@ -22,7 +22,7 @@ from typing import cast
 import jax
 
 from stretto.distributed.topology import Split
-from stretto.kernels import fused, nodes, pipelines
+from stretto.kernels import fused, fused_collectives, nodes, pipelines
 from stretto.kernels.gradients import Call
 from stretto.kernels.nodes import Nodes
 
@@ -85,7 +85,7 @@ def matmul_all_reduce(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: 
         tuple(lhs),
         nodes.pieces_of(m, nodes.most_pieces(m, nodes.LEAST_ROWS, call.pieces)),
         scatter=lambda rows: fused.matmul_reduce_scatter(rows, rhs, within),
-        gather=lambda part: fused.all_gather_of_sums(
+        gather=lambda part: fused_collectives.all_gather_of_sums(
             part, axes=team.inner, interpret=call.interpret
         ),
     )
