@@ -52,10 +52,11 @@ def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis: Any = "x", dtype=jnp.b
 
 
 def configs(name: str) -> Iterator[Program]:
-    """Every configuration that the tuner may choose."""
+    """Every configuration of the fused kernel that the tuner may choose."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
     for config in importlib.import_module(f"stretto.kernels.{name}").Config.candidates():
-        yield f"{name} {config}", *fused(name, mesh, config=config)
+        if not config.apart:
+            yield f"{name} {config}", *fused(name, mesh, config=config)
 
 
 def variants(name: str) -> Iterator[Program]:
