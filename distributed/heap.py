@@ -6,21 +6,25 @@ a kernel of its own (a barrier). Counters that are always there let kernels meet
 (`handshake`), while they already work.
 
 GPUs that kernels join share a heap, in which each has a slot, by its place among them in the job's
-order. Slot `i` is at `address() + i * SLOT_BYTES`, for all GPUs of a process alike.
+order. Slot `i` is at `address() + i * SLOT_BYTES`, for all GPUs of a process alike. Another set of
+processes has another heap, even if some of them are the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import threading
+from collections.abc import Generator
 
 import jax
 
 from stretto.distributed import heap_memory, jax_store, settings, sharing, topology
 from stretto.distributed.heap_memory import SLOT_BYTES
 
-MAX_SLOTS = 32
-"""XLA connects at most 8 devices of a process, or 32 of several."""
+MAX_SLOTS = 64
+"""XLA connects at most 8 devices of a process, or 32 of several; the simulator has had 33."""
 ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
 
 __all__ = ["ADDRESS_WITHOUT_GPUS", "MAX_SLOTS", "SLOT_BYTES", "address", "is_wanted"]
@@ -31,29 +35,62 @@ def is_wanted() -> bool:
     return settings.heap_is_wanted()
 
 
+@contextlib.contextmanager
+def joining(processes: tuple[int, ...]) -> Generator[None]:
+    """Inside, kernels are lowered that join devices of `processes`, one for each slot, in order."""
+    token = _joined.set(processes)
+    try:
+        yield
+    finally:
+        _joined.reset(token)
+
+
+_joined = contextvars.ContextVar[tuple[int, ...]]("joined", default=())
+
+
 def address() -> int:
-    """Where slot 0 of this process's devices is. The first call makes the heap.
+    """Where slot 0 is of the devices that are `joining`. The first call for them makes their heap.
 
     Without GPUs, where kernels are only compiled, it is some address. Where kernels join several
     processes, each of them has to call it: they wait for each other.
 
     Raises:
-      OSError: the driver refuses, or a process of this node does not come.
+      OSError: the driver refuses, or a process does not come; then again at each later call.
     """
-    devices = topology.devices_of_job("cuda")
-    if not devices:
+    if not topology.devices_of_job("cuda"):
         return ADDRESS_WITHOUT_GPUS
-    domains = topology.domains_of(devices)
-    own = next(d for d in devices if d.process_index == jax.process_index())
-    domain = domains[devices.index(own)]
-    members = [d for d, other in zip(devices, domains, strict=True) if other == domain]
-    with _lock:  # Programs may be lowered by several threads.
-        if domain.process is not None or len(members) == 1:
-            return _of_process()
-        return _of_node(tuple(d.process_index for d in members), own.local_hardware_id)
+    return _heap_of(_joined.get()).address()
 
 
-_lock = threading.Lock()
+@functools.cache
+def _heap_of(processes: tuple[int, ...]) -> _Heap:
+    return _Heap(processes)
+
+
+class _Heap:
+    """The heap of `processes`, made once, whichever thread that lowers a program asks first."""
+
+    def __init__(self, processes: tuple[int, ...]):
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._address: int | None = None
+        self._error = ""
+
+    def address(self) -> int:
+        with self._lock:
+            if self._error:
+                raise OSError(self._error)
+            if self._address is None:
+                try:
+                    self._address = self._make()
+                except OSError as error:
+                    self._error = str(error)
+                    raise
+            return self._address
+
+    def _make(self) -> int:
+        several = len(set(self._processes)) > 1
+        return _of_processes(self._processes) if several else _of_process()
 
 
 @functools.cache
@@ -62,15 +99,14 @@ def _of_process() -> int:
     return heap_memory.map_slots([device.local_hardware_id for device in devices])
 
 
-@functools.cache
-def _of_node(processes: tuple[int, ...], ordinal: int) -> int:
-    """The heap of `processes`, which have one GPU each, of which this one's is `ordinal`."""
-    group = "stretto/heap/" + ",".join(map(str, processes))
-    own = jax.process_index()
+def _of_processes(processes: tuple[int, ...]) -> int:
+    """The heap of `processes`, which have one GPU each."""
+    (device,) = jax.local_devices(backend="cuda")
+    own, group = jax.process_index(), "stretto/heap/" + ",".join(map(str, processes))
 
     def share(handle: int) -> dict[int, int]:
         return sharing.exchange(handle, own, processes, group, jax_store)
 
-    base = heap_memory.map_slots_of_processes(ordinal, own, processes, share)
+    base = heap_memory.map_slots_of_processes(device.local_hardware_id, own, processes, share)
     sharing.wait_for_all(own, processes, f"{group}/mapped", jax_store)
     return base

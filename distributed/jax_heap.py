@@ -64,6 +64,9 @@ def _heap_semaphores_abstract_eval(*, what, **_):
 
 @_lowers(heap_semaphores_p)
 def _heap_semaphores_lowering(ctx, *, what, word, turned):
+    size = math.prod(ctx.module_ctx.mesh_info.mesh_shape)
+    if size > heap.MAX_SLOTS:
+        raise NotImplementedError(f"kernels join at most {heap.MAX_SLOTS} devices, not {size}.")
     i64 = ir.IntegerType.get_signless(64)
     slot = arith.extui(i64, _slot_of(ctx, ctx.launch_ctx.device_id(), turned))
     address = arith.addi(

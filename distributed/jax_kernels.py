@@ -27,7 +27,7 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import jax_compat, jax_options, mailbox
+from stretto.distributed import heap, jax_compat, jax_options, mailbox
 from stretto.distributed.clique import Clique, check_order, clique_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
@@ -155,7 +155,8 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
     members = np.empty(len(clique.members), object)
     members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
     stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
-    rule = functools.partial(_lower_for_clique, clique)
+    slots = clique.processes[::-1] if info.turned else clique.processes
+    rule = functools.partial(_lower_for_clique, clique, slots)
     overrides = context.lowering_parameters.override_lowering_rules or ()
     return context.replace(
         axis_context=SPMDAxisContext(stand_in, spmd.manual_axes),
@@ -167,11 +168,20 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
     )
 
 
-def _lower_for_clique(clique: Clique, ctx: mlir.LoweringRuleContext, *args: Any, **params: Any):
-    """Lowers `mpmd_map` for a clique that JAX takes for the mesh, and says who its members are."""
+def _lower_for_clique(
+    clique: Clique,
+    slots: tuple[int, ...],
+    ctx: mlir.LoweringRuleContext,
+    *args: Any,
+    **params: Any,
+):
+    """Lowers `mpmd_map` for a clique that JAX takes for the mesh, and says who its members are.
+
+    `slots` are their processes, in the order of their slots in the heap.
+    """
     if ctx.module_context.platforms == ("cpu",):
         return jax_compat.lower_kernel_for_cpu(ctx, *args, members=clique.members, **params)
-    with mailbox.devices_numbered(clique.members):
+    with mailbox.devices_numbered(clique.members), heap.joining(slots):
         outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
     _set_members(outs[0].owner, clique.members)
     return outs

@@ -86,9 +86,12 @@ def launch(
       that any operand varies over.
 
     Raises:
-      ValueError: a number of blocks that cannot be resident together.
+      ValueError: a number of blocks that cannot be resident together, or `warps_that_meet` without
+        a team.
     """
     _check_resident(name, num_blocks)
+    if warps_that_meet and team is None:
+        raise ValueError(f"kernel {name}: warps_that_meet={warps_that_meet} needs a team to meet.")
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
     together = team is not None and not team.is_alone

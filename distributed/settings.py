@@ -79,7 +79,8 @@ def _seconds(variable: str, default: float, danger: str) -> float:
 def wait_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
     """Kernels that are traced inside have this limit, 0 for none, whatever the environment says.
 
-    It must be the same on every process. For measurements and tests.
+    It must be the same on every process. For measurements and tests. Waits for peers to start have
+    a limit of their own.
     """
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds={seconds} must be a number of seconds, 0 for no limit.")

@@ -7,16 +7,17 @@ store that the job has in common.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
-LIMIT_S = 300.0
-"""How long the others may take to come, in seconds."""
+LIMIT_S = 1800.0
+"""Seconds that the others may take to come: they may load data before their first kernel."""
 
 
 class Store(Protocol):
@@ -54,6 +55,7 @@ def exchange(
     """
     others = [process for process in processes if process != own]
     name = secrets.token_hex(16)
+    found: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(_abstract(name))
         server.listen(len(others))
@@ -61,26 +63,43 @@ def exchange(
         store.publish(f"{group}/{own}", name)
         giving = threading.Thread(target=_give, args=(server, descriptor, len(others)), daemon=True)
         giving.start()
-        found = {}
-        for process in others:
-            try:
-                found[process] = _take(store.look_up(f"{group}/{process}", limit_s), limit_s)
-            except OSError as error:
-                raise OSError(
-                    f"process {process} has not shared its GPU's memory with process {own}"
-                    f" ({error}). All processes of a node must call the same kernels, on one host,"
-                    " as one user; with STRETTO_HEAP=0 on all of them kernels do without."
-                ) from error
-        giving.join(limit_s)
+        try:
+            for process in others:
+                with _explained(process, own):
+                    name = store.look_up(f"{group}/{process}", limit_s)
+                    found[process] = _take(name, limit_s)
+            giving.join(limit_s)
+            if giving.is_alive():
+                raise OSError(f"not all of processes {others} took the memory of process {own}.")
+        except OSError:
+            for theirs in found.values():
+                os.close(theirs)
+            raise
     return found
 
 
-def wait_for_all(own: int, processes: Sequence[int], group: str, store: Store) -> None:
-    """Returns once all `processes` have called this with the same `group`."""
+def wait_for_all(
+    own: int, processes: Sequence[int], group: str, store: Store, *, limit_s: float = LIMIT_S
+) -> None:
+    """Returns once all `processes` have called this with the same `group`; else OSError."""
     store.publish(f"{group}/{own}", "1")
     for process in processes:
         if process != own:
-            store.look_up(f"{group}/{process}", LIMIT_S)
+            with _explained(process, own):
+                store.look_up(f"{group}/{process}", limit_s)
+
+
+@contextlib.contextmanager
+def _explained(process: int, own: int) -> Generator[None]:
+    """Says more of an OSError that `process` has caused."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"process {process} has not shared its GPU's memory with process {own} ({error})."
+            " All processes of a node must call the same kernels, on one host, as one user;"
+            " with STRETTO_HEAP=0 on all of them kernels do without."
+        ) from error
 
 
 def _abstract(name: str) -> str:
@@ -94,7 +113,8 @@ def _give(server: socket.socket, descriptor: int, times: int) -> None:
             connection, _ = server.accept()
         except OSError:  # Nobody came, or the other half has given up.
             return
-        with connection:
+        # Whoever goes away before it has got anything has it to itself.
+        with connection, contextlib.suppress(OSError):
             if _user_of(connection) == os.getuid():
                 socket.send_fds(connection, [b"\0"], [descriptor])
                 given += 1
@@ -104,7 +124,7 @@ def _take(name: str, limit_s: float) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(limit_s)
         connection.connect(_abstract(name))
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
         raise OSError("it sent nothing")
     return descriptors[0]

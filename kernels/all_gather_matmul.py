@@ -13,8 +13,7 @@ and multiplied as one matrix (`gathering`); `received` then has no first index.
 | `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
-Peers' operands are ready once the pulling warp has met them (`handshake`), while the own rows are
-being multiplied already.
+Peers' operands are ready once the pulling warp has met them (`handshake`).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -196,7 +195,10 @@ def launch_with(
             rhs_transposed=rhs_transposed,
             epilogue=None if epilogue is None else without_derivatives(epilogue),
             gate=matmul.Gate(
-                columns=layout.gate_columns, wait=functools.partial(layout.wait, refs.received)
+                columns=layout.gate_columns,
+                wait=functools.partial(layout.wait, refs.received),
+                # Or what the peers' start takes would count against the limit of these waits.
+                before=handshake.meet,
             ),
             communicate=lambda: _pull(layout, refs, num_blocks, pulled, arrived, handshake),
         )
@@ -232,7 +234,7 @@ def launch_with(
             **tile_config.scratch(config, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed),
             **tile_config.gate_scratch(),
         ),
-        warps_that_meet=1,  # `released` closes, long before the matmul is over.
+        warps_that_meet=2,  # `released` closes, long before the matmul is over.
         interpret=interpret,
     )
     return [*outs, layout.with_own(gathered, lhs)] if return_gathered else outs

@@ -20,10 +20,12 @@ class Gate:
       columns: of lhs between one gate and the next; a multiple of `tile_k`.
       wait: called in the looking-out warp, ahead of the loads, with (tile, index of the gate along
         k); returns once lhs may be loaded up to the next gate.
+      before: called in that warp once, before all else.
     """
 
     columns: int
     wait: Callable[[Any, jax.Array], None]
+    before: Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

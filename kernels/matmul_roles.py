@@ -122,6 +122,7 @@ class Roles:
             lax.fori_loop(0, ceil_div(self.k_tiles, self.tiles_per_gate), gate_loop, None)
 
         with jax.named_scope("look out"):
+            self.gate.before()
             lax.fori_loop(0, self.tiles_of_block, tile_loop, None)
 
     def load(self) -> None:

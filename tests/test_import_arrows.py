@@ -32,9 +32,11 @@ USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author 
 PRIVATE_JAX = (
     "distributed/jax_callbacks.py",
     "distributed/jax_compat.py",
+    "distributed/jax_heap.py",
     "distributed/jax_kernels.py",
     "distributed/jax_options.py",
     "distributed/jax_programs.py",
+    "distributed/jax_store.py",
 )
 STANDARD_LIBRARY_ONLY = (
     "launch/worker.py"  # runs the user's script, which pays for no import of ours

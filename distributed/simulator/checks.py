@@ -83,6 +83,28 @@ class Checks:
         semaphore.store = store
         self._machine.touch(semaphore.device, store)
 
+    def persistent_wait(self, semaphore: Semaphore, access: Access, *, decrement: bool) -> None:
+        """A wait for a persistent semaphore, which the next launch may find signalled already.
+
+        Whoever takes a signal off must come after all that look for it.
+        """
+        if not self._on:
+            return
+        others = semaphore.looks if decrement else semaphore.takes
+        for other in others:
+            if other.timeline != access.timeline and not (decrement and other.before(access)):
+                look, take = (other, access) if decrement else (access, other)
+                self._find(
+                    "race",
+                    f"race on semaphore {semaphore.name} of device {semaphore.device}:\n"
+                    f"  {look.describe()}\n  {take.describe()}\n"
+                    "  The second takes off what the first waits for, and may come before it.",
+                    look.site,
+                    take.site,
+                    name=semaphore.name,
+                )
+        (semaphore.takes if decrement else semaphore.looks).append(access)
+
     def _store_race(self, semaphore: Semaphore, first: Access, second: Access) -> None:
         self._find(
             "race",

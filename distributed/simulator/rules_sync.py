@@ -312,6 +312,10 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
         task.time = max(task.time, time)
         if blocked:
             task.machine.note(task, f"wait {semaphore.name}", begin)
-        task.machine.checks.atomic_touch(semaphore, task.access("wait", site, "sys"))
+        access = task.access("wait", site, "sys")
+        task.machine.checks.atomic_touch(semaphore, access)
+        if semaphore.persistent:
+            takes = bool(decrement(env))
+            task.machine.checks.persistent_wait(semaphore, access, decrement=takes)
 
     return True, step

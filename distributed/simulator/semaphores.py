@@ -44,17 +44,20 @@ class Semaphore:
       store: the last plain store.
       uses: how it has been waited on: True with, False without decrement.
       persistent: it is there before the kernel and after it, and has to be 0 between launches.
+      looks, takes: the waits for a persistent one, without decrement and with.
     """
 
     __slots__ = (
-        "_joined", "_signals", "_taken", "device", "name", "persistent", "scheduler",
-        "signalled_by", "store", "total", "touches", "uses", "waiters",
+        "_joined", "_signals", "_taken", "device", "looks", "name", "persistent",
+        "scheduler", "signalled_by", "store", "takes", "total", "touches", "uses", "waiters",
     )  # fmt: skip
 
     def __init__(self, name: str, device: int, scheduler: Any, persistent: bool = False):
         self.name = name
         self.device = device
         self.persistent = persistent
+        self.looks: list[Access] = []
+        self.takes: list[Access] = []
         self.total = 0
         self._taken = 0
         self._signals: list[_Signal] = []

@@ -106,6 +106,19 @@ class TestSteps:
             found |= report.kinds()
         assert kind in found
 
+    def test_who_says_that_it_has_met_before_it_looks(self, monkeypatch):
+        """Block 0 may then take off what the next block still looks for."""
+
+        def meet(self):
+            self.met.signal()
+            for peer in self._peers():
+                self.opening.at[self.team.slot(peer)].wait()
+
+        monkeypatch.setattr(handshake.Handshake, "meet", meet)
+        with st.simulate(core_count=4, on_finding="record") as report:
+            jax.block_until_ready(program()(rows()))
+        assert "race" in report.kinds() and "takes off what the first waits for" in str(report)
+
     def test_a_counter_that_is_left_behind_is_an_error(self, monkeypatch):
         """The next launch would take it for its own."""
         original = Semaphore.wait
@@ -183,6 +196,32 @@ class TestHeap:
     def test_without_gpus_it_is_some_address(self):
         assert heap.address() == heap.ADDRESS_WITHOUT_GPUS
         assert heap.ADDRESS_WITHOUT_GPUS % heap.SLOT_BYTES == 0
+
+    def test_a_failure_stays_one(self, monkeypatch):
+        """A second try could not find the others, who have given up too."""
+        tries = []
+
+        def fail(processes):
+            tries.append(processes)
+            raise OSError("process 1 does not come")
+
+        monkeypatch.setattr(heap, "_of_processes", fail)
+        made = heap._Heap((0, 1))
+        for _ in range(2):
+            with pytest.raises(OSError, match="process 1 does not come"):
+                made.address()
+        assert tries == [(0, 1)]
+
+    def test_processes_have_a_heap_together(self, monkeypatch):
+        found = {(0, 1): 1 << 21, (0, 1, 2): 2 << 21}
+        monkeypatch.setattr(heap, "_of_processes", found.__getitem__)
+        monkeypatch.setattr(heap, "_of_process", lambda: 3 << 21)
+        monkeypatch.setattr(heap.topology, "devices_of_job", lambda platform: ["a GPU"])
+        heap._heap_of.cache_clear()
+        for processes, address in {**found, (0, 0, 0): 3 << 21, (): 3 << 21}.items():
+            with heap.joining(processes):
+                assert heap.address() == address
+        heap._heap_of.cache_clear()
 
     @pytest.mark.parametrize(("text", "wanted"), [(None, True), ("1", True), ("0", False)])
     def test_the_environment(self, monkeypatch, text, wanted):

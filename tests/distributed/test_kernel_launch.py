@@ -125,6 +125,13 @@ class TestLaunch:
         x = rows(1)
         np.testing.assert_array_equal(jax.jit(double)(x), 2 * x)
 
+    def test_who_would_meet_needs_a_team(self):
+        with pytest.raises(ValueError, match="warps_that_meet=1 needs a team"):
+            kernel.launch(
+                lambda *refs: None, rows(1), name="alone", team=None, num_blocks=1,
+                warps_that_meet=1, out_type=[],
+            )  # fmt: skip
+
     def test_a_body_that_takes_a_traced_value_from_outside(self, simulation):
         def call(x):
             twice = x[0, 0] * 2

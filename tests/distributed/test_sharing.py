@@ -99,6 +99,26 @@ def test_another_user_gets_nothing(monkeypatch):
         giving.join()
 
 
+def test_one_that_goes_away_keeps_nobody_out():
+    store = Store()
+    own = file_with("own")
+    result = {}
+
+    def share():
+        result.update(sharing.exchange(own, 0, (0, 1), "test", store))
+
+    thread = threading.Thread(target=share)
+    thread.start()
+    name = store.look_up("test/0", 5)
+    for _ in range(3):  # They connect and hang up.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as nobody:
+            nobody.connect(sharing._abstract(name))
+            nobody.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    found = sharing.exchange(file_with("of 1"), 1, (0, 1), "test", store)
+    thread.join()
+    assert os.pread(found[0], 9, 0) == b"own" and os.pread(result[1], 9, 0) == b"of 1"
+
+
 def test_all_are_waited_for():
     store, done = Store(), []
 
