@@ -23,7 +23,8 @@ class Collective:
       Config: the type of its configurations.
       sums: whether it adds.
       fused_from: bytes of the operand, per device, from which on the kernel was faster than NCCL
-        on 4 H100s (docs/performance_notes.md); below it a launch costs more than it saves.
+        on 4 H100s (docs/performance_notes.md). Below, where it has got faster since, only a table
+        chooses it.
     """
 
     Config: type
