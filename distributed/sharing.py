@@ -58,7 +58,7 @@ def exchange(
     found: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(_abstract(name))
-        server.listen(len(others))
+        server.listen()  # A connection that finds no room is refused, not kept waiting.
         server.settimeout(limit_s)
         store.publish(f"{group}/{own}", name)
         giving = threading.Thread(target=_give, args=(server, descriptor, len(others)), daemon=True)
