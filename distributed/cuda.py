@@ -24,7 +24,7 @@ def call(function: str, *arguments: object) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(text))
         name = (text.value or b"?").decode()
-        raise OSError(f"{function} failed with CUDA error {status}, {name}")
+        raise OSError(f"{function} failed with CUDA error {status}, {name}.")
 
 
 @contextlib.contextmanager

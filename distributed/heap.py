@@ -84,8 +84,11 @@ class _Heap:
                 try:
                     self._address = self._make()
                 except OSError as error:
-                    self._error = str(error)
-                    raise
+                    self._error = (
+                        f"the GPUs' shared memory cannot be made: {error} With STRETTO_HEAP=0, on"
+                        " every process, kernels do without."
+                    )
+                    raise OSError(self._error) from error
             return self._address
 
     def _make(self) -> int:

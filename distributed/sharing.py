@@ -97,8 +97,7 @@ def _explained(process: int, own: int) -> Generator[None]:
     except OSError as error:
         raise OSError(
             f"process {process} has not shared its GPU's memory with process {own} ({error})."
-            " All processes of a node must call the same kernels, on one host, as one user;"
-            " with STRETTO_HEAP=0 on all of them kernels do without."
+            " All processes of a node must call the same kernels, on one host, as one user."
         ) from error
 
 

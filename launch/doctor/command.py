@@ -13,6 +13,7 @@ from tyro.conf import FlagCreatePairsOff
 from stretto.launch import environment, gpus
 from stretto.launch.doctor.finding import Finding, count, error
 from stretto.launch.doctor.gpu import judge_driver, judge_links, query_gpus, query_links
+from stretto.launch.doctor.heap import check_heap
 from stretto.launch.doctor.host import check_host
 from stretto.launch.doctor.jax_devices import check_jax
 from stretto.launch.doctor.mpi import check_mpi
@@ -52,6 +53,7 @@ def examine() -> list[Finding]:
         check_gpus,
         lambda: check_jax(usable),
         lambda: check_peers(usable),
+        lambda: check_heap(usable),
         lambda: check_nccl(usable),
     ]
     return [finding for check in checks for finding in run_check(check)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stretto.launch import cli
-from stretto.launch.doctor import command, gpu, host, jax_devices, mpi, nccl, peers, software
+from stretto.launch.doctor import command, gpu, heap, host, jax_devices, mpi, nccl, peers, software
 from stretto.launch.doctor import peer_probe as probe_module
 from stretto.launch.doctor.finding import Finding, error, ok
 from stretto.launch.doctor.tools import Output, ask
@@ -205,6 +205,24 @@ def test_peer_matrix(reached, expected, words):
 )
 def test_peers_that_cannot_be_tested(answer):
     assert level(peers.judge_answer(answer)) == "warning"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "words"),
+    [
+        (Output(0, '{"gpus": 4}', ""), "ok", "4 GPUs share memory"),
+        (Output(1, '{"error": "cuMemCreate failed."}', ""), "warning", "cuMemCreate failed"),
+        (Output(-11, "", "Segmentation fault"), "warning", "Segmentation fault"),
+    ],
+)
+def test_heap(answer, expected, words):
+    finding = heap.judge_answer(answer)
+    assert level(finding) == expected and words in finding.text
+    assert expected == "ok" or "STRETTO_HEAP=0" in finding.way_out
+
+
+def test_heap_without_gpus_is_not_asked_for():
+    assert heap.check_heap(1) == []
 
 
 class FakeDriver:

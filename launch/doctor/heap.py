@@ -1,0 +1,36 @@
+"""Whether kernels can keep counters in memory that all GPUs share, and so meet by themselves."""
+
+import json
+import sys
+from typing import Any
+
+from stretto.launch.doctor.finding import Finding, ok, warning
+from stretto.launch.doctor.tools import Output, ask
+
+_TIMEOUT_S = 60
+
+
+def check_heap(num_gpus: int) -> list[Finding]:
+    """The heap of two or more GPUs of one process."""
+    if num_gpus < 2:
+        return []
+    return [
+        judge_answer(ask([sys.executable, "-m", "stretto.launch.doctor.heap_probe"], _TIMEOUT_S))
+    ]
+
+
+def judge_answer(answer: Output) -> Finding:
+    """What the probe printed, or why it printed nothing."""
+    told: dict[str, Any]
+    try:
+        told = json.loads(answer.stdout)
+    except ValueError:
+        told = {"error": answer.last_words()}
+    if "error" in told:
+        return warning(
+            "heap",
+            f"GPUs cannot share memory for kernels to meet in: {told['error']}",
+            "choose GPUs that reach each other by CUDA_VISIBLE_DEVICES, or set STRETTO_HEAP=0:"
+            " small kernels then start some 10 us later",
+        )
+    return ok("heap", f"{told['gpus']} GPUs share memory for kernels to meet in")
