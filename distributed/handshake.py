@@ -67,7 +67,10 @@ class Handshake:
         self.meet()
 
     def come(self) -> None:
-        """Tells the peers that this device is here. Called once, in block 0."""
+        """Tells the peers that this device is here. Called once, in block 0.
+
+        It says nothing of what this device has made before: that takes a signal.
+        """
         if self.opening is not None:
             own = self.team.slot(self.team.device_id())
             for peer in self._peers():
@@ -76,7 +79,8 @@ class Handshake:
     def meet(self) -> None:
         """Returns once all peers are here; called by `parties` warps or warpgroups.
 
-        Only what they do afterwards may touch a peer's memory.
+        Only what they do afterwards may touch a peer's memory. Others that wait for a peer's signal
+        have to meet as well: only this wait has the limit for peers that start late.
         """
         if self.opening is None or self.met is None:
             return
@@ -85,14 +89,25 @@ class Handshake:
         self.met.signal()
 
     def done(self) -> None:
-        """Tells the peers that this block has done with their memory; called once by each block."""
-        if self.closing is not None:
-            own = self.team.slot(self.team.device_id())
-            for peer in self._peers():
-                self.closing.at[own].signal(peer_id=peer)
+        """Tells the peers that this block has done with their memory; called once by each block.
+
+        Raises:
+          ValueError: in a body with `warps_that_meet`, which closes in its own way.
+        """
+        if self.closing is None:
+            raise ValueError(
+                "handshake.done() is for kernels that kernel.launch closes; with warps_that_meet"
+                " signal a semaphore of the kernel's own."
+            )
+        own = self.team.slot(self.team.device_id())
+        for peer in self._peers():
+            self.closing.at[own].signal(peer_id=peer)
 
     def part(self) -> None:
-        """Called once, in block 0; returns once all peers are `done`, if this kernel closes so."""
+        """Called once, in block 0; returns once all peers are `done`, if this kernel closes so.
+
+        The kernel may only end once no peer uses this device's memory, by this or in its own way.
+        """
         if self.closing is not None:
             for peer in self._peers():
                 self.closing.at[self.team.slot(peer)].wait(self.num_blocks, decrement=True)

@@ -49,12 +49,15 @@ heap_semaphores_p.ref_primitive = True
 heap_semaphores_p.ref_allocating = True
 
 
-def semaphores(shape: tuple[int, ...], word: int, *, turned: bool) -> Any:
-    """A ref of the semaphores that start at `word` (of 4 bytes) of this device's slot."""
+def semaphores(shape: tuple[int, ...], word: int, *, name: str, turned: bool) -> Any:
+    """A ref of the semaphores that start at `word` (of 4 bytes) of this device's slot.
+
+    `name` is for the simulator's reports.
+    """
     if not 0 <= 4 * word <= heap.SLOT_BYTES - 4 * math.prod(shape):
         raise ValueError(f"semaphores of shape {shape} at word {word} do not fit a slot.")
     what = plgpu.SemaphoreType.REGULAR(shape).get_ref_aval()
-    return heap_semaphores_p.bind(what=what, word=word, turned=turned)
+    return heap_semaphores_p.bind(what=what, word=word, sem_name=name, turned=turned)
 
 
 @heap_semaphores_p.def_abstract_eval
@@ -63,7 +66,8 @@ def _heap_semaphores_abstract_eval(*, what, **_):
 
 
 @_lowers(heap_semaphores_p)
-def _heap_semaphores_lowering(ctx, *, what, word, turned):
+def _heap_semaphores_lowering(ctx, *, what, word, sem_name, turned):
+    del sem_name
     size = math.prod(ctx.module_ctx.mesh_info.mesh_shape)
     if size > heap.MAX_SLOTS:
         raise NotImplementedError(f"kernels join at most {heap.MAX_SLOTS} devices, not {size}.")

@@ -56,9 +56,9 @@ def launch(
     `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
     inside it `block_id()` is the block and `lax.axis_index(THREAD_AXIS)` the
     warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
-    by peers through `copies.remote`. When `body` starts, every peer has started too: their
-    operands are ready to be read. When it ends, and before anybody's buffers are used again, block
-    0 waits for all peers (`handshake`).
+    by peers through `copies.remote`. Unless `warps_that_meet`: when `body` starts, every peer has
+    started too, and their operands are ready to be read; when it ends, and before anybody's buffers
+    are used again, block 0 waits for all peers (`handshake`).
 
     Args:
       body: the kernel.
@@ -72,10 +72,13 @@ def launch(
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
       scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
-      warps_that_meet: more than 0 for a body that starts before its peers have come, and gets a
-        `handshake`. So many warps of each block have to call `handshake.meet()`, which waits for
-        the peers, before they touch anything of theirs; one warp of block 0 has to `come()` first,
-        and to `part()` last, once it has made sure that no peer still uses this device's buffers.
+      warps_that_meet: more than 0 for a body that starts before its peers have come, and takes
+        `handshake` by name. So many warps (or warpgroups, each as one) of each block have to call
+        `handshake.meet()`, which waits for the peers, before they touch anything of theirs; one of
+        block 0 has to `come()` first (`begin()` does both), and to `part()`. The kernel may only
+        end once no peer still uses this device's buffers. With XLA's barrier before the kernel the
+        calls do nothing, and leaving them out goes unnoticed: simulate with a `core_count` above
+        `num_blocks`.
       invariant: all members of the team compute bitwise the same results, which are then typed as
         not varying over the team's axes.
       compiler_params: passed on to Pallas.
@@ -86,12 +89,15 @@ def launch(
       that any operand varies over.
 
     Raises:
-      ValueError: a number of blocks that cannot be resident together, or `warps_that_meet` without
-        a team.
+      ValueError: a number of blocks that cannot be resident together; `warps_that_meet` that is
+        negative or without a team.
     """
     _check_resident(name, num_blocks)
-    if warps_that_meet and team is None:
-        raise ValueError(f"kernel {name}: warps_that_meet={warps_that_meet} needs a team to meet.")
+    if warps_that_meet < 0 or (warps_that_meet and team is None):
+        raise ValueError(
+            f"kernel {name}: warps_that_meet={warps_that_meet} must not be negative, and needs a"
+            " team to meet."
+        )
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
     together = team is not None and not team.is_alone

@@ -129,7 +129,7 @@ def allocate(
     if spec.heap_word is None:
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
     else:
-        ref = jax_heap.semaphores(spec.shape, spec.heap_word, turned=are_turned())
+        ref = jax_heap.semaphores(spec.shape, spec.heap_word, name=name, turned=are_turned())
     if awaits_start:
         limit_s = settings.start_limit_s()
     else:

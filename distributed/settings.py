@@ -51,7 +51,7 @@ def start_limit_s() -> float:
     Raises:
       ValueError: the variable holds anything but a number of seconds that is not negative.
     """
-    return _seconds(START_LIMIT_VARIABLE, DEFAULT_START_LIMIT_S, "a device that never comes")
+    return _seconds(START_LIMIT_VARIABLE, DEFAULT_START_LIMIT_S, "a device that never starts one")
 
 
 def _seconds(variable: str, default: float, danger: str) -> float:

@@ -126,8 +126,7 @@ def _get_global(compiler: Compiler, eqn: Any) -> Step:
 
 @rule("stretto_heap_semaphores")
 def _heap_semaphores(compiler: Compiler, eqn: Any) -> Step:
-    what, word = eqn.params["what"], eqn.params["word"]
-    name = assigned_name(compiler.site) or f"semaphore {word} of the heap"
+    what, word, name = (eqn.params[key] for key in ("what", "word", "sem_name"))
     (out,) = compiler.outs(eqn)
     compiler.tags[eqn.outvars[0]] = (name, "heap", word)
 

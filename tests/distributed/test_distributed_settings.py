@@ -10,28 +10,45 @@ import pytest
 from stretto.distributed import settings
 
 
-def test_the_limit_of_a_wait_has_a_default(monkeypatch):
-    monkeypatch.delenv("STRETTO_WAIT_LIMIT_S", raising=False)
-    assert settings.wait_limit_s() == 30
+LIMITS = {
+    "STRETTO_WAIT_LIMIT_S": settings.wait_limit_s,
+    "STRETTO_START_LIMIT_S": settings.start_limit_s,
+}
+each_limit = pytest.mark.parametrize("variable", LIMITS)
 
 
+def test_limits_have_defaults(monkeypatch):
+    for variable in LIMITS:
+        monkeypatch.delenv(variable, raising=False)
+    assert settings.wait_limit_s() == 30 and settings.start_limit_s() == 1800
+
+
+@each_limit
 @pytest.mark.parametrize(("text", "seconds"), [("3", 3), ("0.25", 0.25), (" 1e2 ", 100)])
-def test_the_limit_of_a_wait(monkeypatch, text, seconds):
-    monkeypatch.setenv("STRETTO_WAIT_LIMIT_S", text)
-    assert settings.wait_limit_s() == seconds
+def test_a_limit(monkeypatch, variable, text, seconds):
+    monkeypatch.setenv(variable, text)
+    assert LIMITS[variable]() == seconds
 
 
+@each_limit
 @pytest.mark.parametrize("text", ["", "-1", "inf", "nan", "30s"])
-def test_anything_else_is_an_error(monkeypatch, text):
-    monkeypatch.setenv("STRETTO_WAIT_LIMIT_S", text)
-    with pytest.raises(ValueError, match=r"STRETTO_WAIT_LIMIT_S=.* must be a number of seconds, 0"):
-        settings.wait_limit_s()
+def test_anything_else_is_an_error(monkeypatch, variable, text):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=rf"{variable}=.* must be a number of seconds, 0"):
+        LIMITS[variable]()
 
 
-def test_no_limit_is_warned_of(monkeypatch):
-    monkeypatch.setenv("STRETTO_WAIT_LIMIT_S", "0")
-    with pytest.warns(UserWarning, match="a signal that never comes hangs the job"):
-        assert settings.wait_limit_s() == math.inf
+@pytest.mark.parametrize(
+    ("variable", "danger"),
+    [
+        ("STRETTO_WAIT_LIMIT_S", "a signal that never comes"),
+        ("STRETTO_START_LIMIT_S", "a device that never starts one"),
+    ],
+)
+def test_no_limit_is_warned_of(monkeypatch, variable, danger):
+    monkeypatch.setenv(variable, "0")
+    with pytest.warns(UserWarning, match=f"{danger} hangs the job"):
+        assert LIMITS[variable]() == math.inf
 
 
 def test_a_limit_for_what_is_traced_inside(monkeypatch):

@@ -137,6 +137,27 @@ def uses_the_heap(**options):
     assert ("skip_device_barrier=True" in jaxpr) == ("stretto_heap_semaphores" in jaxpr)
     return "stretto_heap_semaphores" in jaxpr
 
+    def test_reports_call_counters_by_their_names(self, monkeypatch):
+        leave_out(monkeypatch, "wait", "met")
+        with st.simulate(core_count=4, on_finding="record") as report:
+            jax.block_until_ready(program()(rows()))
+        assert "semaphore met of device" in str(report)
+
+    def test_who_closes_in_its_own_way_is_not_done(self):
+        def body(x_ref, out_ref, *, handshake):
+            handshake.begin()
+            handshake.done()
+
+        def launch(x):
+            out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return kernel.launch(
+                body, x, name="mine", team=Team.along("x"), num_blocks=1, warps_that_meet=1,
+                out_type=[out],
+            )[0]  # fmt: skip
+
+        with st.simulate(core_count=4), pytest.raises(ValueError, match="of the kernel's own"):
+            program(2, fun=launch)(rows(2))
+
 
 class TestWhen:
     def test_a_kernel_that_leaves_room_opens_itself(self):
@@ -191,7 +212,7 @@ class TestHeap:
 
     def test_semaphores_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match="do not fit a slot"):
-            jax_heap.semaphores((2,), heap.SLOT_BYTES // 4 - 1, turned=False)
+            jax_heap.semaphores((2,), heap.SLOT_BYTES // 4 - 1, name="sem", turned=False)
 
     def test_without_gpus_it_is_some_address(self):
         assert heap.address() == heap.ADDRESS_WITHOUT_GPUS

@@ -126,7 +126,9 @@ class TestLaunch:
         np.testing.assert_array_equal(jax.jit(double)(x), 2 * x)
 
     def test_who_would_meet_needs_a_team(self):
-        with pytest.raises(ValueError, match="warps_that_meet=1 needs a team"):
+        with pytest.raises(
+            ValueError, match="warps_that_meet=1 must not be negative, and needs a team"
+        ):
             kernel.launch(
                 lambda *refs: None, rows(1), name="alone", team=None, num_blocks=1,
                 warps_that_meet=1, out_type=[],

@@ -14,10 +14,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def run(code: str) -> None:
+def run(code: str) -> str:
+    """What the simulator says of it."""
     jax.clear_caches()
-    with simulate():
+    with simulate() as report:
         exec(compile(code, "docs/kernels.md", "exec"), {"__name__": "page"})
+    return str(report)
 
 
 def changed(old: str, new: str) -> str:
@@ -26,10 +28,11 @@ def changed(old: str, new: str) -> str:
 
 
 def test_the_example_runs(capsys):
-    run(CODE)
-    wanted = re.search(r"```text\n(\[.*\]\n)", PAGE)
+    report = run(CODE)
+    wanted = re.search(r"```text\n(\[.*\]\n)(.*), \.\.\.\n```", PAGE, re.DOTALL)
     assert wanted is not None
     assert capsys.readouterr().out == wanted[1]
+    assert report.startswith(wanted[2]), report
 
 
 def test_without_its_signal_it_would_hang():
