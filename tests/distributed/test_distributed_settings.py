@@ -9,7 +9,6 @@ import pytest
 
 from stretto.distributed import settings
 
-
 LIMITS = {
     "STRETTO_WAIT_LIMIT_S": settings.wait_limit_s,
     "STRETTO_START_LIMIT_S": settings.start_limit_s,
