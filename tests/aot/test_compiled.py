@@ -87,8 +87,16 @@ def check(compiled: list[dict], **expected) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", MATMULS)
-@pytest.mark.parametrize("case", ["configs of", "variants of"])
+# The all-reduce is the reduce-scatter's code, with more stores.
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *(("configs of", name) for name in MATMULS),
+        ("variants of", "all_gather_matmul"),
+        ("variants of", "matmul_reduce_scatter"),
+        pytest.param("variants of", "matmul_all_reduce", marks=pytest.mark.slow),
+    ],
+)
 def test_fused_matmuls(name, case, tmp_path):
     compiled = compile_case(f"{case} {name}", tmp_path)
     assert len(compiled) >= 2
