@@ -1,8 +1,6 @@
 """Whether kernels can keep counters in memory that all GPUs share, and so meet by themselves."""
 
-import json
 import sys
-from typing import Any
 
 from stretto.launch.doctor.finding import Finding, ok, warning
 from stretto.launch.doctor.tools import Output, ask
@@ -21,11 +19,7 @@ def check_heap(num_gpus: int) -> list[Finding]:
 
 def judge_answer(answer: Output) -> Finding:
     """What the probe printed, or why it printed nothing."""
-    told: dict[str, Any]
-    try:
-        told = json.loads(answer.stdout)
-    except ValueError:
-        told = {"error": answer.last_words()}
+    told = answer.as_json()
     if "error" in told:
         return warning(
             "heap",

@@ -1,9 +1,7 @@
 """Which GPUs reach each other's memory, by the driver's word and by a store that arrived."""
 
-import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from stretto.launch.doctor.finding import Finding, error, ok, warning
 from stretto.launch.doctor.tools import Output, ask
@@ -22,11 +20,7 @@ def check_peers(num_gpus: int) -> list[Finding]:
 
 def judge_answer(answer: Output) -> Finding:
     """What the probe printed, or why it printed nothing."""
-    told: dict[str, Any]
-    try:
-        told = json.loads(answer.stdout)
-    except ValueError:
-        told = {"error": answer.last_words()}
+    told = answer.as_json()
     if "error" in told:
         return warning(
             "peers",

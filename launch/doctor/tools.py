@@ -1,8 +1,10 @@
 """Running other programs for the doctor: bounded in time, and never raising."""
 
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stretto.launch import environment
 
@@ -14,6 +16,13 @@ class Output:
     status: int | None
     stdout: str
     stderr: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON that it printed; without any, its last words as an ``error``."""
+        try:
+            return json.loads(self.stdout)
+        except ValueError:
+            return {"error": self.last_words()}
 
     def last_words(self) -> str:
         """Its last line on stderr, for a finding."""
