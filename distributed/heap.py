@@ -27,7 +27,7 @@ MAX_SLOTS = 64
 """XLA connects at most 8 devices of a process, or 32 of several; the simulator has had 33."""
 ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
 
-__all__ = ["ADDRESS_WITHOUT_GPUS", "MAX_SLOTS", "SLOT_BYTES", "address", "is_wanted"]
+__all__ = ["ADDRESS_WITHOUT_GPUS", "MAX_SLOTS", "SLOT_BYTES", "address", "is_wanted", "joining"]
 
 
 def is_wanted() -> bool:

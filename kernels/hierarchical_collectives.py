@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.topology import Split
-from stretto.kernels import flat, nodes, pipelines
-from stretto.kernels import fused_collectives as fused
+from stretto.kernels import flat, fused_collectives, nodes, pipelines
 from stretto.kernels.nodes import Nodes
 
 
@@ -41,7 +40,7 @@ def all_gather(
         values,
         team.cut(values.size, most, flat.columns_of(x.dtype) * flat.ROWS),
         functools.partial(
-            fused.all_gather,
+            fused_collectives.all_gather,
             axes=team.inner,
             axis=0,
             config=config,
@@ -71,7 +70,7 @@ def reduce_scatter(
     A node's sum of narrow floats is rounded once; the nodes' sums are added in float32.
     """
     team = Nodes.of(split)
-    parts = fused.split(x, axis, team.count * team.devices)
+    parts = fused_collectives.split(x, axis, team.count * team.devices)
     size = math.prod(parts.shape[1:])
     most = nodes.most_pieces(team.devices * size * x.dtype.itemsize, nodes.LEAST_BYTES, pieces)
     total = pipelines.scatter(
@@ -79,7 +78,7 @@ def reduce_scatter(
         parts.reshape(team.count, team.devices, size),
         team.cut(size, most, flat.columns_of(x.dtype) * flat.ROWS),
         functools.partial(
-            fused.reduce_scatter,
+            fused_collectives.reduce_scatter,
             axes=team.inner,
             axis=0,
             config=config,
@@ -108,7 +107,7 @@ def all_reduce(
 
     def scatter(part: jax.Array) -> jax.Array:
         part = jnp.pad(part, (0, -part.size % team.devices))
-        return fused.reduce_scatter(
+        return fused_collectives.reduce_scatter(
             part, axes=team.inner, axis=0, config=config, interpret=interpret
         )
 
@@ -117,6 +116,8 @@ def all_reduce(
         values,
         nodes.pieces_of(values.size, most, multiple),
         scatter=scatter,
-        gather=lambda part: fused.all_gather_of_sums(part, axes=team.inner, interpret=interpret),
+        gather=lambda part: fused_collectives.all_gather_of_sums(
+            part, axes=team.inner, interpret=interpret
+        ),
     )
     return total.reshape(x.shape)

@@ -16,9 +16,10 @@ they come to be. The own rows come last, or each tile some time after the same t
 | `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
 
 Tiles for peers are made before they have come to the launch; pulling and storing warps meet them
-(`handshake`) before they signal. A store is complete, not only read, before its signal. All devices make tiles wave by wave in the same
-order, and what a tile waits for belongs to the same wave or an earlier one. The blocks of a wave work
-side by side and only own tiles wait, so that the devices never wait for each other in a circle.
+(`handshake`) before they signal. A store is complete, not only read, before its signal. All devices
+make tiles wave by wave in the same order, and what a tile waits for belongs to the same wave or an
+earlier one. The blocks of a wave work side by side and only own tiles wait, so that the devices
+never wait for each other in a circle.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -177,6 +177,11 @@ class TestWhen:
             most = max(b for b in range(1, core_count + 1) if kernel._leaves_room(b))
         assert most == core_count - max(1, core_count // 16)
 
+    @pytest.mark.parametrize(("tasks", "blocks"), [(1, 99), (99, 99), (112, 112), (9999, 132)])
+    def test_few_tasks_leave_room(self, tasks, blocks):
+        with st.simulate(core_count=132):
+            assert kernel.num_blocks_for(tasks) == blocks
+
     def test_without_a_heap(self):
         with st.simulate(core_count=4) as report, settings.heap(False):
             assert not uses_the_heap()

@@ -48,6 +48,13 @@ def test_a_report_names_everything(page):
     ]
 
 
+def test_a_report_of_a_device_that_does_not_start(page):
+    site = Site(kernel="all_reduce", semaphore="opening", limit_s=1800, awaits_start=True)
+    write(page, 0, wanted=1, seen=0, indices=(3,), site=site)
+    (line,) = mailbox.read()
+    assert line.endswith("opening[3] >= 1, which is 0: GPU 3 of this node has not come to it")
+
+
 def test_every_device_has_a_record_of_its_own(page):
     for device in (0, 5, mailbox.MAX_DEVICES - 1):
         write(page, device)
