@@ -14,8 +14,8 @@ from jax import lax
 
 import stretto as st
 from stretto.benchmarks.shapes import MATMULS, Shape
-from stretto.kernels import reference
-from stretto.kernels.nodes import Config
+from stretto.kernels.nodes.nodes import Config
+from stretto.kernels.problem import reference
 
 NODE, GPU = "node", "gpu"
 BOTH = (NODE, GPU)

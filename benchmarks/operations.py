@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import stretto
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.shapes import KERNELS, Shape
-from stretto.kernels import reference
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.problem import reference
 
 type Block = tuple[int, int]
 

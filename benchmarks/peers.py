@@ -21,8 +21,8 @@ from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.operations import AXIS, Case
 from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate
 from stretto.distributed import settings
-from stretto.kernels.local_matmul import local_matmul
-from stretto.kernels.tile_config import TileConfig
+from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.fused.local_matmul import local_matmul
 
 FUSED = "fused"
 XLA = "xla"

@@ -31,7 +31,7 @@ def predict(case: Case, device_kind: str) -> Prediction:
     """
     case.check()
     try:
-        estimate = importlib.import_module(f"stretto.kernels.{case.operation.name}").estimate
+        estimate = importlib.import_module(f"stretto.kernels.fused.{case.operation.name}").estimate
     except (ImportError, AttributeError):
         raise UnavailableError(f"{case.operation.name} makes no estimate") from None
     shape = case.shape

@@ -20,8 +20,8 @@ from stretto.benchmarks.operations import Case
 from stretto.benchmarks.peers import PEERS, Peer
 from stretto.benchmarks.programs import Candidate, Operands
 from stretto.benchmarks.timing import LoopTimer, agreed, rounds_per_run
-from stretto.kernels import dispatch, tables
-from stretto.kernels.dispatch import Choice
+from stretto.kernels.choice import dispatch, tables
+from stretto.kernels.choice.dispatch import Choice
 
 TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 2e-3, "float64": 1e-9}
 """Relative (Frobenius) difference from XLA's result beyond which a kernel is called wrong."""

@@ -21,7 +21,7 @@ from stretto.benchmarks.programs import Candidate
 from stretto.benchmarks.shapes import Shape
 from stretto.distributed import simulator
 from stretto.distributed.simulator.cost_model import CostModel
-from stretto.kernels.costs import BLOCKS, TILE_M, TILE_N
+from stretto.kernels.choice.costs import BLOCKS, TILE_M, TILE_N
 
 LEAST_ROWS = 2 * TILE_M  # of a shard
 LEAST_COLUMNS = TILE_N

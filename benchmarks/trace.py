@@ -92,7 +92,7 @@ def _profile(case: Case, mesh: Any, operands: programs.Operands) -> dict[str, An
 def _with_room(case: Case, device_kind: str) -> Any:
     """The kernel's configuration less a stage of its ring, whose memory the profile gets."""
     try:
-        module = importlib.import_module(f"stretto.kernels.{case.operation.name}")
+        module = importlib.import_module(f"stretto.kernels.fused.{case.operation.name}")
         config = module.default_config(case.problem("gpu", device_kind))
         tiles = dataclasses.replace(config.tiles, num_stages=config.tiles.num_stages - 1)
     except (ImportError, AttributeError):

@@ -19,9 +19,9 @@ from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.programs import Candidate
 from stretto.benchmarks.spread import spread
 from stretto.benchmarks.tuned_file import entry_of
-from stretto.kernels import moving
-from stretto.kernels.dispatch import Problem
-from stretto.kernels.tables import Entry, config_to_data
+from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.choice.tables import Entry, config_to_data
+from stretto.kernels.collectives import choice as moving
 
 TUNED = "tuned"
 FINALISTS = 3
@@ -33,7 +33,7 @@ def kernel_named(name: str) -> Any:
     if name in moving.COLLECTIVES:
         return moving.COLLECTIVES[name]
     try:
-        return importlib.import_module(f"stretto.kernels.{name}")
+        return importlib.import_module(f"stretto.kernels.fused.{name}")
     except ImportError:
         raise BenchmarkError(f"{name} has no configurations to tune.") from None
 

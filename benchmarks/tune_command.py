@@ -24,9 +24,9 @@ from stretto.benchmarks.options import Sweep
 from stretto.benchmarks.sweep import expand
 from stretto.benchmarks.timing import agreed
 from stretto.benchmarks.tune import Prepared, candidates_of, config_type_of, prepare, take
-from stretto.kernels import tables
-from stretto.kernels.dispatch import Problem
-from stretto.kernels.tables import Entry, Table, TableError
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.choice.tables import Entry, Table, TableError
 
 BATCH = 8
 """Cases whose configurations are compiled together."""

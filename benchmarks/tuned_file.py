@@ -1,4 +1,4 @@
-"""Writing tuned tables, so that `stretto.kernels.tables` reads back what was measured."""
+"""Writing tuned tables, so that `stretto.kernels.choice.tables` reads back what was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from stretto.benchmarks.operations import OPERATIONS, Case
 from stretto.benchmarks.results import Results
 from stretto.benchmarks.shapes import Shape
-from stretto.kernels.tables import SCHEMA, Entry, Table
+from stretto.kernels.choice.tables import SCHEMA, Entry, Table
 
 _HEAD = """\
 # Written by `stretto tune`; do not edit. Times in microseconds, one call, the slowest device.

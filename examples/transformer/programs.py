@@ -16,7 +16,7 @@ import parallel
 from jax.sharding import Mesh
 
 import stretto as st
-from stretto.kernels import dispatch
+from stretto.kernels.choice import dispatch
 
 PARTS = ("forward", "gradients", "remat", "step")
 BACKENDS = ("xla", "auto", "pallas", "silent")

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import aot, clique, settings
-from stretto.kernels import nodes
+from stretto.kernels.nodes import nodes
 
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
@@ -54,7 +54,7 @@ def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis: Any = "x", dtype=jnp.b
 def configs(name: str) -> Iterator[Program]:
     """Every configuration of the fused kernel that the tuner may choose."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
-    for config in importlib.import_module(f"stretto.kernels.{name}").Config.candidates():
+    for config in importlib.import_module(f"stretto.kernels.fused.{name}").Config.candidates():
         if not config.apart:
             yield f"{name} {config}", *fused(name, mesh, config=config)
 

@@ -13,9 +13,9 @@ from stretto.benchmarks.measure import Settings
 from stretto.benchmarks.operations import OPERATIONS, Case, Operation
 from stretto.benchmarks.shapes import Shape
 from stretto.benchmarks.tune import candidates_of, config_type_of, kernel_named, tune
-from stretto.kernels import tables
-from stretto.kernels.all_gather_matmul import Config
-from stretto.kernels.tables import Entry, Table
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.tables import Entry, Table
+from stretto.kernels.fused.all_gather_matmul import Config
 
 QUICK = Settings(repeats=2, rest_s=0.0)
 

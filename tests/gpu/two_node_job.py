@@ -28,7 +28,7 @@ from verification import Problem
 
 import stretto.launch
 from stretto.distributed import settings
-from stretto.kernels.nodes import DIVIDED, Config
+from stretto.kernels.nodes.nodes import DIVIDED, Config
 
 BOTH = ("x", "y")
 LATE_US = 2000

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels import all_gather_matmul
+from stretto.kernels.fused import all_gather_matmul
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {

@@ -18,7 +18,7 @@ DEVICES = 3
 
 
 def apart(name):
-    return importlib.import_module(f"stretto.kernels.{name}").Config(apart=True)
+    return importlib.import_module(f"stretto.kernels.fused.{name}").Config(apart=True)
 
 
 def simulated(program, *operands, seed=0):
@@ -108,7 +108,7 @@ def test_sums_do_not_get_worse_with_the_number_of_devices():
 
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 def test_the_tuner_tries_it_for_few_rows_only(name):
-    module = importlib.import_module(f"stretto.kernels.{name}")
+    module = importlib.import_module(f"stretto.kernels.fused.{name}")
     for m, tried in ((64, True), (8192, False)):
         mesh = cases.mesh_of(2)
         with st.simulate():

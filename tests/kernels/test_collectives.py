@@ -10,7 +10,7 @@ from collective_checks import drawn, per_device, same_bits
 from fused_cases import BF16
 
 import stretto as st
-from stretto.kernels import moving
+from stretto.kernels.collectives import choice as moving
 
 COPIED = ["bfloat16", "float16", "float32", "int8", "int16", "int32", "bool", "float8_e4m3fn"]
 SUMMED = ["bfloat16", "float16", "float32", "int32"]

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
-from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import dispatch, nodes, tables
-from stretto.kernels.dispatch import Problem
-from stretto.kernels.tile_config import TileConfig
+from stretto.kernels.choice import dispatch, tables
+from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels.nodes import nodes
 
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
 
@@ -128,7 +129,7 @@ class TestErrors:
         self.fails(name, message, (8, 8), (8, 8), out_dtype=jnp.float8_e4m3fn, backend=backend)
 
     def test_a_config_that_cannot_be_built(self, name):
-        kind = importlib.import_module(f"stretto.kernels.{name}").Config
+        kind = importlib.import_module(f"stretto.kernels.fused.{name}").Config
         for tiles, message in [
             (dict(tile_m=64), "tile_m=64 must be a multiple of 128"),
             (dict(tile_n=100), "tile_n=100 must be 64, 128, 192 or 256"),
@@ -148,7 +149,7 @@ class TestErrors:
     @pytest.mark.parametrize("backend", ["auto", "xla", "simulator"])
     def test_a_config_of_another_type(self, name, backend):
         for config in (3, {"pull_slots": 2}, TileConfig(), nodes.Config(kernel=TileConfig())):
-            message = rf"{name}: config=.* is a .*; pass a stretto\.kernels\.{name}\.Config"
+            message = rf"{name}: config=.* is a .*; pass a stretto\.kernels\.fused\.{name}\.Config"
             self.fails(name, message, (8, 8), (8, 8), config=config, backend=backend)
 
 

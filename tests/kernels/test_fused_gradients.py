@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels import reference
+from stretto.kernels.problem import reference
 
 DEVICES = 2
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)

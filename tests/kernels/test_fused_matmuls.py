@@ -118,7 +118,7 @@ def test_epilogue():
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 def test_candidates_agree(name):
     """Every configuration that the tuner may choose computes the same."""
-    module = importlib.import_module(f"stretto.kernels.{name}")
+    module = importlib.import_module(f"stretto.kernels.fused.{name}")
     configs = list(module.Config.candidates())
     assert len(set(configs)) == len(configs) >= 2
     for number, config in enumerate(configs):

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import settings
-from stretto.kernels import all_gather_matmul_k, dispatch, tables
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.choice import dispatch, tables
+from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.fused import all_gather_matmul_k
 
 everywhere = pytest.mark.parametrize("name", cases.GATHERS)
 
@@ -55,7 +56,7 @@ class TestChoice:
             platform="gpu",
             device_kind="NVIDIA H100 80GB HBM3",
         )
-        kernel = importlib.import_module(f"stretto.kernels.{name}")
+        kernel = importlib.import_module(f"stretto.kernels.fused.{name}")
         return dispatch.choose(problem, backend, kernel)
 
     @pytest.mark.parametrize("name", ["all_gather_matmul_k", "all_gather_matmul_n"])

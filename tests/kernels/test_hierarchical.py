@@ -20,9 +20,10 @@ from verification import Problem
 import stretto as st
 from stretto.distributed import settings
 from stretto.distributed.errors import BackendUnavailableError
-from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import exchange, nodes
-from stretto.kernels.nodes import Config
+from stretto.kernels.collectives import exchange
+from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels.nodes import nodes
+from stretto.kernels.nodes.nodes import Config
 
 BOTH = ("x", "y")
 HIERARCHICAL = tuple(nodes.DIVIDED)

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from stretto.benchmarks.tune import config_type_of
-from stretto.kernels import tables
-from stretto.kernels.dispatch import Problem
-from stretto.kernels.tables import Entry, Table, TableError
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.choice.tables import Entry, Table, TableError
 
 KIND = "NVIDIA H100 80GB HBM3"
 

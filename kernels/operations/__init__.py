@@ -1,0 +1,1 @@
+"""The public operations, and their derivatives."""
