@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from stretto.kernels.choice import dispatch
-from stretto.kernels.choice.dispatch import Choice
+from stretto.kernels.choice import choose
+from stretto.kernels.choice.choice import Choice
 
 
 def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: Any) -> Choice:
@@ -26,7 +26,7 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
       ValueError: what the operation would raise, or it is none of Stretto's.
     """
     refusal = f"{operation!r} is not an operation of Stretto that chooses a backend."
-    with dispatch.recorded() as choices:
+    with choose.recorded() as choices:
         arrays = [x for x in operands if hasattr(x, "shape")]
         rest = operands[len(arrays) :]
         try:

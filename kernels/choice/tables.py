@@ -17,12 +17,11 @@ import tomllib
 import typing
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax.numpy as jnp
-
-if TYPE_CHECKING:
-    from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.operation import Kernel
+from stretto.kernels.problem.problem import Problem
 
 SCHEMA = 1
 
@@ -37,17 +36,20 @@ class TableError(ValueError):
     """A table that cannot be read, with what is wrong with it."""
 
 
+# What an entry of a file has besides the sizes of its problem.
+FIELDS = ("op", "dtype", "devices", "fused_us", "xla_us", "config", "versions")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """What was measured at one shape: sizes as in `Problem`, times in microseconds.
 
-    `config` holds the fields of the kernel's `Config` that was fastest.
+    `config` holds the fields of the kernel's `Config` that was fastest. In a file the sizes stand
+    beside the other fields, by name; one that is 0 (`k` of a collective) counts as not there.
     """
 
     op: str
-    m: int
-    k: int
-    n: int
+    sizes: Mapping[str, int]
     dtype: str
     devices: int
     fused_us: float
@@ -61,21 +63,34 @@ class Entry:
         return self.fused_us / self.xla_us
 
     @property
-    def key(self) -> tuple[str, str, int, int, int, int]:
+    def key(self) -> tuple[Any, ...]:
         """What an entry is found by; a table has one per key."""
-        return (self.op, self.dtype, self.devices, self.m, self.k, self.n)
+        return (self.op, self.dtype, self.devices, *self.sizes.items())
+
+    @property
+    def shape(self) -> str:
+        """The sizes, as in "8192x8192x28672"."""
+        return "x".join(map(str, self.sizes.values()))
 
     def distance(self, problem: Problem) -> float:
-        """Doublings between the shapes, summed over m, k, n; infinite for another problem.
+        """Doublings between the shapes, summed over the sizes; infinite for another problem.
 
-        Of a collective, which has no k, only the size counts.
+        Of a collective, whose sizes are rows and columns, only the product counts.
         """
-        if (self.op, self.dtype, self.devices) != (problem.op, problem.dtype, problem.devices):
+        asked = (problem.operation, problem.types.lhs, problem.devices)
+        if (
+            self.op,
+            self.dtype,
+            self.devices,
+        ) != asked or self.sizes.keys() != problem.sizes.keys():
             return math.inf
-        if not (self.k or problem.k):
-            return abs(math.log2(max(self.m * self.n, 1) / max(problem.m * problem.n, 1)))
-        pairs = ((self.m, problem.m), (self.k, problem.k), (self.n, problem.n))
-        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+        if self.sizes.keys() == {"m", "n"}:
+            return _doublings(math.prod(self.sizes.values()), math.prod(problem.sizes.values()))
+        return sum(_doublings(size, problem.sizes[name]) for name, size in self.sizes.items())
+
+
+def _doublings(a: int, b: int) -> float:
+    return abs(math.log2(max(a, 1) / max(b, 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +139,11 @@ def read(path: pathlib.Path) -> Table:
 
 
 def _entry(item: Mapping[str, Any]) -> Entry:
-    entry = Entry(**item)
-    for name in ("m", "k", "n", "devices"):
-        if not isinstance(getattr(entry, name), int):
-            raise TypeError(f"{name}={getattr(entry, name)!r} is not an integer")
+    sizes = {name: size for name, size in item.items() if name not in FIELDS and size != 0}
+    entry = Entry(sizes=sizes, **{name: item[name] for name in FIELDS if name in item})
+    for name, value in {**sizes, "devices": entry.devices}.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name}={value!r} is not an integer")
     if not (entry.fused_us > 0 and entry.xla_us > 0):
         raise ValueError(f"fused_us={entry.fused_us} and xla_us={entry.xla_us} must be positive")
     if not isinstance(entry.config, Mapping):
@@ -154,57 +170,36 @@ def table_for(device_kind: str) -> Table:
         return Table(device_kind)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a table says of a problem: the fields of a `dispatch.Choice` but for the problem.
-
-    `backend` is "pallas" or "xla"; the times are those of the very shape, in microseconds, None
-    where the entry is another shape's.
-    """
-
-    backend: str
-    reason: str
-    config: Any
-    fused_us: float | None = None
-    xla_us: float | None = None
-
-
-def look_up(problem: Problem, config_type: type, itemsize: int) -> Found | None:
+def look_up(kernel: Kernel, problem: Problem) -> Choice | None:
     """What the table of the problem's GPU says of it, None where it says nothing.
 
     That is where no entry is `NEAR`, where the result's elements are of another width than the
     operands', where the nearest entry's configuration does not fit the kernel any more, and where
-    it is another shape's and neither side won by `MARGIN`.
-
-    Args:
-      problem: the call.
-      config_type: the kernel's `Config`.
-      itemsize: bytes of an operand's element, for `Config.check`.
+    it is another shape's and neither side won by `MARGIN`. Times are those of the very shape.
     """
-    nearest = table_for(problem.device_kind).nearest(problem)
-    if nearest is None or jnp.dtype(problem.out_dtype).itemsize != itemsize:
+    nearest = table_for(problem.machine.kind).nearest(problem)
+    if nearest is None or problem.types.out_itemsize != problem.types.itemsize:
         return None
     entry, distance = nearest
     try:
-        config = config_from_data(config_type, entry.config)
-        config.check(itemsize)
+        config = config_from_data(kernel.Config, entry.config)
+        config.check(problem)
     except (TypeError, ValueError):
         return None
-    backend = "pallas" if entry.ratio <= 1 else "xla"
-    share = f"{100 * entry.ratio:.0f}% of XLA's time"
+    choice = Choice(
+        problem=problem,
+        backend="pallas" if entry.ratio <= 1 else "xla",
+        reason=f"the fused kernel was measured to take {100 * entry.ratio:.0f}% of XLA's time",
+        kernel=kernel,
+        config=config,
+    )
     if distance == 0:
-        return Found(
-            backend=backend,
-            reason=f"the fused kernel was measured to take {share}",
-            config=config,
-            fused_us=entry.fused_us,
-            xla_us=entry.xla_us,
-        )
+        return dataclasses.replace(choice, fused_us=entry.fused_us, xla_us=entry.xla_us)
     if abs(entry.ratio - 1) < MARGIN:
         return None
-    shape = f"{entry.m}x{entry.k}x{entry.n}" if entry.k else f"{entry.m}x{entry.n}"
-    reason = f"at the nearest shape in the table, {shape}, the fused kernel takes {share}"
-    return Found(backend=backend, reason=reason, config=config)
+    share = f"the fused kernel takes {100 * entry.ratio:.0f}% of XLA's time"
+    reason = f"at the nearest shape in the table, {entry.shape}, {share}"
+    return dataclasses.replace(choice, reason=reason)
 
 
 def config_to_data(config: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ the launch (`handshake`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,8 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import rows as flat
-from stretto.kernels.collectives.rows import ROW_BYTES
+from stretto.kernels.collectives import row_layout
+from stretto.kernels.collectives.row_layout import ROW_BYTES
+from stretto.kernels.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,9 @@ class Config:
     piece_rows: int = 32
     slots: int = 6
 
-    def check(self, itemsize: int = 1) -> None:
+    def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the pieces fit the copy engine and the shared memory."""
-        del itemsize  # Rows are counted in bytes.
+        del problem  # Rows are counted in bytes.
         if not 1 <= self.piece_rows <= 256:
             raise ValueError(f"piece_rows={self.piece_rows} must be between 1 and 256.")
         if self.slots < 2 or self.slots * self.piece_rows * ROW_BYTES > 220_000:
@@ -54,8 +55,9 @@ class Config:
             )
 
     @staticmethod
-    def candidates() -> Iterator[Config]:
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
+        del problem
         yield Config()
         for num_blocks, piece_rows in ((16, 64), (32, 64), (64, 32), (16, 32), (24, 32)):
             yield Config(num_blocks=num_blocks, piece_rows=piece_rows)
@@ -101,11 +103,18 @@ def all_to_all(
     return _push("all_to_all", x, team, routes, config, interpret)
 
 
-def _push(name, x, team, routes, config, interpret, invariant=False):
+def _push(
+    name: str,
+    x: jax.Array,
+    team: Team,
+    routes: Callable[[Any, Any], tuple[list[Any], list[list[Any]]]],
+    config: Config,
+    interpret: Any,
+    invariant: bool = False,
+) -> jax.Array:
     """Launches a kernel of pushes; `routes` gives the sources and their destinations."""
-    _, rows, columns = x.shape
-    piece_rows = flat.piece_rows(rows, config.piece_rows)
-    sources = 1 if name == "all_gather" else team.size
+    sources, rows, columns = x.shape
+    piece_rows = row_layout.piece_rows(rows, config.piece_rows)
     pieces = sources * schedule.ceil_div(rows, piece_rows)
     num_blocks = min(config.num_blocks, pieces, kernel.num_multiprocessors())
 

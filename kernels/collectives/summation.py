@@ -28,10 +28,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import rows as flat
-from stretto.kernels.collectives.rows import ROW_BYTES
+from stretto.kernels.collectives import row_layout
+from stretto.kernels.collectives.row_layout import ROW_BYTES
+from stretto.kernels.problem.problem import Problem
 
 SMEM_BYTES = 220_000
+ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,28 +41,34 @@ class Config:
     """How a sum is cut up.
 
     Attributes:
-      num_blocks: blocks that add.
+      num_blocks: blocks that add; as many as the device has multiprocessors at most.
       piece_rows: rows of 512 bytes in a piece; a multiple of 1 that 128 threads can share.
       stages: pieces of a block on their way at once, each of every member.
     """
 
-    num_blocks: int = 132
+    num_blocks: int = ALL_BLOCKS
     piece_rows: int = 16
     stages: int = 3
 
-    def check(self, itemsize: int = 1) -> None:
+    def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the pieces fit the copy engine."""
-        del itemsize  # Rows are counted in bytes.
+        del problem  # Rows are counted in bytes.
         if not 1 <= self.piece_rows <= 256:
             raise ValueError(f"piece_rows={self.piece_rows} must be between 1 and 256.")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2.")
 
     @staticmethod
-    def candidates() -> Iterator[Config]:
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
+        del problem
         yield Config()
-        for num_blocks, piece_rows, stages in ((132, 8, 6), (132, 32, 2), (64, 16, 4), (32, 16, 4)):
+        for num_blocks, piece_rows, stages in (
+            (ALL_BLOCKS, 8, 6),
+            (ALL_BLOCKS, 32, 2),
+            (64, 16, 4),
+            (32, 16, 4),
+        ):
             yield Config(num_blocks=num_blocks, piece_rows=piece_rows, stages=stages)
 
     def stages_for(self, size: int) -> int:
@@ -73,19 +81,29 @@ def reduce_scatter(
     x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
 ) -> jax.Array:
     """`[size, rows, columns]` -> `[1, rows, columns]`: the sum of all parts for this device."""
-    return _launch("reduce_scatter", x, team, 1, config, interpret)
+    return _launch("reduce_scatter", x, team, 1, config, interpret, invariant=False)
 
 
 def all_reduce(
     x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
 ) -> jax.Array:
     """`[parts, rows, columns]` -> the same, summed; `parts` 1 (one shot) or the team's size."""
-    return _launch("all_reduce", x, team, x.shape[0], config, interpret)
+    return _launch("all_reduce", x, team, x.shape[0], config, interpret, invariant=True)
 
 
-def _launch(name, x, team, out_parts, config, interpret):
+def _launch(
+    name: str,
+    x: jax.Array,
+    team: Team,
+    out_parts: int,
+    config: Config,
+    interpret: Any,
+    *,
+    invariant: bool,
+) -> jax.Array:
+    """Launches a kernel of sums; each device holds `out_parts` of the result."""
     parts, rows, columns = x.shape
-    piece_rows = flat.piece_rows(rows, config.piece_rows)
+    piece_rows = row_layout.piece_rows(rows, config.piece_rows)
     stages = config.stages_for(team.size)
     pieces = schedule.ceil_div(rows, piece_rows)
     num_blocks = min(config.num_blocks, pieces, kernel.num_multiprocessors())
@@ -113,7 +131,7 @@ def _launch(name, x, team, out_parts, config, interpret):
             arrived=plgpu.Barrier(num_arrivals=team.size, num_barriers=stages),
             sums=plgpu.SMEM((piece_rows, columns), x.dtype),
         ),
-        invariant=name == "all_reduce",
+        invariant=invariant,
         interpret=interpret,
     )
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from stretto.distributed.schedule import Int
-from stretto.kernels.problem.reference import Epilogue
+from stretto.kernels.problem.epilogues import Epilogue
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
-from stretto.kernels.choice.dispatch import Problem
+from stretto.kernels.problem.problem import Problem
 
 MULTIPLYING_WARPGROUPS = 2
 NUM_WARPGROUPS = MULTIPLYING_WARPGROUPS + 1
@@ -88,13 +88,14 @@ def check_pull_slots(pull_slots: int) -> None:
         raise ValueError(f"pull_slots={pull_slots} must be at least 2.")
 
 
-def unsupported(problem: Problem) -> str | None:
+def obstacle(problem: Problem) -> str | None:
     """Why the matmul cannot serve `problem`, or None if it can."""
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"the kernel takes bfloat16 and float16, not {problem.dtype}."
-    if problem.out_dtype not in ("bfloat16", "float16", "float32"):
-        return f"the kernel stores bfloat16, float16 and float32, not {problem.out_dtype}."
-    if 0 in (problem.m, problem.k, problem.n):
+    types = problem.types
+    if types.lhs not in ("bfloat16", "float16"):
+        return f"the kernel takes bfloat16 and float16, not {types.lhs}."
+    if types.out not in ("bfloat16", "float16", "float32"):
+        return f"the kernel stores bfloat16, float16 and float32, not {types.out}."
+    if 0 in problem.sizes.values():
         return "an operand is empty."
     return None
 

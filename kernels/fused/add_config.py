@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Self
 
-from stretto.kernels.choice.dispatch import Problem
 from stretto.kernels.engine import tile_config
 from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.problem.problem import Problem
 
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 FEW_ROWS = 1024
 """With more rows there is too much to send for it not to be hidden."""
 OWN_LAG = 3
+NARROW_BYTES = 2  # of an element, where no problem says its type
 PIECE_ROWS = 64
 PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
 
@@ -36,11 +37,11 @@ class AddConfig:
     own_last: bool = True
     apart: bool = False
 
-    def check(self, itemsize: int) -> None:
-        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
         self.tiles.check()
         tile_config.check_pull_slots(self.pull_slots)
-        needed = self.smem_bytes(itemsize)
+        needed = self.smem_bytes(problem.types.itemsize)
         if needed > tile_config.SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
@@ -59,7 +60,8 @@ class AddConfig:
     @classmethod
     def candidates(cls, problem: Problem | None = None) -> Iterator[Self]:
         """What the tuner tries, for one problem or for all."""
-        few = problem is not None and problem.m <= FEW_ROWS
+        few = problem is not None and problem.sizes["m"] <= FEW_ROWS
+        itemsize = NARROW_BYTES if problem is None else problem.types.itemsize
         if problem is None or few:
             yield cls(apart=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
@@ -67,11 +69,11 @@ class AddConfig:
             tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
             for pull_slots, own_last in options:
                 config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
-                if config.smem_bytes(2) <= tile_config.SMEM_BYTES:
+                if config.smem_bytes(itemsize) <= tile_config.SMEM_BYTES:
                     yield config
 
 
 def default_tiles(problem: Problem) -> TileConfig:
     """The tiles for a problem that no table has."""
     # Addends in float32 do not fit into the registers beside a tile of 256 columns.
-    return WIDE_RESULT if problem.out_dtype == "float32" else TileConfig()
+    return WIDE_RESULT if problem.types.out == "float32" else TileConfig()

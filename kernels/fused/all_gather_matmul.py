@@ -31,15 +31,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.choice import costs
-from stretto.kernels.choice.dispatch import Problem, Verdict
-from stretto.kernels.engine import matmul, tile_config
+from stretto.kernels.engine import matmul, padding, tile_config
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tile_config import TileConfig
-from stretto.kernels.fused import gathering
+from stretto.kernels.fused import gathering, unfused
 from stretto.kernels.fused.pull_config import PullConfig
-from stretto.kernels.problem.epilogues import without_derivatives
-from stretto.kernels.problem.reference import Epilogue
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogues import Epilogue, without_derivatives
+from stretto.kernels.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +57,9 @@ class Config(PullConfig):
     whole: bool = False
     apart: bool = False
 
-    def check(self, itemsize: int) -> None:
-        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
-        super().check(itemsize)
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        super().check(problem)
         if self.chunk_columns % self.pull_columns or self.chunk_columns % self.tiles.tile_k:
             raise ValueError(
                 f"chunk_columns={self.chunk_columns} must be a multiple of"
@@ -82,15 +81,7 @@ class Config(PullConfig):
 
 def _is_small(problem: Problem) -> bool:
     """Whether a shard does not fill a tile."""
-    return schedule.ceil_div(problem.m, problem.devices) < TileConfig.tile_m
-
-
-def unsupported(problem: Problem, config: Config | None) -> str | None:
-    """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
-    obstacle = tile_config.unsupported(problem)
-    if obstacle is None and config is not None:
-        config.check(2)
-    return obstacle
+    return schedule.ceil_div(problem.sizes["m"], problem.devices) < TileConfig.tile_m
 
 
 def default_config(problem: Problem) -> Config:
@@ -98,26 +89,60 @@ def default_config(problem: Problem) -> Config:
 
     Few gates cost least: about four a tile were best at k from 8192 to 16384 on 4 H100s.
     """
+    m, k, n = (problem.sizes[name] for name in "mkn")
     gate = Config.pull_columns
-    chunk_columns = gate * max(1, schedule.ceil_div(problem.k, 4 * gate))
+    chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
     if not _is_small(problem):
         return Config(chunk_columns=chunk_columns)
     # The narrowest tiles of which every multiprocessor has one at most.
-    rows = schedule.ceil_div(problem.m, TileConfig.tile_m)
-    columns = schedule.ceil_div(problem.n, problem.devices)
-    fits = rows * schedule.ceil_div(columns, tile_config.NARROWEST.tile_n) <= costs.BLOCKS
+    rows = schedule.ceil_div(m, TileConfig.tile_m)
+    columns = schedule.ceil_div(n, problem.devices)
+    tiles = rows * schedule.ceil_div(columns, tile_config.NARROWEST.tile_n)
+    fits = tiles <= problem.machine.multiprocessors
     tiles = tile_config.NARROWEST if fits else tile_config.NARROW
     return Config(tiles=tiles, chunk_columns=chunk_columns, whole=True)
 
 
-def estimate(problem: Problem) -> tuple[float, float]:
-    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
-    return costs.all_gather_matmul(problem)
+def run(
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
+
+    And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
+    """
+    if call.config.apart:
+        return unfused.all_gather_matmul(operands, call)
+    lhs, rhs = operands
+    options = call.options
+    team = Team.along(call.axes)
+    m_shard, k = lhs.shape
+    results = launch(
+        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
+        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
+        team,
+        epilogue=options.epilogue,
+        out_dtype=options.out_dtype,
+        config=call.config,
+        rhs_transposed=options.rhs_transposed,
+        return_gathered=options.return_gathered,
+        interpret=call.interpret,
+    )
+    columns = [x.shape[0 if options.rhs_transposed else 1] for x in rhs]
+    columns += [k] * options.return_gathered
+    cut = [
+        x[:, :m_shard, :n].reshape(team.size * m_shard, n)
+        for x, n in zip(results, columns, strict=True)
+    ]
+    return tuple(cut[: len(rhs)]), cut[-1] if options.return_gathered else None
 
 
-def judge(problem: Problem) -> Verdict:
-    """Which implementation should be faster, by `estimate`."""
-    return costs.judge(estimate(problem))
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)
 
 
 def launch(

@@ -25,23 +25,23 @@ import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.team import Team
-from stretto.kernels.choice import costs
-from stretto.kernels.choice.dispatch import Problem, Verdict
-from stretto.kernels.engine import tile_config
+from stretto.kernels.engine import padding, tile_config
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.fused import all_gather_matmul
 from stretto.kernels.fused.gathering_columns import Columns
 from stretto.kernels.fused.pull_config import PullConfig
-from stretto.kernels.problem.reference import Epilogue
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PullConfig):
     """How the fused kernel is cut up; `tiles.raster_width` tiles are a band of rows."""
 
-    def check(self, itemsize: int) -> None:
-        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
-        super().check(itemsize)
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        super().check(problem)
         if self.tiles.tile_m % self.pull_rows:
             raise ValueError(
                 f"pull_rows={self.pull_rows} must divide tile_m={self.tiles.tile_m}: rows are"
@@ -57,32 +57,59 @@ class Config(PullConfig):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
 
 
-def unsupported(problem: Problem, config: Config | None) -> str | None:
-    """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
-    obstacle = tile_config.unsupported(problem)
-    if obstacle is None and config is not None:
-        config.check(2)
-    return obstacle
-
-
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has: tiles that keep all blocks busy."""
-    rows = schedule.ceil_div(problem.m, tile_config.LARGE.tile_m)
-    columns = schedule.ceil_div(problem.n, problem.devices)
+    rows = schedule.ceil_div(problem.sizes["m"], tile_config.LARGE.tile_m)
+    columns = schedule.ceil_div(problem.sizes["n"], problem.devices)
     for tile in (tile_config.LARGE, tile_config.NARROW):
-        if 2 * rows * columns >= costs.BLOCKS * tile.tile_n:
+        if 2 * rows * columns >= problem.machine.multiprocessors * tile.tile_n:
             return Config(tiles=tile)
     return Config(tiles=tile_config.NARROWEST)
 
 
-def estimate(problem: Problem) -> tuple[float, float]:
-    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
-    return costs.all_gather_matmul(problem)
+def run(
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`[m, k_shard]` times each of `[D * k_shard, n_i]` -> `[m, n_i]`, as the public operation.
+
+    And the gathered lhs `[m, D * k_shard]` where `call.options.return_gathered` asks for it.
+    """
+    lhs, rhs = operands
+    options = call.options
+    team = Team.along(call.axes)
+    m, k_shard = lhs.shape
+    k_axis, n_axis = (1, 0) if options.rhs_transposed else (0, 1)
+
+    def padded_rhs(x):
+        x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
+        return padding.pad(x, padding.COLUMNS, padding.COLUMNS)
+
+    results = launch(
+        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
+        [padded_rhs(x) for x in rhs],
+        team,
+        epilogue=options.epilogue,
+        out_dtype=options.out_dtype,
+        config=call.config,
+        rhs_transposed=options.rhs_transposed,
+        return_gathered=options.return_gathered,
+        interpret=call.interpret,
+    )
+    outs = tuple(
+        out[:m, : x.shape[n_axis]] for out, x in zip(results[: len(rhs)], rhs, strict=True)
+    )
+    if not options.return_gathered:
+        return outs, None
+    return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
 
 
-def judge(problem: Problem) -> Verdict:
-    """Which implementation should be faster, by `estimate`."""
-    return costs.judge(estimate(problem))
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)
 
 
 def launch(

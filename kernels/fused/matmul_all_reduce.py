@@ -11,17 +11,15 @@ in the last part of its time, faster than the links can.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 
-from stretto.kernels.choice import costs
-from stretto.kernels.choice.dispatch import Problem, Verdict
-from stretto.kernels.fused import matmul_reduce_scatter
+import jax
+
+from stretto.kernels.engine import tile_config
+from stretto.kernels.fused import matmul_reduce_scatter, unfused
 from stretto.kernels.fused.add_config import AddConfig, default_tiles
-from stretto.kernels.fused.matmul_reduce_scatter import unsupported
-
-__all__ = ["Config", "default_config", "estimate", "judge", "launch", "unsupported"]
-
-launch = functools.partial(matmul_reduce_scatter.launch, everywhere=True)
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,18 @@ def default_config(problem: Problem) -> Config:
     return Config(tiles=default_tiles(problem))
 
 
-def estimate(problem: Problem) -> tuple[float, float]:
-    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
-    return costs.matmul_all_reduce(problem)
+def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]`, everywhere -> `[m, n]`, as the public operation."""
+    if call.config.apart:
+        return unfused.matmul_all_reduce(operands, call)
+    out = matmul_reduce_scatter.sharded(operands, call, everywhere=True)
+    return out.reshape(-1, out.shape[2])[: operands[0][0].shape[0]]
 
 
-def judge(problem: Problem) -> Verdict:
-    """Which implementation should be faster, by `estimate`."""
-    return costs.judge(estimate(problem))
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)

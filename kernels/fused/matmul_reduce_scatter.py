@@ -38,11 +38,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import copies, kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.choice import costs
-from stretto.kernels.choice.dispatch import Problem, Verdict
-from stretto.kernels.engine import matmul, tile_config, tiles
+from stretto.kernels.engine import matmul, padding, tile_config, tiles
 from stretto.kernels.engine.segments import Segments
+from stretto.kernels.fused import unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,27 +51,62 @@ class Config(AddConfig):
     """How the fused kernel is cut up; by default all of the own tiles come last."""
 
 
-def unsupported(problem: Problem, config: AddConfig | None) -> str | None:
-    """Why the kernel cannot serve `problem`, or None if it can; ValueError for a bad `config`."""
-    obstacle = tile_config.unsupported(problem)
-    if obstacle is None and config is not None:
-        config.check(2)
-    return obstacle
-
-
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
     return Config(tiles=default_tiles(problem))
 
 
-def estimate(problem: Problem) -> tuple[float, float]:
-    """Times in microseconds, (fused, XLA), from sizes and rates alone."""
-    return costs.matmul_reduce_scatter(problem)
+def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
+
+    Where m is no multiple of D, the last devices' rows are of padding: `[ceil(m / D), n]`.
+    """
+    if call.config.apart:
+        return unfused.matmul_reduce_scatter(operands, call)
+    return sharded(operands, call)[0]
 
 
-def judge(problem: Problem) -> Verdict:
-    """Which implementation should be faster, by `estimate`."""
-    return costs.judge(estimate(problem))
+def sharded(
+    operands: tuple[Sequence[jax.Array], Sequence[jax.Array]],
+    call: Call,
+    *,
+    everywhere: bool = False,
+) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]` as `[shards, m_shard, n]`: what this device holds of it.
+
+    The rows are dealt out in equal shards, the last ones of padding where they do not divide.
+    """
+    lhs, rhs = operands
+    team = Team.along(call.axes)
+    m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
+    m_shard = schedule.ceil_div(m, team.size)
+
+    def shards(x):
+        if missing := team.size * m_shard - m:
+            x = jnp.pad(x, ((0, missing), (0, 0)))
+        x = x.reshape(team.size, m_shard, x.shape[1])
+        return padding.pad(x, padding.ROWS, padding.COLUMNS)
+
+    out = launch(
+        [shards(x) for x in lhs],
+        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
+        team,
+        out_dtype=call.options.out_dtype,
+        config=call.config,
+        rhs_transposed=call.options.rhs_transposed,
+        everywhere=everywhere,
+        interpret=call.interpret,
+    )
+    return out[:, :m_shard, :n]
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)
 
 
 def launch(

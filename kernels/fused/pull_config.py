@@ -6,6 +6,7 @@ import dataclasses
 
 from stretto.kernels.engine import tile_config
 from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class PullConfig:
     pull_columns: int = 256
     pull_slots: int = 2
 
-    def check(self, itemsize: int) -> None:
-        """Raises ValueError unless the kernel can be built so, for operands of `itemsize` bytes."""
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
         self.tiles.check()
         tile_config.check_pull_slots(self.pull_slots)
         if self.pull_rows > 256 or self.pull_columns > 256:
@@ -32,7 +33,7 @@ class PullConfig:
                 f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"
                 " takes at most 256 elements a side."
             )
-        needed = self.smem_bytes(itemsize)
+        needed = self.smem_bytes(problem.types.itemsize)
         if needed > tile_config.SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"

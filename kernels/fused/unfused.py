@@ -18,40 +18,39 @@ import jax.numpy as jnp
 
 from stretto.distributed.axes import axis_size
 from stretto.distributed.schedule import ceil_div
-from stretto.kernels.collectives import fused_collectives
-from stretto.kernels.operations.gradients import Call
-from stretto.kernels.problem import reference
+from stretto.kernels.collectives import arrays
+from stretto.kernels.operation import Call
+from stretto.kernels.xla.matmul import matmul, sum_of_products
+
+type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
 def all_gather_matmul(
-    lhs: jax.Array, rhs: Sequence[jax.Array], call: Call
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """As `fused.all_gather_matmul`."""
-    gathered = fused_collectives.all_gather(lhs, axes=call.axes, axis=0, interpret=call.interpret)
-    outs = (reference.matmul(gathered, x.T if call.rhs_transposed else x) for x in rhs)
-    outs = (out if call.epilogue is None else call.epilogue(out) for out in outs)
-    cast = tuple(out.astype(call.out_dtype) for out in outs)
-    return cast, gathered if call.gathered else None
+    """As `all_gather_matmul.run`."""
+    (lhs, rhs), options = operands, call.options
+    gathered = arrays.all_gather(lhs, axes=call.axes, axis=0, interpret=call.interpret)
+    outs = (matmul(gathered, x.T if options.rhs_transposed else x) for x in rhs)
+    outs = (out if options.epilogue is None else options.epilogue(out) for out in outs)
+    cast = tuple(out.astype(options.out_dtype) for out in outs)
+    return cast, gathered if options.return_gathered else None
 
 
-def matmul_reduce_scatter(
-    lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call
-) -> jax.Array:
-    """As `fused.matmul_reduce_scatter`."""
-    product = _product(lhs, rhs, call)
+def matmul_reduce_scatter(operands: Pairs, call: Call) -> jax.Array:
+    """As `matmul_reduce_scatter.run`."""
+    product = _product(operands, call)
     devices = axis_size(call.axes)
     if missing := devices * ceil_div(product.shape[0], devices) - product.shape[0]:
         product = jnp.pad(product, ((0, missing), (0, 0)))
-    return fused_collectives.reduce_scatter(
-        product, axes=call.axes, axis=0, interpret=call.interpret
-    )
+    return arrays.reduce_scatter(product, axes=call.axes, axis=0, interpret=call.interpret)
 
 
-def matmul_all_reduce(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call) -> jax.Array:
-    """As `fused.matmul_all_reduce`."""
-    product = _product(lhs, rhs, call)
-    return fused_collectives.all_reduce(product, axes=call.axes, interpret=call.interpret)
+def matmul_all_reduce(operands: Pairs, call: Call) -> jax.Array:
+    """As `matmul_all_reduce.run`."""
+    product = _product(operands, call)
+    return arrays.all_reduce(product, axes=call.axes, interpret=call.interpret)
 
 
-def _product(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call) -> jax.Array:
-    return reference.sum_of_products(lhs, rhs, call.rhs_transposed).astype(call.out_dtype)
+def _product(operands: Pairs, call: Call) -> jax.Array:
+    return sum_of_products(*operands, call.options.rhs_transposed).astype(call.options.out_dtype)

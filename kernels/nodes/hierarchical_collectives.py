@@ -4,49 +4,42 @@ Each device exchanges with the device of its number on the other nodes, so every
 between nodes once, over all of a node's network cards. Results lie in the order of the whole team:
 nodes first, then the devices of each.
 
-Of the arguments, `split` says which axes lie within a node, `pieces` is that of `nodes.Config`, and
-`config` the kernel's: of the one that gathers, or of the one that adds.
+Each function takes a `Call` whose `split` says which axes lie within a node; its `config` is of the
+kernel that gathers, or of the one that adds.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from stretto.distributed.topology import Split
-from stretto.kernels.collectives import fused_collectives
-from stretto.kernels.collectives import rows as flat
+from stretto.kernels.collectives import arrays, row_layout
 from stretto.kernels.nodes import nodes, pipelines
 from stretto.kernels.nodes.nodes import Nodes
+from stretto.kernels.operation import Call
 
 
-def all_gather(
-    x: jax.Array,
-    *,
-    split: Split,
-    axis: int,
-    pieces: int | None = None,
-    config: Any = None,
-    interpret: Any = None,
-) -> jax.Array:
+def all_gather(x: jax.Array, call: Call) -> jax.Array:
     """Every device's `x`, joined along `axis`, as the public operation."""
-    team = Nodes.of(split)
+    axis = call.options.axis
+    team = Nodes.of(cast(Split, call.split))
     values = x.reshape(-1)
-    most = nodes.most_pieces(values.nbytes, nodes.LEAST_BYTES, pieces)
+    most = nodes.most_pieces(values.nbytes, nodes.LEAST_BYTES, call.pieces)
     gathered = pipelines.gather(
         team,
         values,
-        team.cut(values.size, most, flat.columns_of(x.dtype) * flat.ROWS),
+        team.cut(values.size, most, row_layout.columns_of(x.dtype) * row_layout.ROWS),
         functools.partial(
-            fused_collectives.all_gather,
+            arrays.all_gather,
             axes=team.inner,
             axis=0,
-            config=config,
-            interpret=interpret,
+            config=call.config,
+            interpret=call.interpret,
         ),
     )
     out = nodes.room_for((team.count, team.devices, values.size), gathered[0][2])
@@ -58,59 +51,45 @@ def all_gather(
     )
 
 
-def reduce_scatter(
-    x: jax.Array,
-    *,
-    split: Split,
-    axis: int,
-    pieces: int | None = None,
-    config: Any = None,
-    interpret: Any = None,
-) -> jax.Array:
+def reduce_scatter(x: jax.Array, call: Call) -> jax.Array:
     """This device's part along `axis` of the sum, as the public operation.
 
     A node's sum of narrow floats is rounded once; the nodes' sums are added in float32.
     """
-    team = Nodes.of(split)
-    parts = fused_collectives.split(x, axis, team.count * team.devices)
+    axis = call.options.axis
+    team = Nodes.of(cast(Split, call.split))
+    parts = arrays.split(x, axis, team.count * team.devices)
     size = math.prod(parts.shape[1:])
-    most = nodes.most_pieces(team.devices * size * x.dtype.itemsize, nodes.LEAST_BYTES, pieces)
+    most = nodes.most_pieces(team.devices * size * x.dtype.itemsize, nodes.LEAST_BYTES, call.pieces)
     total = pipelines.scatter(
         team,
         parts.reshape(team.count, team.devices, size),
-        team.cut(size, most, flat.columns_of(x.dtype) * flat.ROWS),
+        team.cut(size, most, row_layout.columns_of(x.dtype) * row_layout.ROWS),
         functools.partial(
-            fused_collectives.reduce_scatter,
+            arrays.reduce_scatter,
             axes=team.inner,
             axis=0,
-            config=config,
-            interpret=interpret,
+            config=call.config,
+            interpret=call.interpret,
         ),
     )
     return total.reshape(parts.shape[1:])
 
 
-def all_reduce(
-    x: jax.Array,
-    *,
-    split: Split,
-    pieces: int | None = None,
-    config: Any = None,
-    interpret: Any = None,
-) -> jax.Array:
+def all_reduce(x: jax.Array, call: Call) -> jax.Array:
     """The sum of every device's `x`, as the public operation.
 
     A node's sum of narrow floats is rounded once; XLA adds the nodes' sums in the operand's type.
     """
-    team = Nodes.of(split)
+    team = Nodes.of(cast(Split, call.split))
     values = x.reshape(-1)
-    most = nodes.most_pieces(values.nbytes, nodes.LEAST_BYTES, pieces)
-    multiple = flat.columns_of(x.dtype) * flat.ROWS * team.devices
+    most = nodes.most_pieces(values.nbytes, nodes.LEAST_BYTES, call.pieces)
+    multiple = row_layout.columns_of(x.dtype) * row_layout.ROWS * team.devices
 
     def scatter(part: jax.Array) -> jax.Array:
         part = jnp.pad(part, (0, -part.size % team.devices))
-        return fused_collectives.reduce_scatter(
-            part, axes=team.inner, axis=0, config=config, interpret=interpret
+        return arrays.reduce_scatter(
+            part, axes=team.inner, axis=0, config=call.config, interpret=call.interpret
         )
 
     total = pipelines.reduce(
@@ -118,8 +97,8 @@ def all_reduce(
         values,
         nodes.pieces_of(values.size, most, multiple),
         scatter=scatter,
-        gather=lambda part: fused_collectives.all_gather_of_sums(
-            part, axes=team.inner, interpret=interpret
+        gather=lambda part: arrays.all_gather_of_sums(
+            part, axes=team.inner, interpret=call.interpret
         ),
     )
     return total.reshape(x.shape)

@@ -1,7 +1,7 @@
 """The fused matmuls over several nodes: kernels within each, XLA's collectives between them.
 
-Each function takes a `gradients.Call` whose `split` says which axes lie within a node, and is what
-the public operation runs in place of its kernel, `fused`'s function of the same name. Results lie
+Each function takes a `Call` whose `split` says which axes lie within a node, and is what the public
+operation runs in place of its kernel. Results lie
 in the order of the whole team: nodes first, then the devices of each.
 
 | operation | crosses between nodes | while a kernel works on |
@@ -22,27 +22,30 @@ from typing import cast
 import jax
 
 from stretto.distributed.topology import Split
-from stretto.kernels.collectives import fused_collectives
-from stretto.kernels.fused import padded as fused
+from stretto.kernels.collectives import arrays
+from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.nodes import nodes, pipelines
 from stretto.kernels.nodes.nodes import Nodes
-from stretto.kernels.operations.gradients import Call
+from stretto.kernels.operation import Call
+
+type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
 def all_gather_matmul(
-    lhs: jax.Array, rhs: Sequence[jax.Array], call: Call
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
 
-    And the gathered lhs `[D * m_shard, k]` where `call.gathered` asks for it.
+    And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
     """
+    lhs, rhs = operands
     team, within = _within(call)
     m_shard = lhs.shape[0]
     gathered = pipelines.gather(
         team,
         lhs,
         team.cut(m_shard, nodes.most_pieces(team.devices * m_shard, nodes.LEAST_ROWS, call.pieces)),
-        lambda rows: fused.all_gather_matmul(rows, rhs, within),
+        lambda rows: call.kernel.run((rows, rhs), within),
     )
 
     def whole(*parts: jax.Array) -> jax.Array:
@@ -57,13 +60,12 @@ def all_gather_matmul(
     return jax.tree.map(whole, *(results for _, _, results in gathered))
 
 
-def matmul_reduce_scatter(
-    lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call
-) -> jax.Array:
+def matmul_reduce_scatter(operands: Pairs, call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
 
     A node's sum is rounded once, to the result's type; the nodes' sums are added in float32.
     """
+    lhs, rhs = operands
     team, within = _within(call)
     shards = tuple(x.reshape(team.count, team.devices, -1, x.shape[1]) for x in lhs)
     m_shard = shards[0].shape[2]
@@ -71,23 +73,24 @@ def matmul_reduce_scatter(
         team,
         shards,
         team.cut(m_shard, nodes.most_pieces(team.devices * m_shard, nodes.LEAST_ROWS, call.pieces)),
-        lambda rows: fused.matmul_reduce_scatter(rows, rhs, within),
+        lambda rows: matmul_reduce_scatter_kernel.run((rows, rhs), within),
     )
 
 
-def matmul_all_reduce(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], call: Call) -> jax.Array:
+def matmul_all_reduce(operands: Pairs, call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, everywhere -> `[m, n]`, as the public operation.
 
     A node's sum is rounded once, to the result's type; XLA adds the nodes' sums in that type.
     """
+    lhs, rhs = operands
     team, within = _within(call)
     m = lhs[0].shape[0]
     return pipelines.reduce(
         team,
         tuple(lhs),
         nodes.pieces_of(m, nodes.most_pieces(m, nodes.LEAST_ROWS, call.pieces)),
-        scatter=lambda rows: fused.matmul_reduce_scatter(rows, rhs, within),
-        gather=lambda part: fused_collectives.all_gather_of_sums(
+        scatter=lambda rows: matmul_reduce_scatter_kernel.run((rows, rhs), within),
+        gather=lambda part: arrays.all_gather_of_sums(
             part, axes=team.inner, interpret=call.interpret
         ),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,35 +24,6 @@ MOST_PIECES = 4
 # Below it a kernel of a matmul would not fill a device, or a collective not pay for its launch.
 LEAST_ROWS = 2048
 LEAST_BYTES = 4 * 2**20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How an operation over several nodes is cut up; over one node, `kernel` alone counts.
-
-    Attributes:
-      pieces: that all that goes to other nodes, or comes from them, is cut into; at least one for
-        each node. By default as many as leave a kernel enough to do, up to `MOST_PIECES`.
-      kernel: the configuration of the fused kernel; chosen by default.
-    """
-
-    pieces: int | None = None
-    kernel: Any = None
-
-    def __post_init__(self) -> None:
-        if self.pieces is not None and self.pieces < 1:
-            raise ValueError(f"pieces={self.pieces} must be at least 1.")
-
-
-# Operations that have a hierarchical version, and which sizes of theirs the nodes share out.
-DIVIDED: dict[str, tuple[str, ...]] = {
-    "all_gather_matmul": ("m", "n"),
-    "matmul_reduce_scatter": ("m", "k"),
-    "matmul_all_reduce": ("k",),
-    "all_gather": (),
-    "reduce_scatter": ("m",),
-    "all_reduce": (),
-}
 
 
 @dataclasses.dataclass(frozen=True)

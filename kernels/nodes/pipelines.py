@@ -20,7 +20,7 @@ from jax import lax
 
 from stretto.distributed import kernel
 from stretto.kernels.nodes.nodes import Nodes
-from stretto.kernels.problem.reference import accumulator_dtype
+from stretto.kernels.xla.matmul import accumulator_dtype
 
 type Work = Callable[[Any], Any]
 type Pieces = Sequence[tuple[int, int]]

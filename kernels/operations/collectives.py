@@ -1,29 +1,37 @@
 """The public collectives: what they compute, what they refuse, and which implementation serves.
 
 All take any shape and are reverse-differentiable. The fused kernels move whole contiguous parts, so
-an array axis that is not the first costs a copy on either side (`flat`).
+an array axis that is not the first costs a copy on either side (`collectives.row_layout`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import jax
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
-from stretto.kernels.choice import dispatch
-from stretto.kernels.choice.dispatch import Choice, Problem
-from stretto.kernels.collectives import choice as moving
-from stretto.kernels.collectives import exchange, fused_collectives, summation
-from stretto.kernels.nodes import hierarchical_collectives, nodes
-from stretto.kernels.operations import gradients
-from stretto.kernels.operations.gradients import Primitive
-from stretto.kernels.problem import checks, reference
-
-type Axes = tuple[Hashable, ...]
+from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
+from stretto.kernels.collectives import exchange, kernels, summation
+from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions
+from stretto.kernels.nodes import hierarchical_collectives
+from stretto.kernels.operation import (
+    Arrays,
+    Axes,
+    BetweenNodes,
+    Call,
+    Examples,
+    Operand,
+    Operation,
+    Sizes,
+)
+from stretto.kernels.operations import examples
+from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform, run
+from stretto.kernels.problem import checks, node_config
+from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.problem.work import Traffic, Work
+from stretto.kernels.xla import collectives as xla
 
 
 def all_gather(
@@ -31,7 +39,7 @@ def all_gather(
     axis_name: AxisNames,
     *,
     axis: int = 0,
-    config: exchange.Config | nodes.Config | None = None,
+    config: exchange.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """Concatenation along `axis` of every device's `x`, inside `jax.shard_map`; bit for bit.
@@ -54,16 +62,9 @@ def all_gather(
 
     Synchronisation: every device of the team must make the call.
     """
-    axes, axis = (
-        canonical_axes(axis_name),
-        checks.check_array_axis("all_gather", "axis", axis, x),
-    )
-    choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER, config)
-    if choice.backend == "xla":
-        return reference.all_gather(x, axes, axis=axis)
-    call = _bind(choice, axes, config, axis=axis)
-    back = functools.partial(reduce_scatter, axis_name=axes, axis=axis, backend=backend)
-    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
+    axes = canonical_axes(axis_name)
+    options = AxisOptions(axis=checks.check_array_axis("all_gather", "axis", axis, x))
+    return _moved(ALL_GATHER, x, axes, options, backend, config)
 
 
 def reduce_scatter(
@@ -71,7 +72,7 @@ def reduce_scatter(
     axis_name: AxisNames,
     *,
     axis: int = 0,
-    config: summation.Config | nodes.Config | None = None,
+    config: summation.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """This device's part along `axis` of the sum of every device's `x`, inside `jax.shard_map`.
@@ -83,22 +84,17 @@ def reduce_scatter(
     Args, raises, synchronisation: as for `all_gather`; also ValueError where the array's axis is
     not a multiple of D. The fused kernel adds bfloat16, float16, float32 and int32.
     """
-    op = "reduce_scatter"
-    axes, axis = canonical_axes(axis_name), checks.check_array_axis(op, "axis", axis, x)
+    axes = canonical_axes(axis_name)
+    op, axis = "reduce_scatter", checks.check_array_axis("reduce_scatter", "axis", axis, x)
     checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
-    choice = _choose(op, x, axes, backend, moving.REDUCE_SCATTER, config)
-    if choice.backend == "xla":
-        return reference.reduce_scatter(x, axes, axis=axis)
-    call = _bind(choice, axes, config, axis=axis)
-    back = functools.partial(all_gather, axis_name=axes, axis=axis, backend=backend)
-    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
+    return _moved(REDUCE_SCATTER, x, axes, AxisOptions(axis=axis), backend, config)
 
 
 def all_reduce(
     x: jax.Array,
     axis_name: AxisNames,
     *,
-    config: summation.Config | nodes.Config | None = None,
+    config: summation.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """Sum of every device's `x`, inside `jax.shard_map`; bitwise the same on every device.
@@ -111,13 +107,7 @@ def all_reduce(
     """
     axes = canonical_axes(axis_name)
     checks.check_array("all_reduce", "x", x)
-    choice = _choose("all_reduce", x, axes, backend, moving.ALL_REDUCE, config)
-    if choice.backend == "xla":
-        return reference.all_reduce(x, axes)
-    call = _bind(choice, axes, config)
-    (x,) = gradients.vary_alike(axes, x)
-    back = functools.partial(gradients.sum_of_replicated, axes=axes, typed=bool(varying_axes(x)))
-    return gradients.linear(x, gradients.Linear(call, back))
+    return _moved(ALL_REDUCE, x, axes, None, backend, config)
 
 
 def all_to_all(
@@ -138,41 +128,151 @@ def all_to_all(
     """
     op = "all_to_all"
     axes = canonical_axes(axis_name)
-    split_axis = checks.check_array_axis(op, "split_axis", split_axis, x)
-    concat_axis = checks.check_array_axis(op, "concat_axis", concat_axis, x)
-    checks.check_divisible(op, f"dimension {split_axis}", x.shape[split_axis], axis_size(axes))
-    choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL, config)
-    if choice.backend == "xla":
-        return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
-    call = _bind(choice, axes, config, split_axis=split_axis, concat_axis=concat_axis)
-    back = functools.partial(
-        all_to_all, axis_name=axes, split_axis=concat_axis, concat_axis=split_axis, backend=backend
+    options = ExchangeOptions(
+        split_axis=checks.check_array_axis(op, "split_axis", split_axis, x),
+        concat_axis=checks.check_array_axis(op, "concat_axis", concat_axis, x),
     )
-    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
+    size = x.shape[options.split_axis]
+    checks.check_divisible(op, f"dimension {options.split_axis}", size, axis_size(axes))
+    return _moved(ALL_TO_ALL, x, axes, options, backend, config)
 
 
-def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any, config: Any) -> Choice:
-    platform, device_kind = dispatch.platform_of_mesh()
-    problem = Problem(
-        op=op,
-        m=x.shape[0] if x.ndim else 1,
-        k=0,
-        n=math.prod(x.shape[1:]),
-        dtype=str(x.dtype),
-        out_dtype=str(x.dtype),
-        devices=axis_size(axes),
-        platform=platform,
-        device_kind=device_kind,
+def _moved(
+    operation: Operation, x: jax.Array, axes: Axes, options: Any, backend: str, config: Any
+) -> jax.Array:
+    """The result of a collective whose arguments have been checked."""
+    sizes = dict(m=x.shape[0] if x.ndim else 1, n=math.prod(x.shape[1:]))
+    types = Types(lhs=str(x.dtype), out=str(x.dtype))
+    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
+    return operation.reference(x, axes, options) if call is None else perform(x, call)
+
+
+# --- References -----------------------------------------------------------------------------------
+
+
+def _all_gather_reference(x: jax.Array, axes: Axes, options: AxisOptions) -> jax.Array:
+    return xla.all_gather(x, axes, axis=options.axis)
+
+
+def _reduce_scatter_reference(x: jax.Array, axes: Axes, options: AxisOptions) -> jax.Array:
+    return xla.reduce_scatter(x, axes, axis=options.axis)
+
+
+def _all_reduce_reference(x: jax.Array, axes: Axes, options: None) -> jax.Array:
+    del options
+    return xla.all_reduce(x, axes)
+
+
+def _all_to_all_reference(x: jax.Array, axes: Axes, options: ExchangeOptions) -> jax.Array:
+    return xla.all_to_all(x, axes, split_axis=options.split_axis, concat_axis=options.concat_axis)
+
+
+# --- Derivatives: all are linear, so there is nothing to keep -------------------------------------
+
+
+def _forward(x: Arrays, call: Call) -> tuple[Arrays, None]:
+    return run(x, call), None
+
+
+def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
+    return reduce_scatter(bar, call.axes, axis=call.options.axis, backend=call.backend)
+
+
+def _reduce_scatter_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
+    return all_gather(bar, call.axes, axis=call.options.axis, backend=call.backend)
+
+
+def _all_reduce_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
+    return cotangent_of_replicated(call, bar)
+
+
+def _all_to_all_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
+    options: ExchangeOptions = call.options
+    return all_to_all(
+        bar,
+        call.axes,
+        split_axis=options.concat_axis,
+        concat_axis=options.split_axis,
+        backend=call.backend,
     )
-    return dispatch.choose(problem, backend, kernel, config, axes=axes)
 
 
-def _bind(choice: Choice, axes: Axes, config: Any, **arguments: int) -> Primitive:
-    """What serves a call that is not XLA's: the kernel, or over several nodes its hierarchy."""
-    op = choice.problem.op
-    arguments |= {"config": choice.config, "interpret": choice.interpret}
-    if choice.split is None:
-        return functools.partial(getattr(fused_collectives, op), axes=axes, **arguments)
-    pieces = config.pieces if isinstance(config, nodes.Config) else None
-    hierarchical = getattr(hierarchical_collectives, op)
-    return functools.partial(hierarchical, split=choice.split, pieces=pieces, **arguments)
+# --- Records --------------------------------------------------------------------------------------
+
+
+def _work(problem: Problem, *, collective: str) -> Work:
+    shape = problem.sizes["m"], problem.sizes["n"]
+    itemsize, devices = problem.types.itemsize, problem.devices
+    return Work(
+        traffic=Traffic(collective=collective, shape=shape, itemsize=itemsize, devices=devices)
+    )
+
+
+def _operands(sizes: Sizes, devices: int, *, sharded: bool = False) -> tuple[Operand, ...]:
+    """One device's operand: all of the tensor, or `sharded`, its share of the rows."""
+    return (Operand(shape=(sizes["m"] // (devices if sharded else 1), sizes["n"])),)
+
+
+ALL_GATHER = Operation(
+    name="all_gather",
+    public=all_gather,
+    sizes=("m", "n"),
+    reference=_all_gather_reference,
+    forward=_forward,
+    backward=_all_gather_backward,
+    work=functools.partial(_work, collective="all_gather"),
+    kernels=(kernels.ALL_GATHER,),
+    between_nodes=BetweenNodes(run=hierarchical_collectives.all_gather, divided=()),
+    examples=Examples(
+        shapes=examples.collective,
+        operands=functools.partial(_operands, sharded=True),
+        needs=lambda sizes, d: (("m", sizes["m"], d),),
+    ),
+)
+
+REDUCE_SCATTER = Operation(
+    name="reduce_scatter",
+    public=reduce_scatter,
+    sizes=("m", "n"),
+    reference=_reduce_scatter_reference,
+    forward=_forward,
+    backward=_reduce_scatter_backward,
+    work=functools.partial(_work, collective="reduce_scatter"),
+    kernels=(kernels.REDUCE_SCATTER,),
+    between_nodes=BetweenNodes(run=hierarchical_collectives.reduce_scatter, divided=("m",)),
+    examples=Examples(
+        shapes=examples.collective,
+        operands=_operands,
+        needs=lambda sizes, d: (("m", sizes["m"], d),),
+    ),
+)
+
+ALL_REDUCE = Operation(
+    name="all_reduce",
+    public=all_reduce,
+    sizes=("m", "n"),
+    reference=_all_reduce_reference,
+    forward=_forward,
+    backward=_all_reduce_backward,
+    work=functools.partial(_work, collective="all_reduce"),
+    kernels=(kernels.ALL_REDUCE,),
+    between_nodes=BetweenNodes(run=hierarchical_collectives.all_reduce, divided=()),
+    examples=Examples(shapes=examples.collective, operands=_operands),
+)
+
+ALL_TO_ALL = Operation(
+    name="all_to_all",
+    public=all_to_all,
+    sizes=("m", "n"),
+    reference=_all_to_all_reference,
+    forward=_forward,
+    backward=_all_to_all_backward,
+    work=functools.partial(_work, collective="all_to_all"),
+    kernels=(kernels.ALL_TO_ALL,),
+    examples=Examples(
+        shapes=functools.partial(examples.collective, exchanges=True),
+        operands=functools.partial(_operands, sharded=True),
+        needs=lambda sizes, d: (("m", sizes["m"], d * d),),
+        keywords={"split_axis": 0, "concat_axis": 0},
+    ),
+)

@@ -1,31 +1,31 @@
-"""The public matmuls: what they compute, what they refuse, and which implementation serves them.
+"""The public matmuls: what they compute, what they refuse, and their records.
 
 Over axes that span nodes, such as `("node", "gpu")`, XLA moves between nodes and a fused kernel
-serves within each (`hierarchical_matmuls`).
+serves within each (`nodes.hierarchical_matmuls`).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
-from stretto.kernels.choice import dispatch
-from stretto.kernels.choice.dispatch import Choice, Problem
+from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels.fused import all_gather_matmul_k, all_gather_matmul_n
 from stretto.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernel
-from stretto.kernels.fused import padded as fused
-from stretto.kernels.nodes import hierarchical_matmuls, nodes
-from stretto.kernels.operations import gather_axes, gradients
+from stretto.kernels.nodes import hierarchical_matmuls
+from stretto.kernels.operation import BetweenNodes, Call, Examples, Kernel, Operation
+from stretto.kernels.operations import examples, gathered, matmul_derivatives, scattered
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
-from stretto.kernels.operations.gather_axes import GatherAxis, Operands
-from stretto.kernels.operations.gradients import Call, Matrices, bound, vary_alike
-from stretto.kernels.problem import checks, epilogues, reference
-from stretto.kernels.problem.reference import Epilogue
+from stretto.kernels.operations.gathered import GatherAxis, Operands
+from stretto.kernels.operations.perform import decide, perform
+from stretto.kernels.problem import checks, epilogues, node_config
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.options import GatherOptions, types_of
 
 
 def all_gather_matmul(
@@ -39,7 +39,7 @@ def all_gather_matmul(
     gather_axis: GatherAxis = "m",
     return_gathered: bool = False,
     keep_gathered: bool = False,
-    config: all_gather_matmul_kernel.Config | nodes.Config | None = None,
+    config: all_gather_matmul_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> Any:
     """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
@@ -91,35 +91,27 @@ def all_gather_matmul(
     """
     axes = canonical_axes(axis_name)
     operands = Operands.checked(gather_axis, lhs, rhs, rhs_transposed, axis_size(axes))
-    dtype = checks.check_out_dtype(gather_axes.OP, out_dtype, lhs.dtype)
+    options = GatherOptions(
+        out_dtype=checks.check_out_dtype(gathered.OP, out_dtype, lhs.dtype),
+        rhs_transposed=rhs_transposed,
+        axis=1 if gather_axis == "k" else 0,
+        epilogue=epilogue,
+        return_gathered=return_gathered,
+        keep_gathered=keep_gathered,
+    )
     if epilogue is not None:
-        epilogues.check_elementwise(gather_axes.OP, epilogue)
-    problem = _problem(operands.op, lhs.dtype, dtype, operands.devices, *operands.sizes())
-    choice = dispatch.choose(problem, backend, operands.kernel, config, axes=axes)
-    if choice.backend == "xla":
-        outs, gathered = reference.all_gather_matmul(
-            lhs,
-            operands.sides,
-            axes,
-            epilogue=epilogue,
-            out_dtype=dtype,
-            rhs_transposed=rhs_transposed,
-            gather_axis=gather_axis,
-        )
+        epilogues.check_elementwise(gathered.OP, epilogue)
+    operation = GATHERS[gather_axis]
+    types = types_of(lhs, operands.sides[0], options)
+    call = decide(operation, operands.sizes(), types, axes, options, backend=backend, config=config)
+    if call is None:
+        outs, whole = operation.reference((lhs, operands.sides), axes, options)
     else:
         moved, sides, transposed = operands.for_kernel()
-        call = dataclasses.replace(
-            _call(axes, dtype, choice, backend, config, transposed),
-            axis=1 if gather_axis == "k" else 0,
-            gathered=return_gathered,
-            epilogue=epilogue,
-            keep_gathered=keep_gathered,
-        )
-        alike = vary_alike(axes, moved, *sides)
-        results: Any = gradients.all_gather_matmul(alike[0], tuple(alike[1:]), call)
-        outs, gathered = operands.results(*results)
+        results = perform((moved, sides), call.with_options(rhs_transposed=transposed))
+        outs, whole = operands.results(*results)
     out = outs if isinstance(rhs, tuple | list) else outs[0]
-    return (out, gathered) if return_gathered else out
+    return (out, whole) if return_gathered else out
 
 
 def matmul_reduce_scatter(
@@ -129,7 +121,7 @@ def matmul_reduce_scatter(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
-    config: matmul_reduce_scatter_kernel.Config | nodes.Config | None = None,
+    config: matmul_reduce_scatter_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
@@ -163,19 +155,14 @@ def matmul_reduce_scatter(
     `2 * (D - 1) * m / D * n` elements.
     Synchronisation: every device of the team must make the call.
     """
-    op = "matmul_reduce_scatter"
-    lhs, rhs = _pairs(op, lhs, rhs, rhs_transposed)
     axes = canonical_axes(axis_name)
-    checks.check_divisible(op, "m", lhs[0].shape[0], axis_size(axes))
-    dtype = checks.check_out_dtype(op, out_dtype, lhs[0].dtype)
-    problem = _problem_of_pairs(op, lhs, rhs, dtype, axis_size(axes), rhs_transposed)
-    choice = dispatch.choose(problem, backend, matmul_reduce_scatter_kernel, config, axes=axes)
-    if choice.backend == "xla":
-        return reference.matmul_reduce_scatter(
-            lhs, rhs, axes, out_dtype=dtype, rhs_transposed=rhs_transposed
-        )
-    call = _call(axes, dtype, choice, backend, config, rhs_transposed)
-    return gradients.matmul_reduce_scatter(*_vary_alike(axes, lhs, rhs), call)
+    operation = MATMUL_REDUCE_SCATTER
+    pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
+    sizes = scattered.sizes_of(pairs, axes, options)
+    checks.check_divisible(operation.name, "m", sizes["m"], axis_size(axes))
+    types = types_of(pairs[0][0], pairs[1][0], options)
+    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
+    return operation.reference(pairs, axes, options) if call is None else perform(pairs, call)
 
 
 def matmul_all_reduce(
@@ -185,7 +172,7 @@ def matmul_all_reduce(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
-    config: matmul_all_reduce_kernel.Config | nodes.Config | None = None,
+    config: matmul_all_reduce_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
     """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
@@ -217,70 +204,92 @@ def matmul_all_reduce(
     `2 * (D - 1) * m / D * n` elements.
     Synchronisation: every device of the team must make the call.
     """
-    op = "matmul_all_reduce"
-    lhs, rhs = _pairs(op, lhs, rhs, rhs_transposed)
     axes = canonical_axes(axis_name)
-    dtype = checks.check_out_dtype(op, out_dtype, lhs[0].dtype)
-    problem = _problem_of_pairs(op, lhs, rhs, dtype, axis_size(axes), rhs_transposed)
-    choice = dispatch.choose(problem, backend, matmul_all_reduce_kernel, config, axes=axes)
-    if choice.backend == "xla":
-        return reference.matmul_all_reduce(
-            lhs, rhs, axes, out_dtype=dtype, rhs_transposed=rhs_transposed
-        )
-    lhs, rhs = _vary_alike(axes, lhs, rhs)
-    call = _call(axes, dtype, choice, backend, config, rhs_transposed)
-    call = dataclasses.replace(call, typed=bool(varying_axes(lhs[0])))
-    return gradients.matmul_all_reduce(lhs, rhs, call)
+    operation = MATMUL_ALL_REDUCE
+    pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
+    types = types_of(pairs[0][0], pairs[1][0], options)
+    sizes = scattered.sizes_of(pairs, axes, options)
+    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
+    return operation.reference(pairs, axes, options) if call is None else perform(pairs, call)
 
 
-def _pairs(op, lhs, rhs, rhs_transposed) -> tuple[Matrices, Matrices]:
-    """The operands as tuples of equal length, checked."""
-    lhs, rhs = checks.as_matrices(op, "lhs", lhs), checks.as_matrices(op, "rhs", rhs)
-    checks.check_pairs(op, lhs, rhs, rhs_transposed=rhs_transposed)
-    return lhs, rhs
+# --- Records --------------------------------------------------------------------------------------
 
 
-def _vary_alike(axes, lhs: Matrices, rhs: Matrices) -> tuple[Matrices, Matrices]:
-    alike = tuple(vary_alike(axes, *lhs, *rhs))
-    return alike[: len(lhs)], alike[len(lhs) :]
-
-
-def _problem_of_pairs(op, lhs, rhs, out_dtype, devices, rhs_transposed) -> Problem:
-    n = rhs[0].shape[0 if rhs_transposed else 1]
-    k = devices * sum(x.shape[1] for x in lhs)
-    return _problem(op, lhs[0].dtype, out_dtype, devices, lhs[0].shape[0], k, n)
-
-
-def _problem(op, dtype, out_dtype, devices, m, k, n) -> Problem:
-    """The whole problem of a call."""
-    platform, device_kind = dispatch.platform_of_mesh()
-    return Problem(
-        op=op,
-        m=m,
-        k=k,
-        n=n,
-        dtype=str(dtype),
-        out_dtype=str(out_dtype),
-        devices=devices,
-        platform=platform,
-        device_kind=device_kind,
+def _gather_backward(call: Call, residuals: Any, bars: Any) -> Any:
+    return matmul_derivatives.gather_backward(
+        call,
+        residuals,
+        bars,
+        matmul_reduce_scatter=matmul_reduce_scatter,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
     )
 
 
-def _call(axes, out_dtype, choice: Choice, backend, config, rhs_transposed):
-    """The call as its gradient rules need it: derivatives take the backend that was asked for."""
-    kernels = hierarchical_matmuls if choice.split else fused
-    return Call(
-        axes=axes,
-        out_dtype=out_dtype,
-        config=choice.config,
-        interpret=choice.interpret,
-        fused=getattr(kernels, choice.problem.op),
-        rhs_transposed=rhs_transposed,
-        all_gather=bound(all_gather, axes, backend),
-        all_gather_matmul=bound(all_gather_matmul, axes, backend),
-        matmul_reduce_scatter=bound(matmul_reduce_scatter, axes, backend),
-        reduce_scatter=bound(reduce_scatter, axes, backend),
-        split=choice.split,
-        pieces=config.pieces if isinstance(config, nodes.Config) else None,
+def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> Operation:
+    return Operation(
+        name=name,
+        public=all_gather_matmul,
+        sizes=("m", "k", "n"),
+        reference=functools.partial(gathered.reference, gather_axis=gather_axis),
+        forward=matmul_derivatives.gather_forward,
+        backward=_gather_backward,
+        work=functools.partial(gathered.work, gather_axis=gather_axis),
+        kernels=(kernel,),
+        examples=Examples(
+            shapes=examples.gathering_matmul,
+            operands=functools.partial(gathered.example_operands, gather_axis=gather_axis),
+            needs=functools.partial(gathered.example_needs, gather_axis=gather_axis),
+            keywords={} if gather_axis == "m" else {"gather_axis": gather_axis},
+        ),
+        **more,
     )
+
+
+GATHERS: dict[str, Operation] = {
+    "m": _gather_record(
+        "m",
+        "all_gather_matmul",
+        all_gather_matmul_kernel.KERNEL,
+        between_nodes=BetweenNodes(run=hierarchical_matmuls.all_gather_matmul, divided=("m", "n")),
+    ),
+    "k": _gather_record("k", "all_gather_matmul_k", all_gather_matmul_k.KERNEL),
+    "n": _gather_record("n", "all_gather_matmul_n", all_gather_matmul_n.KERNEL),
+}
+
+MATMUL_REDUCE_SCATTER = Operation(
+    name="matmul_reduce_scatter",
+    public=matmul_reduce_scatter,
+    sizes=("m", "k", "n"),
+    reference=scattered.reduce_scatter_reference,
+    forward=matmul_derivatives.keep_operands,
+    backward=functools.partial(
+        matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
+    ),
+    work=functools.partial(scattered.work, collective="reduce_scatter"),
+    kernels=(matmul_reduce_scatter_kernel.KERNEL,),
+    between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_reduce_scatter, divided=("m", "k")),
+    examples=Examples(
+        shapes=examples.reducing_matmul,
+        operands=scattered.example_operands,
+        needs=lambda sizes, d: (("m", sizes["m"], d), ("k", sizes["k"], d)),
+    ),
+)
+
+MATMUL_ALL_REDUCE = Operation(
+    name="matmul_all_reduce",
+    public=matmul_all_reduce,
+    sizes=("m", "k", "n"),
+    reference=scattered.all_reduce_reference,
+    forward=matmul_derivatives.keep_operands,
+    backward=matmul_derivatives.reduce_backward,
+    work=functools.partial(scattered.work, collective="all_reduce"),
+    kernels=(matmul_all_reduce_kernel.KERNEL,),
+    between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_all_reduce, divided=("k",)),
+    examples=Examples(
+        shapes=examples.reducing_matmul,
+        operands=scattered.example_operands,
+        needs=lambda sizes, d: (("k", sizes["k"], d),),
+    ),
+)

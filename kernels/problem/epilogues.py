@@ -11,14 +11,14 @@ that the rule belongs to is put in its place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
-from stretto.kernels.problem.reference import Epilogue
+type Epilogue = Callable[[jax.Array], jax.Array]
 
 # Operations that call a function, which their parameters hold under one of these names.
 CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}

@@ -1,7 +1,7 @@
 """The collectives' kernels on arrays of any shape and along any axis: laid out in rows, and back.
 
 The public operations call these where a kernel serves them; the hierarchical versions, for the part
-within a node; and the matmuls of few rows (`apart`).
+within a node; and the matmuls of few rows (`unfused`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import choice as moving
-from stretto.kernels.collectives import exchange, summation
-from stretto.kernels.collectives import rows as flat
+from stretto.kernels.collectives import exchange, row_layout, summation
 
 type Axes = tuple[Hashable, ...]
+
+# Below it every device of an all-reduce adds all of the array: one exchange in place of two.
+ONE_SHOT_BYTES = 256 * 1024
 
 
 def all_gather(
@@ -35,11 +36,11 @@ def all_gather(
     """
     team = Team.along(axes)
     config = config or exchange.Config()
-    words = flat.as_words(x)
+    words = row_layout.as_words(x)
     rows = exchange.all_gather(
-        flat.to_rows(words, 1), team, config=config, invariant=invariant, interpret=interpret
+        row_layout.to_rows(words, 1), team, config=config, invariant=invariant, interpret=interpret
     )
-    parts = flat.from_words(flat.from_rows(rows, words.shape), x.dtype)
+    parts = row_layout.from_words(row_layout.from_rows(rows, words.shape), x.dtype)
     return jnp.moveaxis(parts, 0, axis).reshape(
         *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
     )
@@ -69,9 +70,9 @@ def reduce_scatter(
     config = config or summation.Config()
     parts = split(x, axis, team.size)
     rows = summation.reduce_scatter(
-        flat.to_rows(parts, team.size), team, config=config, interpret=interpret
+        row_layout.to_rows(parts, team.size), team, config=config, interpret=interpret
     )
-    return flat.from_rows(rows, parts.shape[1:])[0]
+    return row_layout.from_rows(rows, parts.shape[1:])[0]
 
 
 def all_reduce(
@@ -84,16 +85,18 @@ def all_reduce(
     """The sum of every device's `x`, as the public operation."""
     team = Team.along(axes)
     config = config or summation.Config()
-    one_shot = x.nbytes <= moving.ONE_SHOT_BYTES
+    one_shot = x.nbytes <= ONE_SHOT_BYTES
     parts = 1 if one_shot else team.size
     flat_x = x.reshape(-1)
     missing = -flat_x.size % parts
     if missing:
         flat_x = jnp.pad(flat_x, (0, missing))
     rows = summation.all_reduce(
-        flat.to_rows(flat_x, parts), team, config=config, interpret=interpret
+        row_layout.to_rows(flat_x, parts), team, config=config, interpret=interpret
     )
-    return flat.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
+    return (
+        row_layout.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
+    )
 
 
 def all_to_all(
@@ -108,11 +111,11 @@ def all_to_all(
     """Parts of `x` along `split_axis`, exchanged and joined, as the public operation."""
     team = Team.along(axes)
     config = config or exchange.Config()
-    words = flat.as_words(split(x, split_axis, team.size))
+    words = row_layout.as_words(split(x, split_axis, team.size))
     rows = exchange.all_to_all(
-        flat.to_rows(words, team.size), team, config=config, interpret=interpret
+        row_layout.to_rows(words, team.size), team, config=config, interpret=interpret
     )
-    parts = flat.from_words(flat.from_rows(rows, words.shape[1:]), x.dtype)
+    parts = row_layout.from_words(row_layout.from_rows(rows, words.shape[1:]), x.dtype)
     shape = list(parts.shape[1:])
     shape[concat_axis] *= team.size
     return jnp.moveaxis(parts, 0, concat_axis).reshape(shape)

@@ -16,19 +16,21 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from stretto.kernels.choice.dispatch import Kernel
-from stretto.kernels.fused import all_gather_matmul, all_gather_matmul_k, all_gather_matmul_n
+from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.options import GatherOptions
+from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.work import Traffic, Work
+from stretto.kernels.xla import collectives
+from stretto.kernels.xla.matmul import matmul
 
 type GatherAxis = Literal["m", "k", "n"]
+type Matrices = tuple[jax.Array, ...]
 
 OP = "all_gather_matmul"
-KERNELS: dict[str, tuple[str, Kernel]] = {
-    "m": (OP, all_gather_matmul),
-    "k": (f"{OP}_k", all_gather_matmul_k),
-    "n": (f"{OP}_n", all_gather_matmul_n),
-}
+GATHER_AXES = ("m", "k", "n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Operands:
           ValueError: they do not, or `gather_axis` is unknown, or several right-hand sides are to
             be gathered.
         """
-        if gather_axis not in KERNELS:
-            known = ", ".join(map(repr, KERNELS))
+        if gather_axis not in GATHER_AXES:
+            known = ", ".join(map(repr, GATHER_AXES))
             raise ValueError(f"{OP}: gather_axis={gather_axis!r} is not one of {known}.")
         sides = checks.as_matrices(OP, "rhs", rhs)
         if gather_axis == "n" and isinstance(rhs, tuple | list):
@@ -77,23 +79,13 @@ class Operands:
             )
         return cls(gather_axis, lhs, sides, transposed, devices)
 
-    @property
-    def op(self) -> str:
-        """Name of the operation in tables and reports."""
-        return KERNELS[self.gather_axis][0]
-
-    @property
-    def kernel(self) -> Kernel:
-        """What the choice of an implementation asks."""
-        return KERNELS[self.gather_axis][1]
-
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> Sizes:
         """m, k, n of the whole problem, over all devices."""
         m, k = self.lhs.shape
-        n = sum(side.shape[0 if self.transposed else 1] for side in self.sides)
+        n = self.devices * sum(side.shape[0 if self.transposed else 1] for side in self.sides)
         if self.gather_axis == "k":
-            return m, self.devices * k, self.devices * n
-        return self.devices * m, k, self.devices * n
+            return dict(m=m, k=self.devices * k, n=n)
+        return dict(m=self.devices * m, k=k, n=n)
 
     def for_kernel(self) -> tuple[jax.Array, tuple[jax.Array, ...], bool]:
         """(what is gathered, what it is multiplied by, whether that is transposed)."""
@@ -111,3 +103,52 @@ class Operands:
                 gathered = gathered.T
             return tuple(out.T for out in outs), gathered
         return tuple(outs), gathered
+
+
+def reference(
+    operands: tuple[jax.Array, Matrices], axes: Axes, options: GatherOptions, *, gather_axis: str
+) -> tuple[Matrices, jax.Array]:
+    """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
+
+    lhs is gathered along its rows ("m") or columns ("k"), or the only `x` along its columns ("n").
+    """
+    lhs, rhs = operands
+    if gather_axis == "n":
+        (shard,), axis = rhs, 0 if options.rhs_transposed else 1
+    else:
+        shard, axis = lhs, 0 if gather_axis == "m" else 1
+    gathered = checkpoint_name(collectives.all_gather(shard, axes, axis=axis), "gathered")
+    lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
+    outs = (matmul(lhs, x.T if options.rhs_transposed else x) for x in rhs)
+    outs = (out if options.epilogue is None else options.epilogue(out) for out in outs)
+    return tuple(out.astype(options.out_dtype) for out in outs), gathered
+
+
+def work(problem: Problem, *, gather_axis: str) -> Work:
+    """A device multiplies its part of the whole; what travels is a shard of one operand."""
+    m, k, n = (problem.sizes[name] for name in "mkn")
+    d = problem.devices
+    shapes = {"m": (-(-m // d), k), "k": (m, -(-k // d)), "n": (k, -(-n // d))}
+    product = (-(-m // d), k, n) if gather_axis == "n" else (m, k, -(-n // d))
+    traffic = Traffic(
+        collective="all_gather",
+        shape=shapes[gather_axis],
+        itemsize=problem.types.itemsize,
+        devices=d,
+    )
+    return Work(product=product, traffic=traffic)
+
+
+def example_operands(sizes: Sizes, devices: int, *, gather_axis: str) -> tuple[Operand, ...]:
+    """lhs and rhs of one device."""
+    m, k, n = (sizes[name] for name in "mkn")
+    lhs = (m, k // devices) if gather_axis == "k" else (m // devices, k)
+    return Operand(shape=lhs), Operand(shape=(k, n // devices))
+
+
+def example_needs(
+    sizes: Sizes, devices: int, *, gather_axis: str
+) -> tuple[tuple[str, int, int], ...]:
+    """The sizes that are cut into shards."""
+    first = "k" if gather_axis == "k" else "m"
+    return (first, sizes[first], devices), ("n", sizes["n"], devices)
