@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from folders import HELPERS
 
 from stretto.distributed import aot
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"
 )
 
-SCRIPT = Path(__file__).with_name("compile_cases.py")
+SCRIPT = HELPERS / "compile_cases.py"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 REGISTERS = 65536
 # Instructions that reach global memory but for bulk copies, with their scope and order.

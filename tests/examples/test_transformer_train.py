@@ -9,15 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import config
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
-
-import config
 import parallel
+import pytest
 import train
 from sample import sample
 from step import make_train_step

@@ -5,18 +5,13 @@ Checks that the tests of the kernels use as well, in the simulator, lie in `test
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import fused_cases as cases
 import jax
 import machine
+import pytest
 import scale as scales
 import tally as tallies
 

@@ -15,13 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from folders import HELPERS
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
 
-SCRIPT = Path(__file__).with_name("alone.py")
+SCRIPT = HELPERS / "alone.py"
 LIMIT_S = 2
 START_S = 120
 DROPPED = [

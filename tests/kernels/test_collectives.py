@@ -10,7 +10,7 @@ from collective_checks import drawn, per_device, same_bits
 from fused_cases import BF16
 
 import stretto as st
-from stretto.kernels.collectives import choice as moving
+from stretto.kernels.collectives import arrays
 
 COPIED = ["bfloat16", "float16", "float32", "int8", "int16", "int32", "bool", "float8_e4m3fn"]
 SUMMED = ["bfloat16", "float16", "float32", "int32"]
@@ -137,7 +137,7 @@ class TestSums:
     def test_one_shot_and_two_shots_are_bitwise_the_same(self, monkeypatch):
         x = np.random.default_rng(0).standard_normal((3, 700)).astype(jnp.bfloat16)
         one = per_device(lambda x: st.all_reduce(x, "x"), x)
-        monkeypatch.setattr(moving, "ONE_SHOT_BYTES", 0)
+        monkeypatch.setattr(arrays, "ONE_SHOT_BYTES", 0)
         two = per_device(lambda x: st.all_reduce(x, "x"), x)
         for got in (*one, *two):
             same_bits(got, one[0])

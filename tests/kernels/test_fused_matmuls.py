@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 
@@ -118,8 +117,7 @@ def test_epilogue():
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 def test_candidates_agree(name):
     """Every configuration that the tuner may choose computes the same."""
-    module = importlib.import_module(f"stretto.kernels.fused.{name}")
-    configs = list(module.Config.candidates())
+    configs = list(OPERATIONS[name].kernels[0].candidates(None))
     assert len(set(configs)) == len(configs) >= 2
     for number, config in enumerate(configs):
         check(name, 2, (72, 72, 136), config=config, seed=number)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import verification
 from jax.sharding import PartitionSpec as P
-from subjects import SUBJECTS
+from subjects import HIERARCHICAL, SUBJECTS
 from verification import Problem
 
 import stretto as st
@@ -23,10 +23,9 @@ from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels.collectives import exchange
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels.nodes import nodes
-from stretto.kernels.nodes.nodes import Config
+from stretto.kernels.problem.node_config import Config
 
 BOTH = ("x", "y")
-HIERARCHICAL = tuple(nodes.DIVIDED)
 everywhere = pytest.mark.parametrize("name", HIERARCHICAL)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from folders import HELPERS, PYTHONPATH
 
 
 def run(
@@ -29,10 +29,15 @@ def run(
     preload = ["--env", f"LD_PRELOAD={nccl}"] if nccl else []
     command = [
         *(sys.executable, "-m", "stretto.launch", "run", "--timeout", str(limit_s)),
-        *(*options, *preload, str(HERE / script), *arguments),
+        *(*options, *preload, str(HELPERS / script), *arguments),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit_s + 60, check=False
+        command,
+        env=os.environ | PYTHONPATH,
+        capture_output=True,
+        text=True,
+        timeout=limit_s + 60,
+        check=False,
     )
     said = [text for line in done.stdout.splitlines() if (text := line.partition("] ")[2])]
     found = [text for text in said if text.startswith("{")]

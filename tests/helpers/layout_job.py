@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 import compiling
 import fused_cases as cases

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.kernels.operations import OPERATIONS
 
 type Sizes = tuple[int, ...]
 
@@ -171,6 +172,9 @@ def collective(name: str, dtype: str = "bfloat16") -> Subject:
         replicated=name in ("all_gather", "all_reduce"),
     )
 
+
+# Operations that have a version for several nodes.
+HIERARCHICAL = tuple(name for name, record in OPERATIONS.items() if record.between_nodes)
 
 SUBJECTS: dict[str, Subject] = {
     **{name: _fused(name) for name in cases.FORMS},

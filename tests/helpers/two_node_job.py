@@ -12,9 +12,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 import compiling
 import gradient_checks
@@ -23,12 +20,12 @@ import launching
 import numpy as np
 import verification
 from jax.sharding import Mesh
-from subjects import SUBJECTS
+from subjects import HIERARCHICAL, SUBJECTS
 from verification import Problem
 
 import stretto.launch
 from stretto.distributed import settings
-from stretto.kernels.nodes.nodes import DIVIDED, Config
+from stretto.kernels.problem.node_config import Config
 
 BOTH = ("x", "y")
 LATE_US = 2000
@@ -108,7 +105,7 @@ def main(backend: str, *names: str) -> int:
     rehearsed = backend != "pallas"
     sizes = [(9, 8, 24)] if rehearsed else [(65, 72, 136), (1024, 1024, 512)]
     calls = 2 if rehearsed else 1000
-    names = names or tuple(DIVIDED)
+    names = names or HIERARCHICAL
     with settings.nodes_of(devices.shape[1]):
         outcomes = verified(names, mesh, backend, sizes, [2] if rehearsed else [1, 2])
         flaws = [f"{o.label}: {flaw}" for o in outcomes for flaw in o.flaws]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
-
-import jax
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
 
 import config
 import data
+import jax
+import numpy as np
 import parallel
 import reference
 from step import TrainState, make_optimizer, make_train_step, state_shardings

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "gpu"))
 
 import field_cases
 import fused_cases as cases
@@ -33,7 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import aot, clique, settings
-from stretto.kernels.nodes import nodes
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem import node_config
 
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
@@ -54,7 +51,7 @@ def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis: Any = "x", dtype=jnp.b
 def configs(name: str) -> Iterator[Program]:
     """Every configuration of the fused kernel that the tuner may choose."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
-    for config in importlib.import_module(f"stretto.kernels.fused.{name}").Config.candidates():
+    for config in OPERATIONS[name].kernels[0].candidates(None):
         if not config.apart:
             yield f"{name} {config}", *fused(name, mesh, config=config)
 
@@ -173,14 +170,16 @@ def two_nodes(process: int, processes: int) -> Iterator[Program]:
 def hierarchical(name: str) -> Iterator[Program]:
     """An operation over two nodes, in several pieces."""
     mesh = aot.mesh_of_gpus((2, 2), ("x", "y"), processes=2)
-    both, config = ("x", "y"), nodes.Config(pieces=2)
+    both, config = ("x", "y"), node_config.Config(pieces=2)
     with settings.nodes_of(2):
         if name in cases.OPERATIONS:
             yield name, *fused(name, mesh, (8192, 1024, 1024), axis=both, config=config)
             return
         sharding = NamedSharding(mesh, P(both))
         mapped = jax.shard_map(
-            functools.partial(getattr(st, name), axis_name=both, backend="pallas", config=config),
+            functools.partial(
+                OPERATIONS[name].public, axis_name=both, backend="pallas", config=config
+            ),
             mesh=mesh,
             in_specs=P(both),
             out_specs=P(both) if name == "reduce_scatter" else P(),
@@ -251,7 +250,10 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,
-    **{f"hierarchical {name}": functools.partial(hierarchical, name) for name in nodes.DIVIDED},
+    **{
+        f"hierarchical {name}": functools.partial(hierarchical, name)
+        for name in subjects.HIERARCHICAL
+    },
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
         for process, processes in ((0, 2), (1, 2), (3, 4))

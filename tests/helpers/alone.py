@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 import fused_cases as cases
 import jax

@@ -16,20 +16,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-import stretto as st
 from stretto.kernels.fused import all_gather_matmul
+from stretto.kernels.operations import OPERATIONS as RECORDS
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-OPERATIONS: dict[str, Callable[..., jax.Array]] = {
-    name: getattr(st, name)
-    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+# Every matmul with a collective, by its record's name.
+FORMS: dict[str, Callable[..., jax.Array]] = {
+    name: functools.partial(record.public, **record.examples.keywords)
+    for name, record in RECORDS.items()
+    if "k" in record.sizes
 }
-# The same with another operand or dimension gathered.
-GATHERS: dict[str, Callable[..., jax.Array]] = {
-    f"all_gather_matmul_{axis}": functools.partial(st.all_gather_matmul, gather_axis=axis)
-    for axis in ("k", "n")
-}
-FORMS = OPERATIONS | GATHERS
+# The same operation with another operand or dimension gathered has a record of its own.
+GATHERS = {name: form for name, form in FORMS.items() if RECORDS[name].examples.keywords}
+OPERATIONS = {name: form for name, form in FORMS.items() if name not in GATHERS}
 # At the small sizes of tests the default would be the other way of gathering; see `mapped`.
 IN_SHARDS = all_gather_matmul.Config()
 AS_ONE = all_gather_matmul.Config(whole=True)
