@@ -18,7 +18,7 @@ import stretto as st
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
 from stretto.kernels.choice import dispatch, tables
 from stretto.kernels.choice.dispatch import Problem
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels.nodes import nodes
 
