@@ -21,7 +21,7 @@ from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.operations import AXIS, Case
 from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate
 from stretto.distributed import settings
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused.local_matmul import local_matmul
 
 FUSED = "fused"

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stretto.kernels.choice.dispatch import Problem
+
 from stretto.benchmarks import memory
 from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
@@ -19,7 +21,6 @@ from stretto.benchmarks.prepare import Bench, Ready
 from stretto.benchmarks.programs import Candidate
 from stretto.benchmarks.spread import spread
 from stretto.benchmarks.tuned_file import entry_of
-from stretto.kernels.choice.dispatch import Problem
 from stretto.kernels.choice.tables import Entry, config_to_data
 from stretto.kernels.collectives import choice as moving
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Self
 
-from stretto.kernels.engine import tile_config
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.problem.problem import Problem
 
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)

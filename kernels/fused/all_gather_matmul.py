@@ -25,19 +25,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import copies, kernel, schedule
-from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed import schedule
+from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
-from stretto.kernels.engine import matmul, padding, tile_config
+from stretto.kernels.engine import padding
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.segments import Segments
-from stretto.kernels.engine.tile_config import TileConfig
 from stretto.kernels.fused import gathering, unfused
+from stretto.kernels.fused.gathering_by_shards import by_shards
+from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
-from stretto.kernels.problem.epilogues import Epilogue, without_derivatives
+from stretto.kernels.problem.epilogues import Epilogue
 from stretto.kernels.problem.problem import Problem
 
 
@@ -155,6 +158,7 @@ def launch(
     config: Config,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
+    mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs `[m_shard, k]` and each of rhs, `[k, n_i]` or `[n_i, k]` transposed.
@@ -163,163 +167,39 @@ def launch(
     asked for, the gathered lhs `[size, m_shard, k]`.
     """
     m_shard, k = lhs.shape
-    parts = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], config.tiles.tile_n)
-    layout = gathering.layout(
-        team,
-        m_shard,
-        k,
-        parts.total * config.tiles.tile_n,
-        config.tiles,
-        (config.pull_rows, config.piece_columns(k), config.chunk_columns),
-        whole=config.whole,
-        by_shard=return_gathered,
-    )
-    results = launch_with(
-        layout,
+    shape = config.tiles
+    columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
+    n = columns.total * shape.tile_n
+
+    def plan(rows: int, piece_rows: int) -> PullPlan:
+        return PullPlan(
+            rows=rows,
+            columns=k,
+            piece_rows=piece_rows,
+            piece_columns=config.piece_columns(k),
+            chunk_columns=config.chunk_columns,
+        )
+
+    if config.whole:
+        piece_rows = [r for r in range(1, config.pull_rows + 1) if m_shard % r == 0][-1]
+        rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
+        gather = rows_first(team, plan(rows, piece_rows), m_shard, n, shape)
+    else:
+        gather = by_shards(
+            team, plan(m_shard, config.pull_rows), n, shape, by_shard=return_gathered
+        )
+    results = gathering.launch(
+        gather,
         lhs,
         rhs,
-        parts,
+        team,
         name="all_gather_matmul",
         pull_slots=config.pull_slots,
         epilogue=epilogue,
         out_dtype=out_dtype,
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
+        mainloop=functools.partial(mainloop, shape),
         interpret=interpret,
     )
     return [x.reshape(team.size, m_shard, -1) for x in results]
-
-
-def launch_with(
-    layout: gathering.Layout,
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    parts: Segments,
-    *,
-    name: str,
-    pull_slots: int,
-    epilogue: Epilogue | None,
-    out_dtype: jnp.dtype,
-    rhs_transposed: bool,
-    return_gathered: bool,
-    interpret: Any,
-) -> list[jax.Array]:
-    """Runs the kernel as `layout` gathers lhs; `parts` are the tiles along the columns of rhs.
-
-    Returns the products and the gathered lhs, if asked for, in shapes of `layout.rows_shape`.
-    """
-    config, plan, team = layout.config, layout.plan, layout.team
-    num_blocks = kernel.num_blocks_for(layout.num_tiles)
-
-    def body(lhs_ref, *refs, received, released, pulled, arrived, handshake, **own):
-        sems = dict(received=received, released=released)
-        refs = _Refs(lhs_ref, refs[: len(rhs)], refs[len(rhs) : -1], refs[-1], **sems)
-        hooks = matmul.Hooks(
-            locate=layout.order.locate,
-            load_lhs=functools.partial(layout.load, refs.lhs, refs.gathered),
-            load_rhs=functools.partial(_load_rhs, layout, parts, rhs_transposed, refs),
-            store=functools.partial(_store, layout, parts, refs),
-            rhs_transposed=rhs_transposed,
-            epilogue=None if epilogue is None else without_derivatives(epilogue),
-            gate=matmul.Gate(
-                columns=layout.gate_columns,
-                wait=functools.partial(layout.wait, refs.received),
-                # Or what the peers' start takes would count against the limit of these waits.
-                before=handshake.meet,
-            ),
-            communicate=lambda: _pull(layout, refs, num_blocks, pulled, arrived, handshake),
-        )
-        matmul.run(
-            hooks,
-            config,
-            num_tiles=layout.num_tiles,
-            k=layout.contraction,
-            num_blocks=num_blocks,
-            **own,
-        )
-
-    rows, gathered_rows = layout.rows_shape(gathered=False), layout.rows_shape(gathered=True)
-    columns = [x.shape[0 if rhs_transposed else 1] for x in rhs]
-    *outs, gathered = kernel.launch(
-        body,
-        lhs,
-        *rhs,
-        name=name,
-        team=team,
-        out_type=[
-            *(jax.ShapeDtypeStruct((*rows, n), out_dtype) for n in columns),
-            jax.ShapeDtypeStruct((*gathered_rows, lhs.shape[1]), lhs.dtype),
-        ],
-        num_blocks=num_blocks,
-        num_threads=tile_config.NUM_WARPGROUPS,
-        semaphore_arrays=dict(
-            received=SemaphoreArray(layout.semaphores, local=True), released=SemaphoreArray()
-        ),
-        scratch=dict(
-            pulled=plgpu.SMEM((pull_slots, plan.piece_rows, plan.piece_columns), lhs.dtype),
-            arrived=plgpu.Barrier(num_barriers=pull_slots),
-            **tile_config.scratch(config, lhs.dtype, out_dtype, rhs_transposed=rhs_transposed),
-            **tile_config.gate_scratch(),
-        ),
-        warps_that_meet=2,  # `released` closes, long before the matmul is over.
-        interpret=interpret,
-    )
-    return [*outs, layout.with_own(gathered, lhs)] if return_gathered else outs
-
-
-@dataclasses.dataclass(frozen=True)
-class _Refs:
-    """What the device functions share."""
-
-    lhs: Any
-    rhs: Sequence[Any]
-    outs: Sequence[Any]
-    gathered: Any
-    received: Any
-    released: Any
-
-
-def _pull(layout, refs, num_blocks, buffers, barriers, handshake):
-    """The pulling warp: fetches pieces in the order in which the matmul wants them."""
-    block, team = kernel.block_id(), layout.team
-    handshake.begin()
-    copies.Pull(
-        pieces=schedule.share(layout.num_pieces, block, num_blocks),
-        place=lambda i: layout.place(block + i * num_blocks),
-        sources=layout.sources(refs.lhs),
-        destination=lambda source: layout.destination(refs.gathered, source),
-        arrived=lambda place: refs.received.at[place.key].signal(),
-        buffers=buffers,
-        barriers=barriers,
-    ).run()
-    for offset in team.peer_offsets:
-        refs.released.signal(peer_id=team.neighbour(offset))
-
-    @pl.when(block == 0)
-    def _():
-        refs.released.wait(num_blocks * (team.size - 1))
-        handshake.part()
-
-
-def _load_rhs(layout, parts, transposed, refs, tile, k_index, slot, barrier):
-    _, _, n = tile
-
-    def load(index, n):
-        window = layout.config.rhs_tile(layout.rhs_k(k_index), n, transposed)
-        plgpu.copy_gmem_to_smem(refs.rhs[index].at[window], slot, barrier)
-
-    parts.visit(n, load)
-
-
-def _store(layout, parts, refs, tile, part, row, column):
-    _, m, n = tile
-    rows, columns = part.shape
-    config = layout.config
-
-    def store(index, n):
-        row_slice = pl.ds(m * config.tile_m + row, rows)
-        column_slice = pl.ds(n * config.tile_n + column, columns)
-        window = layout.out_window(refs.outs[index], tile, row_slice, column_slice)
-        plgpu.copy_smem_to_gmem(part, window, commit_group=False)
-
-    parts.visit(n, store)

@@ -17,6 +17,7 @@ them (`gathering_columns`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,10 +26,13 @@ import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.team import Team
-from stretto.kernels.engine import padding, tile_config
+from stretto.kernels.engine import padding
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import all_gather_matmul
-from stretto.kernels.fused.gathering_columns import Columns
+from stretto.kernels.fused import gathering
+from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogues import Epilogue
@@ -122,6 +126,7 @@ def launch(
     config: Config,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
+    mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs `[m, k_shard]` and each of rhs, `[size * k_shard, n_i]`.
@@ -130,27 +135,28 @@ def launch(
     products `[m, n_i]`, and after them, if asked for, the gathered lhs `[m, size, k_shard]`.
     """
     m, k_shard = lhs.shape
-    tiles = config.tiles
-    parts = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], tiles.tile_n)
+    shape = config.tiles
+    columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,
         columns=k_shard,
         piece_rows=config.pull_rows,
         piece_columns=config.piece_columns(k_shard),
-        chunk_rows=tiles.tile_m,
-        band_rows=tiles.raster_width * tiles.tile_m,
+        chunk_rows=shape.tile_m,
+        band_rows=shape.raster_width * shape.tile_m,
     )
-    return all_gather_matmul.launch_with(
-        Columns(team, plan, parts.total * tiles.tile_n, tiles, by_shard=return_gathered),
+    return gathering.launch(
+        by_columns(team, plan, columns.total * shape.tile_n, shape, by_shard=return_gathered),
         lhs,
         rhs,
-        parts,
+        team,
         name="all_gather_matmul_k",
         pull_slots=config.pull_slots,
         epilogue=epilogue,
         out_dtype=out_dtype,
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
+        mainloop=functools.partial(mainloop, shape),
         interpret=interpret,
     )

@@ -10,12 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel
-from stretto.kernels.engine import matmul, padding, tile_config, tiles
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.distributed import schedule
+from stretto.kernels.engine import padding, sinks, streams, tiles
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.orders import ShardOrder
+from stretto.kernels.engine.parts import Parts, Product
+from stretto.kernels.engine.segments import Segments
 
 
 def local_matmul(
@@ -24,6 +28,7 @@ def local_matmul(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     config: TileConfig | None = None,
+    mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:
     """`lhs @ rhs` in float32, rounded once: `[m, k] @ [k, n] -> [m, n]`.
@@ -32,6 +37,7 @@ def local_matmul(
       lhs, rhs: bfloat16 or float16, m a multiple of 8, k and n of 64.
       out_dtype: lhs's type by default.
       config: the tiles.
+      mainloop: makes what loads, multiplies and stores them.
       interpret: `simulator.SimulatorParams()` to run in the simulator.
 
     Raises:
@@ -50,51 +56,26 @@ def local_matmul(
     config = config or TileConfig()
     config.check()
     out_dtype = jnp.dtype(out_dtype or lhs.dtype)
-    # One shard, which is the whole: the step of a tile is always 0.
-    order = tiles.ShardOrder(m, n, config)
-    num_blocks = kernel.num_multiprocessors()
+    order = ShardOrder(m, n, config)
 
-    def body(lhs_ref, rhs_ref, out_ref, **own):
-        matmul.run(
-            _hooks(order, lhs_ref, rhs_ref, out_ref),
-            config,
-            num_tiles=order.tiles_per_shard,
-            k=k,
-            num_blocks=num_blocks,
-            **own,
+    def parts(refs: Refs) -> Parts:
+        return Parts(
+            order=order,
+            k_tiles=schedule.ceil_div(k, config.tile_k),
+            lhs=streams.of(refs.lhs, lambda tile, k: tiles.lhs_window(config, tile.m, k)),
+            rhs=streams.of(refs.rhs, lambda tile, k: tiles.rhs_window(config, k, tile.n)),
+            sink=sinks.along_n([refs.out], Segments.of([n], config.tile_n), config),
         )
 
-    (out,) = kernel.launch(
-        body,
-        lhs,
-        rhs,
+    product = Product(lhs=lhs.dtype, rhs=rhs.dtype, out=out_dtype)
+    results = fuse(
+        parts,
         name="local_matmul",
         team=None,
-        out_type=[jax.ShapeDtypeStruct((m, n), out_dtype)],
-        num_blocks=num_blocks,
-        num_threads=tile_config.NUM_WARPGROUPS,
-        scratch=tile_config.scratch(config, lhs.dtype, out_dtype),
+        mainloop=mainloop(config, product),
+        num_tiles=order.num_tiles,
+        operands=dict(lhs=lhs, rhs=rhs),
+        outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
         interpret=interpret,
     )
-    return out
-
-
-def _hooks(order: tiles.ShardOrder, lhs_ref: Any, rhs_ref: Any, out_ref: Any) -> matmul.Hooks:
-    config = order.config
-
-    def load_lhs(tile, k_index, slot, barrier):
-        _, m, _ = tile
-        plgpu.copy_gmem_to_smem(lhs_ref.at[config.lhs_tile(m, k_index)], slot, barrier)
-
-    def load_rhs(tile, k_index, slot, barrier):
-        _, _, n = tile
-        plgpu.copy_gmem_to_smem(rhs_ref.at[config.rhs_tile(k_index, n)], slot, barrier)
-
-    def store(tile, part, row, column):
-        _, m, n = tile
-        rows, columns = part.shape
-        row_slice = pl.ds(m * config.tile_m + row, rows)
-        window = out_ref.at[row_slice, pl.ds(n * config.tile_n + column, columns)]
-        plgpu.copy_smem_to_gmem(part, window, commit_group=False)
-
-    return matmul.Hooks(locate=order.locate, load_lhs=load_lhs, load_rhs=load_rhs, store=store)
+    return results["out"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
-from stretto.kernels.engine import tile_config
+from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.fused import matmul_reduce_scatter, unfused
 from stretto.kernels.fused.add_config import AddConfig, default_tiles
 from stretto.kernels.operation import Call, Kernel

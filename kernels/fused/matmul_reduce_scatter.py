@@ -3,8 +3,8 @@
 Each device makes the tiles of its peers' rows, and keeps these products at home. A spare warp of
 every block fetches the peers' products for the own rows, straight from where the peers keep them, as
 they come to be. The own rows come last, or each tile some time after the same tile for the peers
-(`tiles.OwnersOrder`). Between its products the device adds, in float32, what was fetched
-(`matmul.Addends`), and stores the sum: at home, or for an all-reduce on every device.
+(`orders.OwnersOrder`). Between its products the device adds, in float32, what was fetched
+(`parts.Addends`), and stores the sum: at home, or for an all-reduce on every device.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -36,10 +36,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import matmul, padding, tile_config, tiles
+from stretto.kernels.engine import padding, streams, tiles, transfers
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
+from stretto.kernels.engine.parts import Addends, Parts, Product, Ref, Sink, Tile, Transfer
 from stretto.kernels.engine.segments import Segments
+from stretto.kernels.engine.shared_memory import row_elements
+from stretto.kernels.engine.tiles import TileShape
+from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.operation import Call, Kernel
@@ -118,6 +128,7 @@ def launch(
     config: AddConfig,
     rhs_transposed: bool = False,
     everywhere: bool = False,
+    mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
@@ -126,238 +137,199 @@ def launch(
     with `everywhere` (all-reduce) `[size, m_shard, n]`.
     """
     m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
-    parts = Segments.of([x.shape[2] for x in lhs], config.tiles.tile_k)
-    shard = tiles.ShardOrder(m_shard, n, config.tiles)
-    num_blocks = kernel.num_blocks_for(team.size * shard.tiles_per_shard)
-    order = tiles.OwnersOrder(shard, team.size, num_blocks, lag=config.own_lag)
-    peers = team.size - 1
-    slots = (peers, shard.m_tiles * config.tiles.tile_m, shard.n_tiles * config.tiles.tile_n)
-    piece = (PIECE_ROWS, tile_config.SWIZZLE_BYTES // out_dtype.itemsize)
+    shape, peers = config.tiles, team.size - 1
+    segments = Segments.of([x.shape[2] for x in lhs], shape.tile_k)
+    shard = ShardOrder(m_shard, n, shape, steps=team.size)
 
-    def body(*refs, pulled, pulled_bar, handshake, **rest):
-        names = ("produced", "arrived", "released", "finished")
-        sems = {name: rest.pop(name, None) for name in names}
-        # Named once: the copy engine gets a descriptor for each naming of a peer.
-        operands, (out, partial, fetched) = refs[:-3], refs[-3:]
-        peers_outs = [
-            copies.remote(out, team, team.neighbour(i)) for i in team.peer_offsets if everywhere
-        ]
-        refs = _Refs(
-            lhs=operands[: len(lhs)],
-            rhs=operands[len(lhs) :],
-            outs=[out, *peers_outs],
-            partial=partial,
-            fetched=fetched,
-            **sems,
+    def parts(refs: Refs) -> Parts:
+        order = OwnersOrder(shard, team.size, refs.num_blocks, lag=config.own_lag)
+        products = _Products(team, order, refs, everywhere)
+        return Parts(
+            order=order,
+            k_tiles=segments.total,
+            lhs=streams.along_k(refs.lhs, segments, functools.partial(_lhs_window, team, shape)),
+            rhs=streams.along_k(
+                refs.rhs,
+                segments,
+                lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
+            ),
+            fold=products.addends(),
+            sink=Sink(store=products.store, stored=products.stored),
+            transfer=Transfer(run=products.fetch, finish=products.finish),
         )
 
-        def communicate():
-            handshake.begin()
-            _pull(team, order, refs, num_blocks, pulled, pulled_bar)
-            for offset in team.peer_offsets:
-                refs.released.signal(peer_id=team.neighbour(offset))
-
-            @pl.when(kernel.block_id() == 0)
-            def _():
-                refs.released.wait(num_blocks * peers)
-                if everywhere:
-                    refs.finished.wait(peers * shard.tiles_per_shard)
-                handshake.part()
-
-        hooks = matmul.Hooks(
-            locate=order.locate,
-            load_lhs=functools.partial(_load_lhs, team, config.tiles, parts, refs),
-            load_rhs=functools.partial(_load_rhs, config.tiles, parts, rhs_transposed, refs),
-            store=functools.partial(_store, team, order, refs),
-            before_stores=handshake.meet,
-            stored=functools.partial(_tell, team, order, refs),
-            rhs_transposed=rhs_transposed,
-            addends=_addends(order, refs, peers),
-            communicate=communicate,
-        )
-        matmul.run(
-            hooks,
-            config.tiles,
-            num_tiles=order.num_tiles,
-            k=parts.total * config.tiles.tile_k,
-            num_blocks=num_blocks,
-            **rest,
-        )
-
-    arrays = dict(
-        produced=SemaphoreArray((peers, shard.tiles_per_shard)),
-        arrived=SemaphoreArray((shard.tiles_per_shard,), local=True),
-        released=SemaphoreArray(),
+    product = Product(
+        lhs=lhs[0].dtype,
+        rhs=lhs[0].dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        fold=Addends,
     )
-    if everywhere:
-        arrays["finished"] = SemaphoreArray()
-    (out,) = kernel.launch(
-        body,
-        *lhs,
-        *rhs,
+    kept = jax.ShapeDtypeStruct(
+        (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
+    )
+    results = fuse(
+        parts,
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
-        out_type=[jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)],
-        symmetric=[jax.ShapeDtypeStruct(slots, out_dtype)] * 2,
-        num_blocks=num_blocks,
-        num_threads=tile_config.NUM_WARPGROUPS,
-        semaphore_arrays=arrays,
-        scratch=dict(
-            pulled=plgpu.SMEM((config.pull_slots, *piece), out_dtype),
-            pulled_bar=plgpu.Barrier(num_barriers=config.pull_slots),
-            **tile_config.scratch(
-                config.tiles, lhs[0].dtype, out_dtype, rhs_transposed=rhs_transposed
-            ),
-            **tile_config.addend_scratch(config.tiles),
+        mainloop=mainloop(shape, product),
+        num_tiles=shard.num_tiles,
+        operands=dict(lhs=lhs, rhs=rhs),
+        outs=dict(
+            out=jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
         ),
-        warps_that_meet=2,  # `released` and `finished` close.
+        symmetric=dict(partial=kept, fetched=kept),
+        semaphores=dict(
+            produced=SemaphoreArray((peers, shard.tiles_per_shard)),
+            arrived=SemaphoreArray((shard.tiles_per_shard,), local=True),
+            **(dict(finished=SemaphoreArray()) if everywhere else {}),
+        ),
+        buffers=Buffers(config.pull_slots, PIECE_ROWS, row_elements(out_dtype), out_dtype),
+        signals=True,
         invariant=everywhere,
         interpret=interpret,
     )
-    return out
+    return results["out"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Refs:
-    """What the device functions share; `outs` are the own result and, of an all-reduce, the peers'.
+def _lhs_window(team: Team, shape: TileShape, tile: Tile, k: Int) -> tuple:
+    """The tile of lhs, in the rows of the device whose result the tile belongs to."""
+    owner = schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)  # Last, one's own.
+    return owner, *tiles.lhs_window(shape, tile.m, k)
 
-    `finished` is None unless the result goes everywhere.
+
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """The products of a device: where they are stored, who fetches them, where they are added.
+
+    `everywhere` says whether each sum goes to all devices.
     """
 
-    lhs: Sequence[Any]
-    rhs: Sequence[Any]
-    outs: list[Any]
-    partial: Any
-    fetched: Any
-    produced: Any
-    arrived: Any
-    released: Any
-    finished: Any
+    team: Team
+    order: OwnersOrder
+    refs: Refs
+    everywhere: bool
 
+    @property
+    def peers(self) -> int:
+        """The other devices; the step of the own tiles."""
+        return self.team.size - 1
 
-def _pull(team, order, refs, num_blocks, buffers, barriers):
-    """The pulling warp: fetches whole tiles, one after another, in the order peers make them in.
+    @functools.cached_property
+    def outs(self) -> list[Ref]:
+        """The own result and, of an all-reduce, the peers'.
 
-    All devices go through the tiles in one order, but for the turns within a wave
-    (`tiles.OwnersOrder`), so the peers' tiles for this device come in the order of its own list. A
-    tile is in place before the next one is waited for: a device that made the next one only after
-    it had got this one would never make it.
-    """
-    config, (_, piece_rows, piece_columns) = order.shard.config, buffers.shape
-    across, down = config.tile_n // piece_columns, config.tile_m // piece_rows
-    block = kernel.block_id()
+        Named once: the copy engine gets a descriptor for each naming of a peer.
+        """
+        peers = transfers.on_peers(self.refs.out, self.team) if self.everywhere else []
+        return [self.refs.out, *peers]
 
-    def source(step):
-        return copies.remote(refs.partial, team, team.neighbour(-step - 1)).at[step]
+    def addends(self) -> Addends:
+        """What is added to the products of the own rows: the peers' products for them."""
 
-    sources = [source(step) for step in range(team.size - 1)]
+        def wait(tile: Tile) -> None:
+            # All peers' products of the tile have been fetched.
+            self.refs.arrived.at[self._number(tile)].wait(self.peers)
 
-    def fetch_tile(i, _):
-        step, m, n = order.locate_for_peers(block + i * num_blocks)
-        tile = order.shard.index(m, n)
-        refs.produced.at[step, tile].wait()
+        return Addends(
+            most=self.peers,
+            count=lambda tile: schedule.where(tile.step == self.peers, self.peers, 0),
+            wait=wait,
+            window=lambda tile, number, *piece: self._window(
+                self.refs.fetched, number, tile, *piece
+            ),
+        )
 
-        def place(piece):
+    def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+        """Stores a piece: for its owner to fetch, or, with the peers' added, as the result."""
+        rows, columns = piece.shape
+
+        @pl.when(tile.step < self.peers)
+        def _():
+            window = self._window(self.refs.partial, tile.step, tile, row, rows, column, columns)
+            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+        @pl.when(tile.step == self.peers)
+        def _():
+            index = self.team.device_id() if self.everywhere else 0
+            for out in self.outs:
+                window = self._window(out, index, tile, row, rows, column, columns)
+                plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+    def stored(self, tile: Tile) -> None:
+        """Signals a tile that is in place: to its owner, or to every peer that got the sum."""
+        for offset in self.team.peer_offsets:
+
+            @pl.when(tile.step == offset - 1)
+            def _(offset=offset):
+                produced = self.refs.produced.at[offset - 1, self._number(tile)]
+                produced.signal(peer_id=self.team.neighbour(offset))
+
+        if self.everywhere:
+
+            @pl.when(tile.step == self.peers)
+            def _():
+                for offset in self.team.peer_offsets:
+                    self.refs.finished.signal(peer_id=self.team.neighbour(offset))
+
+    def fetch(self) -> None:
+        """Fetches whole tiles, one after another, in the order in which peers make them.
+
+        All devices go through the tiles in one order, but for the rotation within a wave
+        (`orders.OwnersOrder`), so the peers' tiles for this device come in the order of its own
+        list. A tile is in place before the next one is waited for: a device that made the next one
+        only after it had got this one would never make it.
+        """
+        block, num_blocks = kernel.block_id(), self.refs.num_blocks
+        sources = [
+            copies.remote(self.refs.partial, self.team, self.team.neighbour(-step - 1)).at[step]
+            for step in range(self.peers)
+        ]
+
+        def fetch_tile(i: jax.Array, _: None) -> None:
+            tile = self.order.locate_for_peers(block + i * num_blocks)
+            # The peer's stores of its product are in place.
+            self.refs.produced.at[tile.step, self._number(tile)].wait()
+            self._fetch_tile(tile, sources)
+            # Publishes the tile to the storing warps of all blocks.
+            self.refs.arrived.at[self._number(tile)].signal()
+
+        tiles_of_peers = self.peers * self.order.shard.tiles_per_shard
+        lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
+
+    def _fetch_tile(self, tile: Tile, sources: Sequence[Ref]) -> None:
+        """Fetches one tile, piece by piece."""
+        shape, (_, piece_rows, piece_columns) = self.order.shard.shape, self.refs.pulled.shape
+        across, down = shape.tile_n // piece_columns, shape.tile_m // piece_rows
+
+        def place(piece: Int) -> copies.Place:
             row = schedule.div(piece, across)
             column = piece - row * across
             return copies.Place(
-                step,
-                m * config.tile_m + row * piece_rows,
-                n * config.tile_n + column * piece_columns,
+                tile.step,
+                tile.m * shape.tile_m + row * piece_rows,
+                tile.n * shape.tile_n + column * piece_columns,
             )
 
         copies.Pull(
             pieces=across * down,
             place=place,
             sources=sources,
-            destination=lambda step: refs.fetched.at[step],
-            buffers=buffers,
-            barriers=barriers,
+            destination=lambda step: self.refs.fetched.at[step],
+            buffers=self.refs.pulled,
+            barriers=self.refs.pulled_full,
         ).run()
-        refs.arrived.at[tile].signal()
 
-    tiles_of_peers = (team.size - 1) * order.shard.tiles_per_shard
-    lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
+    def finish(self) -> None:
+        """In block 0: returns once the peers have stored all their sums here, if they do."""
+        if self.everywhere:
+            self.refs.finished.wait(self.peers * self.order.shard.tiles_per_shard)
 
+    def _number(self, tile: Tile) -> Int:
+        """The number of a tile among those of a shard."""
+        return self.order.shard.index(tile.m, tile.n)
 
-def _load_lhs(team, config, parts, refs, tile, k_index, slot, barrier):
-    step, m, _ = tile
-    owner = schedule.shard_of_step(team.device_id(), step + 1, team.size)  # Last, one's own.
-
-    def load(index, k):
-        window = config.lhs_tile(m, k)
-        plgpu.copy_gmem_to_smem(refs.lhs[index].at[owner, *window], slot, barrier)
-
-    parts.visit(k_index, load)
-
-
-def _load_rhs(config, parts, transposed, refs, tile, k_index, slot, barrier):
-    _, _, n = tile
-
-    def load(index, k):
-        window = config.rhs_tile(k, n, transposed)
-        plgpu.copy_gmem_to_smem(refs.rhs[index].at[window], slot, barrier)
-
-    parts.visit(k_index, load)
-
-
-def _addends(order, refs, peers):
-    """What is added to the products of the own rows: the peers' products for them."""
-
-    def wait(tile):
-        _, m, n = tile
-        refs.arrived.at[order.shard.index(m, n)].wait(peers)
-
-    def window(tile, number, *where):
-        return _window(order, refs.fetched, number, tile, *where)
-
-    return matmul.Addends(
-        most=peers,
-        count=lambda tile: schedule.where(tile[0] == peers, peers, 0),
-        wait=wait,
-        window=window,
-    )
-
-
-def _store(team, order, refs, tile, part, row, column):
-    """Stores a part of a tile: for its owner to fetch, or, peers' parts added, as the result."""
-    step, peers = tile[0], team.size - 1
-    where = row, part.shape[0], column, part.shape[1]
-
-    @pl.when(step < peers)
-    def _():
-        window = _window(order, refs.partial, step, tile, *where)
-        plgpu.copy_smem_to_gmem(part, window, commit_group=False)
-
-    @pl.when(step == peers)
-    def _():
-        index = 0 if refs.finished is None else team.device_id()
-        for out in refs.outs:
-            window = _window(order, out, index, tile, *where)
-            plgpu.copy_smem_to_gmem(part, window, commit_group=False)
-
-
-def _window(order, ref, index, tile, row, rows, column, columns):
-    """A part of a tile in `ref[index]`."""
-    _, m, n = tile
-    config = order.shard.config
-    first_row, first_column = m * config.tile_m + row, n * config.tile_n + column
-    return ref.at[index, pl.ds(first_row, rows), pl.ds(first_column, columns)]
-
-
-def _tell(team, order, refs, tile):
-    """Tells of a tile that is in place: its owner, or every peer of a finished one."""
-    step, m, n = tile
-    for offset in team.peer_offsets:
-
-        @pl.when(step == offset - 1)
-        def _(offset=offset):
-            sem = refs.produced.at[offset - 1, order.shard.index(m, n)]
-            sem.signal(peer_id=team.neighbour(offset))
-
-    if refs.finished is not None:
-
-        @pl.when(step == team.size - 1)
-        def _():
-            for offset in team.peer_offsets:
-                refs.finished.signal(peer_id=team.neighbour(offset))
+    def _window(self, ref: Ref, index: Int, tile: Tile, *piece: Int) -> Ref:
+        """A piece of a tile in `ref[index]`: its first row, rows, first column, columns."""
+        window = tiles.piece_window(self.order.shard.shape, tile.m, tile.n, *piece)
+        return ref.at[index, *window]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from stretto.kernels.engine import tile_config
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.problem.problem import Problem
 
 

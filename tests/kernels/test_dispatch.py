@@ -17,7 +17,7 @@ import stretto as st
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.choice import Choice
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels.engine.tile_config import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import all_gather_matmul_k
 
 everywhere = pytest.mark.parametrize("name", cases.GATHERS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stretto.distributed import simulator
-from stretto.kernels.engine.matmul import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused.local_matmul import local_matmul
 
 

@@ -1,0 +1,96 @@
+"""Pieces of a tile, and the buffers in shared memory through which they leave the registers.
+
+| barrier | arrives | waits | count | proves |
+|---|---|---|---|---|
+| `filled[buffer]` | multiplying warpgroups | storing warp | 2 | both halves of a piece are in the buffer |
+| `free[buffer]` | storing warp | multiplying warpgroups | 1 | its stores have read the buffer |
+
+Each multiplying warpgroup holds half the rows of a tile. A piece is 64 rows x 128 bytes of either
+half; it goes through one of the `store_buffers` buffers, which are taken in turn.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.hopper.tile_config import (
+    MULTIPLYING_WARPGROUPS,
+    PIECE_ROWS,
+    TileConfig,
+)
+from stretto.kernels.engine.parts import Product, Ref
+from stretto.kernels.engine.shared_memory import row_elements, swizzled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """The pieces of a tile of `config`; `out` are the buffers `[2, buffers, rows, columns]`."""
+
+    config: TileConfig
+    out: Ref
+    filled: Ref
+    free: Ref
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(first row, first column) of the pieces of a half tile, in the order of their stores."""
+        down, across = (
+            range(0, self.half_rows, self.rows),
+            range(0, self.config.tile_n, self.columns),
+        )
+        return list(itertools.product(down, across))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a piece."""
+        return self.out.shape[2]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a piece."""
+        return self.out.shape[3]
+
+    @property
+    def half_rows(self) -> int:
+        """Rows of a tile that a multiplying warpgroup holds."""
+        return self.config.tile_m // MULTIPLYING_WARPGROUPS
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers that are in use: at most one for each piece."""
+        return min(self.config.store_buffers, len(self.places))
+
+    def own_buffer(self, buffer: int) -> Ref:
+        """The part of a buffer that the multiplying warpgroup which runs this fills."""
+        return self.out.at[lax.axis_index(THREAD_AXIS), buffer]
+
+    def within_half(self, place: tuple[int, int]) -> tuple[slice, slice]:
+        """A piece as rows and columns of its half of the tile."""
+        row, column = place
+        return slice(row, row + self.rows), slice(column, column + self.columns)
+
+    def within_tile(self, place: tuple[int, int], half: Int) -> tuple[Int, int]:
+        """(first row, first column) in the tile of a piece of a half."""
+        row, column = place
+        return half * self.half_rows + row, column
+
+
+def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
+    """The buffers and their barriers, by name, for `kernel.launch`."""
+    buffers = config.store_buffers
+    return dict(
+        out_smem=plgpu.SMEM(
+            (MULTIPLYING_WARPGROUPS, buffers, PIECE_ROWS, row_elements(product.out)),
+            product.out,
+            transforms=swizzled(product.out),
+        ),
+        filled=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
+        free=plgpu.Barrier(num_barriers=buffers),
+    )
