@@ -139,6 +139,9 @@ def read(path: pathlib.Path) -> Table:
 
 
 def _entry(item: Mapping[str, Any]) -> Entry:
+    unknown = [name for name in item if name not in FIELDS and len(name) > 1]
+    if unknown:
+        raise TypeError(f"unknown field {unknown[0]!r}; a size's name is one letter")
     sizes = {name: size for name, size in item.items() if name not in FIELDS and size != 0}
     entry = Entry(sizes=sizes, **{name: item[name] for name in FIELDS if name in item})
     for name, value in {**sizes, "devices": entry.devices}.items():
