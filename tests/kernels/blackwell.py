@@ -109,24 +109,21 @@ class _Warps:
         if gates is not None:
             gates.free_slots()
 
-        def tile_loop(i, carry):
-            loaded, seen = carry
+        def tile_loop(i, loaded):
             tile = self.block.tile(i)
 
             def k_loop(k, loaded):
                 stage = rem(loaded, stages)
                 pl.when(loaded >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
                 if gates is not None:
-                    gates.go_through(i, seen, k)
+                    gates.go_through(i, k)
                 parts.lhs.load(tile, k, lhs.at[stage], full.at[stage])
                 parts.rhs.load(tile, k, rhs.at[stage], full.at[stage])
                 return loaded + 1
 
-            loaded = lax.fori_loop(0, self.block.k_tiles(tile), k_loop, loaded)
-            return loaded, gates and gates.after(tile, seen)
+            return lax.fori_loop(0, self.block.k_tiles(tile), k_loop, loaded)
 
-        start = jnp.int32(0), gates and gates.none_seen()
-        lax.fori_loop(0, self.block.num_tiles, tile_loop, start)
+        lax.fori_loop(0, self.block.num_tiles, tile_loop, jnp.int32(0))
 
     def multiply(self) -> None:
         lhs, rhs, full, empty = (self.scratch[n] for n in ("lhs_smem", "rhs_smem", "full", "empty"))
