@@ -8,8 +8,6 @@ what it finds through barriers of the block.
 |---|---|---|---|---|
 | `opened[slot]` | polling warp | loading role | 1 | the operands are in place up to the next gate |
 | `passed[slot]` | loading role | polling warp | 1 | the slot may be used again |
-
-Gates are counted through all tiles of a block; gate `g` has slot `g % SLOTS`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,7 +27,6 @@ from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
 
 SLOTS = 4
-type Seen = Any  # A number in a kernel, or None where the contraction is as long for all tiles.
 
 
 def scratch() -> dict[str, Any]:
@@ -63,11 +59,11 @@ class Gates:
     def poll(self, before: Callable[[], None]) -> None:
         """The polling warp: calls `before`, then waits for the operands of tile after tile."""
 
-        def tile_loop(i: jax.Array, seen: Seen) -> Seen:
+        def tile_loop(i: jax.Array, _: None) -> None:
             tile = self.block.tile(i)
 
             def gate_loop(gate: jax.Array, _: None) -> None:
-                slot = self._slot(i, seen, gate)
+                slot = self._slot(i, gate)
                 # The loading role has passed the gate that had this slot before.
                 plgpu.barrier_wait(self.passed.at[slot])
                 self.arrival.wait(tile, gate)
@@ -75,45 +71,39 @@ class Gates:
                 plgpu.barrier_arrive(self.opened.at[slot])
 
             lax.fori_loop(0, self._along(self.block.k_tiles(tile)), gate_loop, None)
-            return self.after(tile, seen)
 
         with jax.named_scope("poll arrivals"):
             before()
-            lax.fori_loop(0, self.block.num_tiles, tile_loop, self.none_seen())
+            lax.fori_loop(0, self.block.num_tiles, tile_loop, None)
 
     def free_slots(self) -> None:
         """Called by the loading role once, before its first tile."""
         for slot in range(SLOTS):
             plgpu.barrier_arrive(self.passed.at[slot])  # All slots are free at the start.
 
-    def go_through(self, i: Int, seen: Seen, k: jax.Array) -> None:
+    def go_through(self, i: Int, k: jax.Array) -> None:
         """Called by the loading role ahead of tile `k` along the contraction of its `i`-th tile."""
 
         @pl.when(rem(k, self.tiles_per_gate) == 0)
         def _():
-            slot = self._slot(i, seen, div(k, self.tiles_per_gate))
+            slot = self._slot(i, div(k, self.tiles_per_gate))
             # The polling warp has seen the operands arrive, up to the next gate.
             plgpu.barrier_wait(self.opened.at[slot])
             # Publishes to the polling warp that the slot is free.
             plgpu.barrier_arrive(self.passed.at[slot])
 
-    def none_seen(self) -> Seen:
-        """What a loop over tiles carries: gates of the tiles before, unless `i` tells them."""
-        return None if isinstance(self.block.parts.k_tiles, int) else jnp.int32(0)
-
-    def after(self, tile: Tile, seen: Seen) -> Seen:
-        """What it carries on from a tile."""
-        return None if seen is None else seen + self._along(self.block.k_tiles(tile))
-
     def _along(self, k_tiles: Int) -> Int:
         """Gates along a contraction of so many tiles."""
         return div(k_tiles + self.tiles_per_gate - 1, self.tiles_per_gate)
 
-    def _slot(self, i: Int, seen: Seen, gate: Int) -> Int:
-        """The slot of a gate of the block's `i`-th tile."""
+    def _slot(self, i: Int, gate: Int) -> Int:
+        """The slot of a gate of the block's `i`-th tile, the same in both roles.
+
+        Any function would do; the polling warp is ahead the further, the later slots come again.
+        """
         k_tiles = self.block.parts.k_tiles
-        before = i * self._along(k_tiles) if isinstance(k_tiles, int) else seen
-        return rem(before + gate, SLOTS)
+        first = i * self._along(k_tiles) if isinstance(k_tiles, int) else i
+        return rem(first + gate, SLOTS)
 
 
 def arrival_of(streams: Sequence[Stream]) -> Arrival:

@@ -34,6 +34,10 @@ class TileShape(Protocol):
         """Tiles down a band of the raster (`orders.raster`)."""
         ...
 
+    def check(self) -> None:
+        """Raises ValueError for a tile that the hardware cannot take."""
+        ...
+
 
 def lhs_window(shape: TileShape, m: Int, k: Int) -> Window:
     """The window of lhs with the tile at row `m` and column `k` of tiles."""

@@ -5,12 +5,12 @@ spare warp of every block fetches the peers' shards meanwhile, straight from the
 into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
 of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
 at the end, that a peer's operand is no longer needed. With `Config.whole` all rows are gathered first
-and multiplied as one matrix (`gathering`); `received` then has no first index.
+and multiplied as one matrix (`gathering_rows_first`); `received` then has no first index.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `gathered`, shard `i` | the pulling warps | | | shard of the `i + 1`-th successor |
-| `received[i, c]` | each pulling warp, per piece | the looking-out warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
+| `received[i, c]` | each pulling warp, per piece | the polling warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
 Peers' operands are ready once the pulling warp has met them (`handshake`).

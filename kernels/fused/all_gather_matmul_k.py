@@ -5,12 +5,12 @@ the only word between devices is, at the end, that a peer's operand is no longer
 tile of the result needs all devices' columns of lhs. It begins with the device's own, times the
 rows of rhs that belong to them, and goes on with its successors' on the ring. A spare warp of every
 block fetches these meanwhile, a band of rows after the other, in the order in which the tiles want
-them (`gathering_columns`).
+them (`gathering_by_columns`).
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `gathered[:, i]` | the pulling warps | | | columns of the `i + 1`-th successor |
-| `received[i, m]` | each pulling warp, per piece | the looking-out warps, tiles of row `m` | pieces in the rows | a tile's rows of those columns are in place |
+| `received[i, m]` | each pulling warp, per piece | the polling warps, tiles of row `m` | pieces in the rows | a tile's rows of those columns are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 """  # noqa: E501
 

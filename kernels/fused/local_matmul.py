@@ -20,6 +20,7 @@ from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product
 from stretto.kernels.engine.segments import Segments
+from stretto.kernels.engine.tiles import TileShape
 
 
 def local_matmul(
@@ -27,7 +28,7 @@ def local_matmul(
     rhs: jax.Array,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
-    config: TileConfig | None = None,
+    config: TileShape | None = None,
     mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:

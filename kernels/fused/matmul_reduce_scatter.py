@@ -143,7 +143,9 @@ def launch(
 
     def parts(refs: Refs) -> Parts:
         order = OwnersOrder(shard, team.size, refs.num_blocks, lag=config.own_lag)
-        products = _Products(team, order, refs, everywhere)
+        # Named once: the copy engine gets a descriptor for each naming of a peer.
+        outs = [refs.out, *(transfers.on_peers(refs.out, team) if everywhere else [])]
+        products = _Products(team, order, refs, everywhere, outs)
         return Parts(
             order=order,
             k_tiles=segments.total,
@@ -202,27 +204,22 @@ def _lhs_window(team: Team, shape: TileShape, tile: Tile, k: Int) -> tuple:
 class _Products:
     """The products of a device: where they are stored, who fetches them, where they are added.
 
-    `everywhere` says whether each sum goes to all devices.
+    Attributes:
+      team, order, refs: of the kernel.
+      everywhere: each sum goes to all devices.
+      outs: the own result, and that of each device that a sum goes to.
     """
 
     team: Team
     order: OwnersOrder
     refs: Refs
     everywhere: bool
+    outs: Sequence[Ref]
 
     @property
     def peers(self) -> int:
         """The other devices; the step of the own tiles."""
         return self.team.size - 1
-
-    @functools.cached_property
-    def outs(self) -> list[Ref]:
-        """The own result and, of an all-reduce, the peers'.
-
-        Named once: the copy engine gets a descriptor for each naming of a peer.
-        """
-        peers = transfers.on_peers(self.refs.out, self.team) if self.everywhere else []
-        return [self.refs.out, *peers]
 
     def addends(self) -> Addends:
         """What is added to the products of the own rows: the peers' products for them."""

@@ -126,6 +126,26 @@ def test_an_epilogue_costs_no_spills(tmp_path):
     check(compile_case("epilogue", tmp_path), warpgroups=3, local=True)
 
 
+def test_other_parts_cost_no_spills(tmp_path):
+    """Tiles and contractions read at run time, gates and addends of those, and another fold."""
+    for program in compile_case("other parts", tmp_path):
+        (kernel,) = program["kernels"]
+        assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
+        assert not kernel["warnings"], program["label"]
+        assert kernel["registers"] == 168 and "wgmma.mma_async" in kernel["ptx"]
+
+
+def test_another_main_loop_for_another_architecture(tmp_path):
+    """The kernels' files are the same: only the main loop they are given is not."""
+    compiled = compile_case("on Blackwell", tmp_path)
+    assert [program["label"] for program in compiled] == ["local_matmul", "all_gather_matmul"]
+    for program in compiled:
+        (kernel,) = program["kernels"]
+        assert ".target sm_100a" in kernel["ptx"] and "tcgen05.mma" in kernel["ptx"]
+        assert not kernel["spill_bytes"] and not kernel["stack_bytes"]
+        assert not kernel["warnings"]
+
+
 @pytest.mark.slow
 def test_waits_without_a_limit_have_no_clock_and_no_trap(tmp_path):
     for program in compile_case("no limit", tmp_path):

@@ -350,3 +350,46 @@ def test_independent_kernels_of_a_program_come_in_one_order(simulation) -> None:
     calls = re.findall(r"@xla_ffi_python_cpu_callback\((.*?)\)", lowered)
     first, second = (call.split(", ") for call in calls)
     assert len(second) == len(first) + 1  # it takes a number from the first one's result
+
+
+def pull_reversed(x, *, swap=True):
+    """Every device fetches its successor's rows, the last piece first; or in their order."""
+    team, piece, pieces = Team.along("x"), 8, 4
+    shape = (pieces * piece, COLUMNS)
+
+    def body(x_ref, out_ref, *, buffers, arrived):
+        def place(i):
+            to = ((pieces - 1 - i) * piece, 0)
+            return copies.Place(0, i * piece, 0, to=to if swap else None)
+
+        copies.Pull(
+            pieces=pieces,
+            place=place,
+            sources=[copies.remote(x_ref, team, team.neighbour(1))],
+            destination=lambda _: out_ref,
+            buffers=buffers,
+            barriers=arrived,
+        ).run()
+
+    (out,) = kernel.launch(
+        body,
+        x,
+        name="pull_reversed",
+        team=team,
+        out_type=[jax.ShapeDtypeStruct(shape, x.dtype)],
+        num_blocks=1,
+        scratch=dict(
+            buffers=plgpu.SMEM((2, piece, COLUMNS), x.dtype),
+            arrived=plgpu.Barrier(num_barriers=2),
+        ),
+    )
+    return out
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_piece_may_go_elsewhere_than_where_it_lies(simulation, swap):
+    x = rows(3 * 4)
+    out = jax.jit(sharded(lambda x: pull_reversed(x, swap=swap)))(x)
+    pieces = np.roll(x, -4 * ROWS, axis=0).reshape(3, 4, ROWS, COLUMNS)
+    expected = pieces[:, ::-1] if swap else pieces
+    np.testing.assert_array_equal(np.asarray(out), expected.reshape(x.shape))

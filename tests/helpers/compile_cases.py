@@ -16,11 +16,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import blackwell
 import field_cases
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
 import launching
+import ragged_matmul
+import scaled_matmul
 import slow_peers
 import subjects
 from jax import lax
@@ -29,6 +32,9 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import aot, clique, settings
+from stretto.distributed.team import Team
+from stretto.kernels.fused import all_gather_matmul
+from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config
 
@@ -233,6 +239,64 @@ def gpu_tests() -> Iterator[Program]:
             yield f"{name} that dawdles", *on_scalars(body, mesh, 1)
 
 
+def parts() -> Iterator[Program]:
+    """Kernels of parts that are not in Stretto: tiles read from memory, another fold."""
+    mesh = aot.mesh_of_gpus((1,), ("x",))
+    shapes = [((4096, 8192), jnp.bfloat16), ((8192, 4096), jnp.bfloat16), ((8,), jnp.int32)]
+    for label, options in {"plain": {}, "waits": dict(columns_per_gate=(1024, 2048))}.items():
+        body = functools.partial(ragged_matmul.ragged_matmul, **options)
+        yield label, *on_one(body, mesh, [*shapes, shapes[-1]])
+    addend = ((8, 4096, 4096), jnp.float32)
+    yield (
+        "addend",
+        *on_one(
+            lambda lhs, rhs, sizes, groups, addend: ragged_matmul.ragged_matmul(
+                lhs, rhs, sizes, groups, addend=addend
+            ),
+            mesh,
+            [*shapes, shapes[-1], addend],
+        ),
+    )
+    fp8 = jnp.float8_e4m3fn
+    scaled = [((4096, 4096), fp8), ((4096, 4096), fp8), ((32, 32), jnp.float32)]
+    yield "scaled", *on_one(scaled_matmul.scaled_matmul, mesh, scaled)
+
+
+def on_blackwell() -> Iterator[Program]:
+    """The same kernels with another main loop, for another architecture."""
+    mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
+    tiles = blackwell.TileConfig()
+
+    def local(lhs, rhs):
+        return local_matmul(lhs, rhs, config=tiles, mainloop=blackwell.Matmul)
+
+    yield "local_matmul", *on_one(local, mesh, [((4096, 4096), jnp.bfloat16)] * 2)
+
+    def gathered(lhs, rhs):
+        return all_gather_matmul.launch(
+            lhs,
+            [rhs],
+            Team.along("x"),
+            epilogue=jax.nn.gelu,
+            out_dtype=jnp.dtype(jnp.bfloat16),
+            config=all_gather_matmul.Config(tiles=tiles),
+            rhs_transposed=True,
+            mainloop=blackwell.Matmul,
+        )[0]
+
+    yield "all_gather_matmul", *on_one(gathered, mesh, [((4096, 4096), jnp.bfloat16)] * 2)
+
+
+def on_one(body: Callable, mesh: Mesh, shapes: list[tuple[tuple[int, ...], Any]]) -> tuple:
+    """A program of operands that all devices have alike."""
+    sharding = NamedSharding(mesh, P())
+    structs = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(),) * len(shapes), out_specs=P(), check_vma=False
+    )
+    return mapped, structs
+
+
 def on_scalars(body: Callable, mesh: Mesh, count: int) -> tuple:
     """A program of whole numbers that all devices get alike."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
@@ -249,6 +313,8 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "stacked": stacked,
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
+    "other parts": parts,
+    "on Blackwell": on_blackwell,
     "collectives": collectives,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)

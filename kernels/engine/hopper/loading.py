@@ -18,22 +18,20 @@ def load(block: Block, gates: Gates | None, ring: Ring) -> None:
         gates.free_slots()
     parts = block.parts
 
-    def tile_loop(i: jax.Array, carry: tuple) -> tuple:
-        stage, seen = carry
+    def tile_loop(i: jax.Array, stage: jax.Array) -> jax.Array:
         tile = block.tile(i)
 
         def k_loop(k: jax.Array, stage: jax.Array) -> jax.Array:
             # Both warpgroups' products have read what the stage held.
             plgpu.barrier_wait(ring.empty.at[stage])
             if gates is not None:
-                gates.go_through(i, seen, k)
+                gates.go_through(i, k)
             # Each copy, once complete, publishes its tile to the multiplying warpgroups.
             parts.lhs.load(tile, k, ring.lhs.at[stage], ring.full.at[stage])
             parts.rhs.load(tile, k, ring.rhs.at[stage], ring.full.at[stage])
             return ring.next(stage)
 
         with jax.named_scope("load"):
-            stage = lax.fori_loop(0, block.k_tiles(tile), k_loop, stage)
-        return stage, gates and gates.after(tile, seen)
+            return lax.fori_loop(0, block.k_tiles(tile), k_loop, stage)
 
-    lax.fori_loop(0, block.num_tiles, tile_loop, (jnp.int32(0), gates and gates.none_seen()))
+    lax.fori_loop(0, block.num_tiles, tile_loop, jnp.int32(0))
