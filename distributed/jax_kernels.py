@@ -11,9 +11,10 @@ mesh: members are numbered from 0, as JAX demands. Then the operation is told wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -47,13 +48,15 @@ class TeamKernelInfo:
     turned: bool = False
 
 
+def untyped() -> contextlib.AbstractContextManager[None]:
+    """Inside it, values are not typed as varying over mesh axes: kernels know no such types."""
+    return config._check_vma(False)
+
+
 def bind_team_kernel(
-    fun: Callable, operands: Sequence[jax.Array], info: TeamKernelInfo
+    jaxpr: jax_core.ClosedJaxpr, operands: Sequence[jax.Array], info: TeamKernelInfo
 ) -> list[jax.Array]:
-    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with config._check_vma(False):
-        jaxpr = jax.make_jaxpr(fun)(*structs)
+    """Makes a traced call of `plgpu.kernel` one operation of the program, on `operands`."""
     if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
         raise ValueError(
             f"kernel {info.name}: its body uses a traced value from outside; compute the value"

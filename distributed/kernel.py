@@ -148,7 +148,10 @@ def launch(
         compiler_params=_compiler_params(compiler_params, together and opens_itself),
         interpret=interpret,
     )
-    outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with jax_kernels.untyped():
+        traced = jax.make_jaxpr(call)(*structs)
+    outs = jax_kernels.bind_team_kernel(traced, operands, info)[: len(out_type)]
     # XLA would run a kernel twice whose result goes into a loop's stack and is used besides: once
     # for the use, and once more to write it into the stack itself (its dynamic-slice fusion).
     outs = lax.optimization_barrier(outs)

@@ -38,7 +38,8 @@ def gather_forward(operands: tuple[jax.Array, Matrices], call: Call) -> tuple[An
     lhs, rhs = operands
     options = call.options
     kept = options.return_gathered or options.keep_gathered
-    products, gathered = run(operands, call.with_options(epilogue=None, return_gathered=kept))
+    results: Any = run(operands, call.with_options(epilogue=None, return_gathered=kept))
+    products, gathered = results
     named = checkpoint_name(gathered, "gathered") if options.keep_gathered else None
     gathered = gathered if options.return_gathered else None
     if options.epilogue is None:

@@ -73,17 +73,15 @@ def perform(operands: Arrays, call: Call) -> Arrays:
     varying = frozenset(call.axes).union(*map(varying_axes, leaves))
     alike = [make_varying(x, varying) for x in leaves]
     typed = any(varying_axes(x) for x in alike)
-    return _serve(jax.tree.unflatten(tree, alike), dataclasses.replace(call, typed=typed))
+    return run(jax.tree.unflatten(tree, alike), dataclasses.replace(call, typed=typed))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _serve(operands: Arrays, call: Call) -> Arrays:
-    """The kernel's results or, over several nodes, those of its hierarchical version."""
-    return run(operands, call)
-
-
 def run(operands: Arrays, call: Call) -> Arrays:
-    """The same without a derivative, for the rules of derivatives."""
+    """The kernel's results or, over several nodes, those of its hierarchical version.
+
+    The rules of derivatives call it, too: inside them nothing is differentiated.
+    """
     if call.split is not None and call.operation.between_nodes is not None:
         return call.operation.between_nodes.run(operands, call)
     return call.kernel.run(operands, call)
@@ -97,7 +95,7 @@ def _backward(call: Call, residuals: Any, bars: Arrays) -> tuple[Arrays]:
     return (call.operation.backward(call, residuals, bars),)
 
 
-_serve.defvjp(_forward, _backward)
+run.defvjp(_forward, _backward)
 
 
 def cotangent_of_replicated(call: Call, bar: jax.Array) -> jax.Array:
