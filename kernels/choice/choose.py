@@ -70,7 +70,8 @@ def _choose(
 ) -> Choice:
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
-    if problem.devices == 1:
+    communicates = operation.work(problem).traffic is not None
+    if problem.devices == 1 and communicates:
         return Choice(problem=problem, backend="xla", reason="one device needs no communication")
     split = topology.split(axes)
     if split.outer:

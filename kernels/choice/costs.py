@@ -37,7 +37,9 @@ def estimate(work: Work, machine: Machine) -> tuple[float, float]:
     compute, waves = matmul(*work.product, machine.multiprocessors)
     exposed = max(0.0, 1e6 * work.sent_bytes / FUSED_BYTES - compute * (waves - 1) / waves)
     fused = compute + exposed + FUSED_LAUNCH_US
-    return fused, compute + 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
+    # XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
+    unfused = compute * work.matrices + 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
+    return fused, unfused
 
 
 def moved_in_memory_us(moved: int) -> float:

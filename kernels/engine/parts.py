@@ -134,10 +134,13 @@ class Sink:
         row and column within the tile); starts the copies to where it goes, in no group of copies.
       stored: called in the storing warp with (tile) once all its stores are complete, for the
         signal that must follow.
+      rows: tile -> (first row, row after the last one) of those that are stored; for a `Product`
+        that is ragged. Pieces that reach beyond are stored in part.
     """
 
     store: Callable[[Tile, Ref, Int, Int], None]
     stored: Callable[[Tile], None] | None = None
+    rows: Callable[[Tile], tuple[Int, Int]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,12 +182,16 @@ class Product:
 
     Attributes:
       lhs, rhs, out: types of the operands and of the result.
+      lhs_transposed: tiles of lhs lie in memory as `[tile_k, tile_m]`.
       rhs_transposed: tiles of rhs lie in memory as `[tile_n, tile_k]`.
+      ragged: the sink stores some tiles in part (`Sink.rows`).
       fold: the kind of `Parts.fold`.
     """
 
     lhs: jax.typing.DTypeLike
     rhs: jax.typing.DTypeLike
     out: jax.typing.DTypeLike
+    lhs_transposed: bool = False
     rhs_transposed: bool = False
+    ragged: bool = False
     fold: type[Fold] = Sum

@@ -83,9 +83,12 @@ class Matmul:
             full=scratch["full"],
             empty=scratch["empty"],
         )
+        out = scratch["out_smem"]
+        out, edge = out if self.product.ragged else (out, None)
         buffers = Pieces(
             config=self.config,
-            out=scratch["out_smem"],
+            out=out,
+            edge=edge,
             filled=scratch["filled"],
             free=scratch["free"],
         )

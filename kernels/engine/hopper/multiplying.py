@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
@@ -12,7 +13,7 @@ from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.ring import Ring
-from stretto.kernels.engine.parts import Tile
+from stretto.kernels.engine.parts import Sink, Tile
 
 
 def multiply(block: Block, ring: Ring, pieces: Pieces, folding: Folding) -> None:
@@ -40,8 +41,25 @@ def _hand_over(block: Block, pieces: Pieces, tile: Tile, index: int, total: jax.
     epilogue = block.parts.epilogue
     if epilogue is not None:
         piece = epilogue(piece, tile, *pieces.within_tile(place, lax.axis_index(THREAD_AXIS)))
-    own_buffer = pieces.own_buffer(buffer)
-    own_buffer[...] = piece.astype(own_buffer.dtype)
+    _fill(block.parts.sink, pieces, tile, index, piece.astype(pieces.out.dtype))
     plgpu.commit_smem()
     # Publishes this half of the piece to the storing warp.
     plgpu.barrier_arrive(pieces.filled.at[buffer])
+
+
+def _fill(sink: Sink, pieces: Pieces, tile: Tile, index: int, piece: jax.Array) -> None:
+    """Writes a piece to this warpgroup's part of its buffer."""
+    half, buffer = lax.axis_index(THREAD_AXIS), index % pieces.num_buffers
+    if pieces.edge is None:
+        pieces.out.at[half, buffer][...] = piece
+        return
+    edge = pieces.edge.at[half, buffer]
+    first, end = pieces.stored_rows(sink, tile, pieces.places[index], half)
+
+    @pl.when(end - first == pieces.rows)
+    def _():
+        pieces.out.at[half, buffer][...] = piece
+
+    @pl.when(end - first < pieces.rows)
+    def _():
+        edge[...] = piece

@@ -6,7 +6,9 @@
 | `free[buffer]` | storing warp | multiplying warpgroups | 1 | its stores have read the buffer |
 
 Each multiplying warpgroup holds half the rows of a tile. A piece is 64 rows x 128 bytes of either
-half; it goes through one of the `store_buffers` buffers, which are taken in turn.
+half; it goes through one of the `store_buffers` buffers, which are taken in turn. Of a ragged
+product a piece that is stored in part lies in its buffer row by row, without a swizzle: of a swizzled
+one the copy engine takes no fewer than 8 rows.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -25,16 +28,21 @@ from stretto.kernels.engine.hopper.tile_config import (
     PIECE_ROWS,
     TileConfig,
 )
-from stretto.kernels.engine.parts import Product, Ref
+from stretto.kernels.engine.parts import Product, Ref, Sink, Tile
 from stretto.kernels.engine.shared_memory import row_elements, swizzled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """The pieces of a tile of `config`; `out` are the buffers `[2, buffers, rows, columns]`."""
+    """The pieces of a tile of `config`.
+
+    `out` are the buffers, `[2, buffers, rows, columns]`; `edge` are the same bytes without a
+    swizzle, None unless the product is ragged.
+    """
 
     config: TileConfig
     out: Ref
+    edge: Ref | None
     filled: Ref
     free: Ref
 
@@ -71,6 +79,16 @@ class Pieces:
         """The part of a buffer that the multiplying warpgroup which runs this fills."""
         return self.out.at[lax.axis_index(THREAD_AXIS), buffer]
 
+    def stored_rows(
+        self, sink: Sink, tile: Tile, place: tuple[int, int], half: Int
+    ) -> tuple[Int, Int]:
+        """(first row, row after the last one) of a piece of a ragged product that are stored."""
+        if sink.rows is None:
+            return 0, self.rows
+        row, _ = self.within_tile(place, half)
+        first, end = (jnp.clip(x - row, 0, self.rows) for x in sink.rows(tile))
+        return first, end
+
     def within_half(self, place: tuple[int, int]) -> tuple[slice, slice]:
         """A piece as rows and columns of its half of the tile."""
         row, column = place
@@ -85,12 +103,10 @@ class Pieces:
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     """The buffers and their barriers, by name, for `kernel.launch`."""
     buffers = config.store_buffers
+    shape = MULTIPLYING_WARPGROUPS, buffers, PIECE_ROWS, row_elements(product.out)
+    out = plgpu.SMEM(shape, product.out, transforms=swizzled(product.out))
     return dict(
-        out_smem=plgpu.SMEM(
-            (MULTIPLYING_WARPGROUPS, buffers, PIECE_ROWS, row_elements(product.out)),
-            product.out,
-            transforms=swizzled(product.out),
-        ),
+        out_smem=plgpu.RefUnion(out, plgpu.SMEM(shape, product.out)) if product.ragged else out,
         filled=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
         free=plgpu.Barrier(num_barriers=buffers),
     )

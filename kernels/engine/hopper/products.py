@@ -58,7 +58,11 @@ class Products:
         rhs = self.ring.rhs.at[stage]
         if self.product.rhs_transposed:
             rhs = rhs.transpose((1, 0))
-        plgpu.wgmma(acc, self.ring.lhs.at[stage, own_rows], rhs)
+        if self.product.lhs_transposed:
+            lhs = self.ring.lhs.at[stage, :, own_rows].transpose((1, 0))
+        else:
+            lhs = self.ring.lhs.at[stage, own_rows]
+        plgpu.wgmma(acc, lhs, rhs)
 
     def release_last(self, k_tiles: Int, stage: jax.Array) -> None:
         """Releases the last stage of a tile, once `acc` has been read; `stage` is the next one."""

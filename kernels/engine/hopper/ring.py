@@ -23,7 +23,7 @@ from stretto.kernels.engine.shared_memory import swizzled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The stages: `lhs` `[stages, tile_m, tile_k]`, `rhs` likewise, and a barrier of each kind."""
+    """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers."""
 
     lhs: Ref
     rhs: Ref
@@ -52,13 +52,13 @@ class Ring:
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     """The ring's memory and barriers, by name, for `kernel.launch`."""
     stages = config.num_stages
-    rhs_tile = config.tile_k, config.tile_n
+    lhs_tile, rhs_tile = (config.tile_m, config.tile_k), (config.tile_k, config.tile_n)
+    if product.lhs_transposed:
+        lhs_tile = lhs_tile[::-1]
     if product.rhs_transposed:
         rhs_tile = rhs_tile[::-1]
     return dict(
-        lhs_smem=plgpu.SMEM(
-            (stages, config.tile_m, config.tile_k), product.lhs, transforms=swizzled(product.lhs)
-        ),
+        lhs_smem=plgpu.SMEM((stages, *lhs_tile), product.lhs, transforms=swizzled(product.lhs)),
         rhs_smem=plgpu.SMEM((stages, *rhs_tile), product.rhs, transforms=swizzled(product.rhs)),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=stages),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.engine.block import Block
@@ -42,8 +43,7 @@ def _store_tile(sink: Sink, pieces: Pieces, tile: Tile) -> None:
             # Both warpgroups have put their halves of the piece into the buffer.
             plgpu.barrier_wait(pieces.filled.at[buffer])
             for half in range(MULTIPLYING_WARPGROUPS):
-                row, column = pieces.within_tile(place, half)
-                sink.store(tile, pieces.out.at[half, buffer], row, column)
+                _store_piece(sink, pieces, tile, place, half, buffer)
             plgpu.commit_smem_to_gmem_group()
             if index >= buffers - 1:  # All buffers are in use: the oldest comes free.
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
@@ -53,3 +53,33 @@ def _store_tile(sink: Sink, pieces: Pieces, tile: Tile) -> None:
         # The same of the buffers that were in use at the end.
         for index in range(len(places) - buffers + 1, len(places)):
             plgpu.barrier_arrive(pieces.free.at[index % buffers])
+
+
+def _store_piece(
+    sink: Sink, pieces: Pieces, tile: Tile, place: tuple[int, int], half: int, buffer: int
+) -> None:
+    """Starts the copies of a piece of one half, or of those of its rows that are stored."""
+    row, column = pieces.within_tile(place, half)
+    if pieces.edge is None:
+        sink.store(tile, pieces.out.at[half, buffer], row, column)
+        return
+    edge = pieces.edge.at[half, buffer]
+    first, end = pieces.stored_rows(sink, tile, place, half)
+    rows = end - first
+
+    @pl.when(rows == pieces.rows)
+    def _():
+        sink.store(tile, pieces.out.at[half, buffer], row, column)
+
+    @pl.when(rows < pieces.rows)
+    def _():
+        # The engine's copies are of a fixed size: one for each power of two that makes up `rows`.
+        start, size = first, pieces.rows // 2
+        while size:
+            taken = rows & size
+
+            @pl.when(taken != 0)
+            def _(start=start, size=size):
+                sink.store(tile, edge.at[pl.ds(start, size)], row + start, column)
+
+            start, size = start + taken, size // 2
