@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
 from stretto.distributed.schedule import Int, ceil_div, div, rem, where
 from stretto.kernels.engine.parts import Tile
 from stretto.kernels.engine.tiles import TileShape
@@ -182,3 +186,35 @@ class OwnersOrder:
         first = wave * self.num_blocks
         rotated = first + rem(index - first + wave, self.num_blocks)
         return where(wave < self.num_tiles // self.num_blocks, rotated, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTilesOrder:
+    """Tiles of a matrix whose rows of tiles are counted at run time, in bands as in `raster`.
+
+    Attributes:
+      m_tiles: rows of tiles; an int32 that is known in the kernel only.
+      most: what `m_tiles` is at most.
+      n_tiles: columns of tiles.
+      shape: the tiles.
+    """
+
+    m_tiles: jax.Array
+    most: int
+    n_tiles: int
+    shape: TileShape
+
+    def count(self) -> jax.Array:
+        """All tiles."""
+        return self.m_tiles * self.n_tiles
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`; its step is 0."""
+        width = min(self.shape.raster_width, self.most)
+        band = div(index, width * self.n_tiles)
+        height = jnp.minimum(width, self.m_tiles - band * width)
+        within = index - band * (width * self.n_tiles)
+        n = lax.div(within, jnp.maximum(height, 1))
+        m = within - n * height
+        m = where(rem(n, 2) == 1, height - 1 - m, m)
+        return Tile(jnp.int32(0), band * width + m, n)

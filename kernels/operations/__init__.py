@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import collectives, matmuls
+from stretto.kernels.operations import collectives, grouped_matmul, matmuls
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -14,6 +14,7 @@ OPERATIONS: dict[str, Operation] = {
         *matmuls.GATHERS.values(),
         matmuls.MATMUL_REDUCE_SCATTER,
         matmuls.MATMUL_ALL_REDUCE,
+        grouped_matmul.GROUPED_MATMUL,
         collectives.ALL_GATHER,
         collectives.REDUCE_SCATTER,
         collectives.ALL_REDUCE,

@@ -51,6 +51,25 @@ def check_matmul_operands(
         )
 
 
+def check_grouped_operands(
+    op: str, lhs: Any, rhs: Any, group_sizes: Any, *, rhs_transposed: bool
+) -> None:
+    """Raises ValueError unless each row of lhs can be multiplied by its group's matrix of rhs."""
+    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+        check_array(op, name, x)
+    if rhs.ndim != 3:
+        raise ValueError(
+            f"{op}: rhs has shape {rhs.shape}; it must be [groups, k, n], a matrix for each group."
+        )
+    matrix = jax.ShapeDtypeStruct(rhs.shape[1:], rhs.dtype)
+    check_matmul_operands(op, lhs, matrix, rhs_transposed=rhs_transposed)
+    if group_sizes.shape != rhs.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be"
+            f" int32[{rhs.shape[0]}], the rows of each of the {rhs.shape[0]} groups of rhs."
+        )
+
+
 def check_array(op: str, name: str, x: Any) -> None:
     """Raises ValueError unless `x` is an array, or describes one as `jax.ShapeDtypeStruct` does."""
     if not (hasattr(x, "ndim") and hasattr(x, "dtype")):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         all_to_all,
         reduce_scatter,
     )
+    from stretto.kernels.operations.grouped_matmul import grouped_matmul
     from stretto.kernels.operations.matmuls import (
         all_gather_matmul,
         matmul_all_reduce,
@@ -39,6 +40,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "explain",
+    "grouped_matmul",
     "initialize",
     "kernel_errors",
     "matmul_all_reduce",
@@ -55,6 +57,7 @@ _MODULES = {
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_to_all": "stretto.kernels.operations.collectives",
     "explain": "stretto.kernels.choice.explain",
+    "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.startup",
     "kernel_errors": "stretto.distributed.mailbox",
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
