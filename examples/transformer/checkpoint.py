@@ -6,6 +6,7 @@ Arrays are restored to the mesh of the run that reads them, which may be another
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Checkpoints:
     """The checkpoints of one run; the newest two are kept. Every process makes the same calls.
 
     A checkpoint is written under another name, and renamed when it is whole, so what a crash leaves
-    half written is no checkpoint. The next run removes it.
+    half written is no checkpoint. The next run removes it: call `close`, whatever a run ends with,
+    lest it removes one that is still being written.
 
     Args:
       folder: of the run, on a file system that all processes share.
@@ -50,7 +52,8 @@ class Checkpoints:
     def __init__(self, folder: Path, about: dict[str, Any]):
         self.folder = folder
         self._about = about
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+        _remove_unfinished(folder)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     def newest(self) -> int | None:
@@ -87,3 +90,14 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until everything is written."""
         self._manager.close()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes what a crash has left half written, before anything else is done with the folder.
+
+    Orbax has a thread for this (`cleanup_tmp_directories`), which only a save waits for: a run that
+    makes none would end while it still removes.
+    """
+    if jax.process_index() == 0:
+        for path in folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+            shutil.rmtree(path)

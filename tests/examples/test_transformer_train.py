@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -85,6 +88,48 @@ def test_run_goes_on_bit_for_bit(
     with pytest.raises(ValueError, match="was trained with batch=4 and this run has 8"):
         train.main([*stopped, "--resume", "--batch", "8"])
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["tiny-1"]
+
+
+def test_run_that_fails_has_written_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is renamed when the run closes its checkpoints, and not before."""
+    rename, close, closing = os.rename, train.Checkpoints.close, threading.Event()
+
+    def late(source, target, **options) -> None:
+        if Path(target).name == "4":
+            closing.wait(10)  # To the end of it, if none closes.
+        rename(source, target, **options)
+
+    def told(checkpoints: train.Checkpoints) -> None:
+        closing.set()
+        close(checkpoints)
+
+    monkeypatch.setattr(os, "rename", late)
+    monkeypatch.setattr(train.Checkpoints, "close", told)
+    stop_at(monkeypatch, 5)
+    with pytest.raises(Stop):
+        train.main([*OPTIONS, "--dp", "1", "--tp", "1", "--checkpoints", str(tmp_path)])
+    folder = tmp_path / "tiny-1"
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+
+
+def test_what_a_crash_has_left_is_gone_before_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "6.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    made = []
+    manager = ocp.CheckpointManager
+
+    def make(folder, **options):
+        made.append(half.exists())
+        return manager(folder, **options)
+
+    monkeypatch.setattr(ocp, "CheckpointManager", make)
+    with contextlib.closing(train.Checkpoints(tmp_path, {})) as checkpoints:
+        assert checkpoints.newest() is None
+    assert made == [False]
 
 
 JOB = """
