@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from patience import shared
+
 HERE = Path(__file__).parent
 
 
 def run(
-    script: str, *arguments: str, options: tuple[str, ...], limit_s: int, nccl: str | None = None
+    script: str, *arguments: str, options: tuple[str, ...], limit_s: float, nccl: str | None = None
 ) -> dict[str, Any]:
     """Runs `script`, a file of this folder, in a job that may take `limit_s` seconds.
 
@@ -29,6 +31,7 @@ def run(
     preload = ["--env", f"LD_PRELOAD={nccl}"] if nccl else []
     command = [
         *(sys.executable, "-m", "stretto.launch", "run", "--timeout", str(limit_s)),
+        *("--start-timeout", str(shared(60))),
         *(*options, *preload, str(HERE / script), *arguments),
     ]
     done = subprocess.run(
