@@ -6,7 +6,9 @@ Arrays are restored to the mesh of the run that reads them, which may be another
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,31 @@ def run_folder(root: Path, name: str, *, resume: bool) -> Path:
     if jax.process_count() > 1:  # others may look when the folder is there already
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return root.absolute() / f"{name}-{number}"
+
+
+def read(
+    folder: Path, shapes_of: Callable[[dict[str, Any]], TrainState]
+) -> tuple[dict[str, Any], TrainState]:
+    """What a run is made of, and its newest checkpoint; leaves the folder as it is.
+
+    Args:
+      folder: of a run, which may still go on.
+      shapes_of: of what the run is made of, makes the arrays' shapes, with their shardings.
+
+    Raises:
+      ValueError: there is no checkpoint.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; pass the folder of a run of train.py.")
+    options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+    with contextlib.closing(ocp.CheckpointManager(folder.absolute(), options=options)) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{folder} holds no checkpoint; pass the folder of a run of train.py.")
+        args = ocp.args.Composite(about=ocp.args.JsonRestore())
+        about = manager.restore(step, args=args)["about"]
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes_of(about)))
+        return about, manager.restore(step, args=args)["state"]
 
 
 class Checkpoints:

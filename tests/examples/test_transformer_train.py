@@ -17,10 +17,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import stretto as st
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
 
 import config
 import parallel
+import sample as sampling
 import train
 from sample import sample
 from step import make_train_step
@@ -70,8 +73,12 @@ def test_run_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*OPTIONS, "--dp", "2", "--tp", "2", "--sample", "0", "--checkpoints"]
-    whole = train.main([*options, str(tmp_path / "whole")])
+    whole = train.main([*options, str(tmp_path / "whole"), "--sample", "8"])
     assert len(whole) == 6
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert text.startswith("def ")
+    sampling.main([str(tmp_path / "whole" / "tiny-1"), "--count", "8"])
+    assert capsys.readouterr().out.splitlines()[-1] == text
     stopped = [*options, str(tmp_path / "stopped")]
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stop_at(patch, 5)
@@ -183,6 +190,22 @@ def test_job_of_several_processes_ends_as_one_process_does(
     assert losses == pytest.approx(alone[-len(losses) :], rel=1e-4)
     assert len(losses) == (4 if fate == "crash" else steps)
     assert capsys.readouterr().out.splitlines()[-1] in done.stdout  # the text, too
+
+
+def test_text_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for folder, why in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no checkpoint")):
+        with pytest.raises(SystemExit, match=f"{folder} {why}; pass the folder of a run"):
+            sampling.main([str(folder)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_kernels_are_simulated_operands_have_a_type_that_they_take() -> None:
+    def dtype(backend: str) -> str:
+        return config.Execution.suited_to("cpu", backend).dtype
+
+    assert dtype("auto") == dtype("xla") == "float32" and dtype("simulator") == "bfloat16"
+    with st.simulate():
+        assert dtype("auto") == "bfloat16" and dtype("xla") == "float32"
 
 
 def test_text_is_the_same_on_every_mesh() -> None:
