@@ -4,7 +4,7 @@
 
 takes the halves of one host for two nodes; on real nodes leave `--processes-per` out. Every version
 is called many times inside one `jit`, each call waiting for the one before, and its time is that of
-the slowest process.
+the slowest process. On CPUs it is a rehearsal, small and by XLA alone: its times say nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import stretto.launch
 from stretto.benchmarks import across_nodes_peers as peers
 from stretto.benchmarks import machine
-from stretto.benchmarks.shapes import Shape, parse_shape
+from stretto.benchmarks.shapes import MATMULS, SETS, Shape, parse_shape, shapes_of
 from stretto.benchmarks.spread import spread
 from stretto.benchmarks.timing import SAMPLES_PER_VISIT, LoopTimer, rounds_per_run
 from stretto.distributed import settings
@@ -46,6 +46,9 @@ DEFAULT_SHAPES = {
 }
 
 
+SMALL_SHAPES = {op: ("256x128x128" if op in MATMULS else "256x128",) for op in DEFAULT_SHAPES}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Time the operations over several nodes, inside one program."""
@@ -53,15 +56,16 @@ class Options:
     operations: str = ",".join(DEFAULT_SHAPES)
     """Which, comma separated."""
     shapes: str = ""
-    """Sizes such as 8192x8192x8192 (matmuls) or 8192x8192, comma separated; default: some."""
+    """Sizes such as 8192x8192x8192 (for matmuls) and 8192x8192 (for the others), and sets of
+    `stretto bench`, comma separated; default: some, small ones on CPUs."""
     nodes: int = 2
     """Equal parts of the job's devices that count as nodes."""
-    rounds: int = 8
-    """How often each version is timed, in turns; each time four samples."""
+    rounds: int | None = None
+    """How often each version is timed, in turns; each time four samples. Default: 8, 1 on CPUs."""
     pieces: str = "1,2,4"
     """In how many pieces ours moves between nodes, comma separated."""
-    backend: str = "pallas"
-    """Of ours; "simulator" or "xla" to rehearse without GPUs."""
+    backend: str = ""
+    """Of ours: "pallas", "xla" or "simulator"; default: pallas, xla on CPUs."""
     json: pathlib.Path | None = None
     """Where to write the results."""
 
@@ -73,6 +77,38 @@ class Timed:
     name: str
     timer: LoopTimer
     samples: list[float]
+
+
+def problems(options: Options, devices: int, on_gpu: bool) -> list[tuple[str, Shape]]:
+    """(operation, shape) of all that is timed, in order.
+
+    Raises:
+      ValueError: an unknown operation, a text that is no shape, a shape that no operation takes, or
+        one that does not divide among the devices.
+    """
+    operations = options.operations.split(",")
+    if unknown := set(operations) - set(DEFAULT_SHAPES):
+        raise ValueError(
+            f"operations={','.join(sorted(unknown))} must be among {','.join(DEFAULT_SHAPES)}."
+        )
+    asked = tuple(options.shapes.split(",")) if options.shapes else ()
+    if unused := [text for text in asked if not any(_fits(text, op) for op in operations)]:
+        parse_shape(unused[0], operations[0])  # says what is wrong with it
+    found = [
+        (op, shape)
+        for op in operations
+        for text in asked or (DEFAULT_SHAPES[op] if on_gpu else SMALL_SHAPES[op])
+        if _fits(text, op)
+        for shape in shapes_of(text, op, devices)
+    ]
+    for op, shape in found:
+        peers.check_divides(op, shape, devices)
+    return found
+
+
+def _fits(text: str, op: str) -> bool:
+    """Whether it is a set, or has the form of the operation's shapes."""
+    return text in SETS or (text.count("x") == 2) == (op in MATMULS)
 
 
 def mesh_of(nodes: int) -> Mesh:
@@ -126,8 +162,11 @@ def compiled(
     on_gpu = machine.is_gpu(jax.default_backend())
     calls = rounds_per_run(peers.expected_us(op, shape, mesh.size), 1, on_gpu) + 1
     pieces = [int(count) for count in options.pieces.split(",")]
-    for name, body, blocks in peers.versions(op, shape, mesh.size, options.backend, pieces):
-        operands = made.setdefault(blocks, operands_of(blocks, mesh))
+    backend = options.backend or ("pallas" if on_gpu else "xla")
+    for name, body, blocks in peers.versions(op, shape, mesh.size, backend, pieces):
+        if blocks not in made:
+            made[blocks] = operands_of(blocks, mesh)
+        operands = made[blocks]
         program = jax.shard_map(
             looped(body, calls), mesh=mesh, in_specs=P(BOTH), out_specs=P(BOTH), check_vma=False
         )
@@ -146,7 +185,8 @@ def measure(op: str, shape: Shape, mesh: Mesh, options: Options) -> dict[str, An
     found = dict(compiled(op, shape, mesh, options))
     timed = {name: version for name, version in found.items() if isinstance(version, Timed)}
     order = random.Random(0)  # The same on every process.
-    for _ in range(options.rounds):
+    rounds = options.rounds or (8 if machine.is_gpu(jax.default_backend()) else 1)
+    for _ in range(rounds):
         for version in order.sample(list(timed.values()), len(timed)):
             version.samples.extend(version.timer.visit(SAMPLES_PER_VISIT))
     exact = timed[peers.FLAT].timer.result()
@@ -186,15 +226,14 @@ def main(options: Options) -> None:
     """Times all that `options` say; process 0 prints and writes."""
     process = stretto.launch.initialize()
     mesh = mesh_of(options.nodes)
+    work = problems(options, mesh.size, machine.is_gpu(jax.default_backend()))
     about = msgspec.to_builtins(machine.describe())
     results = []
     with settings.nodes_of(mesh.shape[GPU]):
-        for op in options.operations.split(","):
-            shapes = options.shapes.split(",") if options.shapes else DEFAULT_SHAPES[op]
-            for text in shapes:
-                results.append(measure(op, parse_shape(text, op), mesh, options))
-                if process.process_id == 0:
-                    print(describe(results[-1]), flush=True)
+        for op, shape in work:
+            results.append(measure(op, shape, mesh, options))
+            if process.process_id == 0:
+                print(describe(results[-1]), flush=True)
     if process.process_id == 0 and options.json is not None:
         document = {
             "machine": about,

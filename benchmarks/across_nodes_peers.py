@@ -36,6 +36,21 @@ def blocks(op: str, shape: Shape, devices: int) -> tuple[Block, ...]:
     return ((m // devices, n) if op == "all_gather" else (m, n),)
 
 
+def check_divides(op: str, shape: Shape, devices: int) -> None:
+    """Raises ValueError unless every device's part of a problem is as large as the others'."""
+    split = {"m": shape.m}
+    if op == "all_gather_matmul":
+        split["n"] = shape.n
+    elif op in MATMULS:
+        split["k"] = shape.k
+    for name, size in split.items():
+        if size % devices:
+            raise ValueError(
+                f"{op} {shape}: {name}={size} must be a multiple of the job's {devices} devices;"
+                " pass another shape."
+            )
+
+
 def expected_us(op: str, shape: Shape, devices: int) -> float:
     """A rough time, in microseconds, to choose how many calls to time at once."""
     arithmetic = 2 * shape.m * shape.k * shape.n / devices / 6e8 if op in MATMULS else 0.0
@@ -53,7 +68,7 @@ def versions(
     if op in MATMULS:
         lhs, rhs = own
         yield ALONE, _matmul, ((shape.m, lhs[1]), rhs)
-    for count in pieces:
+    for count in pieces if backend != "xla" else (1,):  # XLA's moves in one.
         config = None if backend == "xla" else Config(pieces=count)
         ours = functools.partial(getattr(st, op), axis_name=BOTH, backend=backend, config=config)
         yield f"Stretto, {count} pieces", ours, own

@@ -21,11 +21,19 @@ from stretto.benchmarks.machine import is_gpu
 from stretto.benchmarks.measure import Settings, first_line
 from stretto.benchmarks.operations import Case
 from stretto.benchmarks.options import Sweep, read_sweeps
+from stretto.benchmarks.peers import PEERS
+from stretto.benchmarks.shapes import KERNELS, SETS
 from stretto.benchmarks.sweep import Run, Work, expand
 from stretto.benchmarks.torch_peers import TorchHelper
 
 CPU_DEVICES = 4
 WIDTH = 100
+KERNELS_HELP = f"{', '.join(KERNELS)}; or all."
+SHAPES_HELP = (
+    f"Shape sets ({', '.join(SETS)}) or sizes (8192x8192x28672, 8192x8192), comma separated."
+)
+_ON_REQUEST = ", ".join(peer.name for peer in PEERS.values() if peer.on_request)
+PEERS_HELP = f"Who is timed, comma separated: {', '.join(PEERS)}; default: all but {_ON_REQUEST}."
 VERBS = ("show", "compare", "document")
 
 
@@ -38,16 +46,17 @@ class BenchOptions:
     tables from them.
     """
 
-    kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
-    """Kernels to time, or `all`."""
-    shapes: str = ""
-    """Shape sets or sizes, comma separated: goals, square, llama-70b, 8192x8192x28672."""
+    kernels: Annotated[
+        tuple[str, ...],
+        Positional,
+        arg(metavar="[KERNEL ...]", help=f"Kernels to time: {KERNELS_HELP}"),
+    ] = ()
+    shapes: Annotated[str, arg(help=SHAPES_HELP)] = ""
     devices: str = ""
     """Device counts, comma separated; default: powers of two up to all, on a CPU all."""
     dtypes: str = "bfloat16"
     """Element types, comma separated: bfloat16, float16, float32."""
-    peers: str = ""
-    """Who is timed, comma separated; default: everybody."""
+    peers: Annotated[str, arg(help=PEERS_HELP)] = ""
     scaling: str = ""
     """`weak` multiplies the rows by the device count; `strong` keeps the problem."""
     config: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None

@@ -12,10 +12,18 @@ from typing import Annotated
 import jax
 import tyro
 from rich.console import Console
+from stretto.kernels.choice.dispatch import Problem
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks import machine, results, table, tuned_file
-from stretto.benchmarks.command import counts_of, progress, split, start_devices
+from stretto.benchmarks.command import (
+    KERNELS_HELP,
+    SHAPES_HELP,
+    counts_of,
+    progress,
+    split,
+    start_devices,
+)
 from stretto.benchmarks.compiling import Compiler
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measure import Settings, first_line
@@ -25,7 +33,6 @@ from stretto.benchmarks.sweep import expand
 from stretto.benchmarks.timing import agreed
 from stretto.benchmarks.tune import Prepared, candidates_of, config_type_of, prepare, take
 from stretto.kernels.choice import tables
-from stretto.kernels.choice.dispatch import Problem
 from stretto.kernels.choice.tables import Entry, Table, TableError
 
 BATCH = 8
@@ -40,13 +47,15 @@ class TuneOptions:
     on where it was.
     """
 
-    kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
-    """The kernels to tune, or `all`."""
+    kernels: Annotated[
+        tuple[str, ...],
+        Positional,
+        arg(metavar="[KERNEL ...]", help=f"Kernels to tune: {KERNELS_HELP}"),
+    ] = ()
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
     """Measure nothing; take the times in these results of `stretto bench --json`, each in the
     configuration that was run. Needs no GPU."""
-    shapes: str = "goals,llama-70b,square"
-    """Shape sets or sizes, comma separated."""
+    shapes: Annotated[str, arg(help=SHAPES_HELP)] = "goals,llama-70b,square"
     devices: str = ""
     """Device counts, comma separated; default: powers of two up to all, on a CPU all."""
     dtypes: str = "bfloat16"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
 
 import jax
@@ -19,7 +20,7 @@ from stretto.benchmarks.operations import OPERATIONS, Case, Operation
 from stretto.benchmarks.options import Sweep, read_sweeps
 from stretto.benchmarks.peers import PEERS
 from stretto.benchmarks.programs import Candidate
-from stretto.benchmarks.shapes import Shape
+from stretto.benchmarks.shapes import KERNELS, SETS, Shape
 from stretto.benchmarks.sweep import expand
 
 QUICK = Settings(repeats=2, rest_s=0.0)
@@ -119,6 +120,11 @@ def test_help_names_what_options_take(program, capsys):
     out = capsys.readouterr().out
     assert "FILE" in out
     assert "{None}" not in out and "[[" not in out
+    words = set(re.findall(r"[a-z0-9_-]+", out))
+    if program is not show:
+        assert words >= {*KERNELS, "all", *SETS}
+    if program is command:
+        assert words >= PEERS.keys()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import sys
 from typing import Any
 
 from folders import HELPERS, PYTHONPATH
+from patience import shared
 
 
 def run(
-    script: str, *arguments: str, options: tuple[str, ...], limit_s: int, nccl: str | None = None
+    script: str, *arguments: str, options: tuple[str, ...], limit_s: float, nccl: str | None = None
 ) -> dict[str, Any]:
     """Runs `script`, a file of this folder, in a job that may take `limit_s` seconds.
 
@@ -29,6 +30,7 @@ def run(
     preload = ["--env", f"LD_PRELOAD={nccl}"] if nccl else []
     command = [
         *(sys.executable, "-m", "stretto.launch", "run", "--timeout", str(limit_s)),
+        *("--start-timeout", str(shared(60))),
         *(*options, *preload, str(HELPERS / script), *arguments),
     ]
     done = subprocess.run(
