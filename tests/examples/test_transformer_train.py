@@ -23,6 +23,8 @@ import train
 from sample import sample
 from step import make_train_step
 
+import stretto as st
+
 EXAMPLE = Path(train.__file__).parent
 SIZES = config.Sizes(layers=1, hidden=32, heads=4, kv_heads=4, feed_forward=32, sequence=16)
 OPTIONS = ["--steps", "6", "--batch", "4", "--evaluate-every", "2"]
