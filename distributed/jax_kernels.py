@@ -27,7 +27,7 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import heap, jax_compat, jax_options, mailbox
+from stretto.distributed import edges, heap, jax_compat, jax_options, mailbox
 from stretto.distributed.clique import Clique, check_order, clique_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
@@ -59,6 +59,7 @@ def bind_team_kernel(
             f"kernel {info.name}: its body uses a traced value from outside; compute the value"
             " inside the body, or pass it as an operand."
         )
+    edges.check_stores(jaxpr, info.name)
     return team_kernel_p.bind(*operands, jaxpr=_unwrapped(jaxpr), info=info)
 
 

@@ -143,7 +143,7 @@ def launch(
         k,
         parts.total * config.tiles.tile_n,
         config.tiles,
-        (config.pull_rows, config.piece_columns(k), config.chunk_columns),
+        (config.pull_rows, config.piece_columns(k, k), config.chunk_columns),
         whole=config.whole,
         by_shard=return_gathered,
     )

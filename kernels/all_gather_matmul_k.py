@@ -103,12 +103,13 @@ def launch(
     m, k_shard = lhs.shape
     tiles = config.tiles
     parts = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], tiles.tile_n)
+    side_by_side = team.size if return_gathered else team.size - 1  # Shards in a gathered row.
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,
         columns=k_shard,
         piece_rows=config.pull_rows,
-        piece_columns=config.piece_columns(k_shard),
+        piece_columns=config.piece_columns(k_shard, side_by_side * k_shard),
         chunk_rows=tiles.tile_m,
         band_rows=tiles.raster_width * tiles.tile_m,
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "gpu"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "distributed"))
 
 import field_cases
 import fused_cases as cases
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import launching
 import slow_peers
 import subjects
+import window_cases
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -218,6 +220,18 @@ def collectives() -> Iterator[Program]:
         )
 
 
+def windows() -> Iterator[Program]:
+    """Kernels whose stores are all flat copies, or none."""
+    sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
+    for flat in (True, False):
+        chosen = [case for case in window_cases.CASES.values() if case.flat == flat]
+
+        def program(x, chosen=chosen):
+            return window_cases.call(chosen), x
+
+        yield f"{flat}", program, [jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)]
+
+
 def gpu_tests() -> Iterator[Program]:
     """Programs of `tests/gpu`: what it compiles there must compile here."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
@@ -251,6 +265,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "collectives": collectives,
+    "windows": windows,
     **{f"hierarchical {name}": functools.partial(hierarchical, name) for name in nodes.DIVIDED},
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)

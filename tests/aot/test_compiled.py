@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from window_cases import CASES
+
 from stretto.distributed import aot
 
 pytestmark = pytest.mark.skipif(
@@ -161,6 +164,17 @@ def test_collectives(tmp_path):
             alone.add(program["label"])
             assert "s32" not in program["hlo"], "there is something for XLA to zero"
     assert {"all_gather", "all_to_all", "all_reduce in one shot"} <= alone
+
+
+FLAT_STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+
+
+def test_which_stores_are_flat(tmp_path):
+    """As `distributed.windows` has it, which the simulator and the check of stores rest on."""
+    flat, others = compile_case("windows", tmp_path)
+    count = sum(case.flat for case in CASES.values())
+    assert flat["kernels"][0]["ptx"].count(FLAT_STORE) == count > 5
+    assert FLAT_STORE not in others["kernels"][0]["ptx"]
 
 
 @pytest.mark.slow
