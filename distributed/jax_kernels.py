@@ -52,7 +52,7 @@ def bind_team_kernel(
 ) -> list[jax.Array]:
     """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with config._check_vma(False):
+    with config._check_vma(False), jax.enable_x64(False):
         jaxpr = jax.make_jaxpr(fun)(*structs)
     if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
         raise ValueError(

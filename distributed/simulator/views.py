@@ -107,9 +107,9 @@ class ViewPlan:
     def plain_window(self, buffer: Buffer, env: list) -> list | None:
         """The window in coordinates of `buffer`: for each dimension an int or [start, size, 1].
 
-        None if it is anything else, such as rows of a list.
+        None if it is anything else, such as rows of a list, or the whole.
         """
-        if self.alias is not None or any(kind != "index" for kind, _ in self.steps):
+        if self.alias is not None or {kind for kind, _ in self.steps} != {"index"}:
             return None
         dims: list = [[0, n, 1] for n in buffer.data.shape]
         for _, arg in self.steps:
