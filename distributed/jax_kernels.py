@@ -50,7 +50,11 @@ class TeamKernelInfo:
 def bind_team_kernel(
     fun: Callable, operands: Sequence[jax.Array], info: TeamKernelInfo
 ) -> list[jax.Array]:
-    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
+    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation.
+
+    Integers of its body are of 32 bits, whatever `jax_enable_x64` says: Mosaic GPU's operations ask
+    for them, and Python's numbers would be of 64.
+    """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     with config._check_vma(False), jax.enable_x64(False):
         jaxpr = jax.make_jaxpr(fun)(*structs)

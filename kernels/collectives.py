@@ -18,6 +18,7 @@ from stretto.kernels import (
     checks,
     dispatch,
     exchange,
+    flat,
     fused_collectives,
     gradients,
     hierarchical_collectives,
@@ -46,7 +47,7 @@ def all_gather(
     Equals `lax.all_gather(x, axis_name, axis=axis, tiled=True)`.
 
     Args:
-      x: an array of any type.
+      x: an array of any type, random keys included.
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array; may be negative.
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
@@ -64,11 +65,18 @@ def all_gather(
         canonical_axes(axis_name),
         checks.check_array_axis("all_gather", "axis", axis, x),
     )
+    back = functools.partial(
+        reduce_scatter, axis_name=axes, axis=axis, backend=_backend_of_sums(backend, x)
+    )
+    if _moves_as_other_numbers(x):
+        again = functools.partial(
+            all_gather, axis_name=axes, axis=axis, config=config, backend=backend
+        )
+        return _move_as_other_numbers(x, axes, again, back)
     choice = _choose("all_gather", x, axes, backend, moving.ALL_GATHER, config)
     if choice.backend == "xla":
         return reference.all_gather(x, axes, axis=axis)
     call = _bind(choice, axes, config, axis=axis)
-    back = functools.partial(reduce_scatter, axis_name=axes, axis=axis, backend=backend)
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
 
 
@@ -147,14 +155,45 @@ def all_to_all(
     split_axis = checks.check_array_axis(op, "split_axis", split_axis, x)
     concat_axis = checks.check_array_axis(op, "concat_axis", concat_axis, x)
     checks.check_divisible(op, f"dimension {split_axis}", x.shape[split_axis], axis_size(axes))
+    again = functools.partial(all_to_all, axis_name=axes, backend=backend)
+    back = functools.partial(again, split_axis=concat_axis, concat_axis=split_axis)
+    if _moves_as_other_numbers(x):
+        again = functools.partial(
+            again, split_axis=split_axis, concat_axis=concat_axis, config=config
+        )
+        parts = axis_size(axes) if split_axis == x.ndim - 1 else 1
+        return _move_as_other_numbers(x, axes, again, back, parts)
     choice = _choose(op, x, axes, backend, moving.ALL_TO_ALL, config)
     if choice.backend == "xla":
         return reference.all_to_all(x, axes, split_axis=split_axis, concat_axis=concat_axis)
     call = _bind(choice, axes, config, split_axis=split_axis, concat_axis=concat_axis)
-    back = functools.partial(
-        all_to_all, axis_name=axes, split_axis=concat_axis, concat_axis=split_axis, backend=backend
-    )
     return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
+
+
+def _are_keys(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _moves_as_other_numbers(x: Any) -> bool:
+    return _are_keys(x) or flat.bits_of(x.dtype) < 8
+
+
+def _move_as_other_numbers(
+    x: jax.Array, axes: Axes, move: Primitive, back: Primitive, parts: int = 1
+) -> jax.Array:
+    """`move` of other numbers that hold those of `x`; `parts` as for `flat.of_bytes`.
+
+    Not only for the kernels: XLA's collectives on CPUs give wrong int2 (JAX 0.11.2).
+    """
+    if _are_keys(x):
+        return flat.of_key_data(move, x)
+    call = functools.partial(flat.of_bytes, move, parts=parts)
+    return gradients.linear(*gradients.vary_alike(axes, x), gradients.Linear(call, back))
+
+
+def _backend_of_sums(backend: str, x: Any) -> str:
+    """`backend` for the derivative of an operation that moves `x`, whose type it may not add."""
+    return backend if str(x.dtype) in moving.SUMMED else "auto"
 
 
 def _choose(op: str, x: Any, axes: Axes, backend: str, kernel: Any, config: Any) -> Choice:
