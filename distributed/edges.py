@@ -49,7 +49,7 @@ def check_stores(jaxpr: Any, kernel: str) -> None:
 
 def stores(jaxpr: Any) -> Iterator[Store]:
     """The stores of plain windows that do not reduce, in a jaxpr and in those within it."""
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name != "copy_smem_to_gmem" or eqn.params["reduction_op"] is not None:
             continue
         shape = tuple(eqn.invars[1].aval.shape)
@@ -59,13 +59,14 @@ def stores(jaxpr: Any) -> Iterator[Store]:
             yield Store(site_of(eqn), shape, window, Layout.of(source))
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a jaxpr, and of the jaxprs within it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else (param,):
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                    yield from _equations(value)
+                    yield from equations(value)
 
 
 def _transforms(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:

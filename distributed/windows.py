@@ -10,6 +10,9 @@ dropped, what it would load is zeros. There are two exceptions, both where the w
   its size and the array's strides, so one that is larger than its array may pass for it. Loads are
   never made so, unless they promise to stay in bounds; nor are stores that reduce.
 - An index along a dimension of one element, or of one tile, is ignored.
+
+How shared memory is laid out is what its transforms say; a layout that the compiler finds by itself
+is not known here.
 """
 
 from __future__ import annotations
