@@ -56,9 +56,9 @@ class Pull:
     A piece goes through a slot of shared memory. While one is stored the next ones are on their
     way: a slot is filled again as soon as the store before last is over.
 
-    A piece that reaches over the edge of its array is cut off, both ways, but only if it is
-    narrower than the array or the array has no further dimensions: Mosaic GPU copies a contiguous
-    window in one go, up to the end of the whole ref.
+    A piece that reaches over the edge of its array is cut off, both ways. It must not be contiguous
+    in `destination` then, as one row is, or rows as wide as the array: it would run on past the
+    edge (`windows`), and `kernel.launch` refuses it.
 
     Attributes:
       pieces: how many this block fetches.
@@ -132,7 +132,8 @@ class Pull:
 class Push:
     """One warpgroup of every block sends local arrays to where they are wanted.
 
-    A piece is loaded once and stored to all of its destinations from there.
+    A piece is loaded once and stored to all of its destinations from there. Pieces are contiguous,
+    so their rows have to divide those of a destination that is part of a larger array (`windows`).
 
     Attributes:
       sources: local `[rows, columns]` refs.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import heap, jax_compat, jax_options, mailbox
+from stretto.distributed import edges, heap, jax_compat, jax_options, mailbox
 from stretto.distributed.clique import Clique, check_order, clique_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
@@ -48,9 +48,15 @@ class TeamKernelInfo:
     turned: bool = False
 
 
-def untyped() -> contextlib.AbstractContextManager[None]:
-    """Inside it, values are not typed as varying over mesh axes: kernels know no such types."""
-    return config._check_vma(False)
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Kernels are traced inside it.
+
+    Values are not typed as varying over mesh axes. Integers have 32 bits, whatever `jax_enable_x64`
+    says: Mosaic GPU's operations ask for them, and Python's numbers would have 64.
+    """
+    with config._check_vma(False), jax.enable_x64(False):
+        yield
 
 
 def bind_team_kernel(
@@ -62,6 +68,7 @@ def bind_team_kernel(
             f"kernel {info.name}: its body uses a traced value from outside; compute the value"
             " inside the body, or pass it as an operand."
         )
+    edges.check_stores(jaxpr, info.name)
     return team_kernel_p.bind(*operands, jaxpr=_unwrapped(jaxpr), info=info)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stretto.distributed.simulator.clocks import knows
+from stretto.distributed.simulator.engine import Taken
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.races import Access
 from stretto.distributed.simulator.report import Finding
@@ -45,6 +46,17 @@ class Checks:
                     store.site,
                     site,
                 )
+
+    def stray(self, copy: Any, taken: Taken) -> None:
+        """A copy takes more than the window that it is given, or something else."""
+        if taken.stray:
+            self._find(
+                "stray copy",
+                f"{copy.describe()} at {copy.site} takes {taken.stray} elements outside of its"
+                f" window, in {taken.region.describe()}: {taken.why}. Take windows of which a whole"
+                " number fits into the array.",
+                copy.site,
+            )
 
     def unawaited_copy(self, copy: Any) -> None:
         """A task has ended and never waited for `copy`."""

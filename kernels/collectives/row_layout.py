@@ -9,6 +9,7 @@ first, or not alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +48,26 @@ def from_rows(rows: jax.Array, part_shape: tuple[int, ...]) -> jax.Array:
     return flat[:, : math.prod(part_shape)].reshape(rows.shape[0], *part_shape)
 
 
+def bits_of(dtype: jax.typing.DTypeLike) -> int:
+    """Bits of an element: fewer than 8 of the narrowest numbers, which `itemsize` rounds up."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    return 8 * dtype.itemsize
+
+
 def as_words(x: jax.Array) -> jax.Array:
     """`x`, bit for bit, in a type that every copy takes: unsigned integers of the same width.
 
-    bool goes as bytes. 64 bit types split into a last dimension of two 32 bit words.
+    bool goes as bytes. 64 bit types split into a last dimension of two 32 bit words; complex ones
+    into a last dimension of the two parts, and those like other numbers.
     """
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([as_words(lax.real(x)), as_words(lax.imag(x))], x.ndim)
     bits = 8 * x.dtype.itemsize
     if bits == 64:
         return lax.bitcast_convert_type(x, jnp.uint32)
@@ -65,7 +79,36 @@ def from_words(words: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     dtype = jnp.dtype(dtype)
     if dtype == jnp.bool_:
         return words.astype(jnp.bool_)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part, at = jnp.finfo(dtype).dtype, words.ndim - (1 if dtype.itemsize == 8 else 2)
+        real, imag = (lax.index_in_dim(words, i, at, keepdims=False) for i in range(2))
+        return lax.complex(from_words(real, part), from_words(imag, part))
     return lax.bitcast_convert_type(words, dtype)
+
+
+def of_key_data(move: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
+    """Random keys: `move` of the numbers that `keys` consist of, along a last dimension."""
+    numbers = move(jax.random.key_data(keys))
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(keys))
+
+
+def of_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array, parts: int) -> jax.Array:
+    """Numbers narrower than a byte: `move` of bytes that hold those of `x`, moved on from there.
+
+    They hold several neighbours in the last dimension where its `parts`, which `move` may take
+    apart, have whole bytes of them; else one each.
+    """
+    bits = bits_of(x.dtype)
+    narrow, in_a_byte = jnp.dtype(f"uint{bits}"), 8 // bits
+    numbers = lax.bitcast_convert_type(x, narrow)
+    *rest, last = x.shape or (1,)
+    if last % (parts * in_a_byte):
+        moved = move(numbers.astype(jnp.uint8)).astype(narrow)
+    else:
+        groups = numbers.reshape(*rest, last // in_a_byte, in_a_byte)
+        moved = lax.bitcast_convert_type(move(lax.bitcast_convert_type(groups, jnp.uint8)), narrow)
+        moved = moved.reshape(*moved.shape[:-2], moved.shape[-2] * in_a_byte)
+    return lax.bitcast_convert_type(moved, x.dtype)
 
 
 def piece_rows(rows: int, most: int) -> int:

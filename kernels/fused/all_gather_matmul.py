@@ -176,7 +176,7 @@ def launch(
             rows=rows,
             columns=k,
             piece_rows=piece_rows,
-            piece_columns=config.piece_columns(k),
+            piece_columns=config.piece_columns(k, k),
             chunk_columns=config.chunk_columns,
         )
 

@@ -137,12 +137,13 @@ def launch(
     m, k_shard = lhs.shape
     shape = config.tiles
     columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
+    side_by_side = team.size if return_gathered else team.size - 1  # Shards in a gathered row.
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,
         columns=k_shard,
         piece_rows=config.pull_rows,
-        piece_columns=config.piece_columns(k_shard),
+        piece_columns=config.piece_columns(k_shard, side_by_side * k_shard),
         chunk_rows=shape.tile_m,
         band_rows=shape.raster_width * shape.tile_m,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.hopper.tile_config import TileConfig
@@ -45,9 +46,12 @@ class PullConfig:
         pieces = self.pull_slots * self.pull_rows * self.pull_columns * itemsize
         return self.tiles.smem_bytes(itemsize) + pieces
 
-    def piece_columns(self, columns: int) -> int:
-        """`pull_columns` for arrays of so many columns.
+    def piece_columns(self, columns: int, row_stride: int) -> int:
+        """Columns of a piece of arrays of `columns`, to be stored to rows `row_stride` apart.
 
-        A piece as wide as its array would not be cut off at the last row (`copies.Pull`).
+        A piece that is contiguous where it is stored must not reach over an edge: it would not be
+        cut off there (`distributed.windows`).
         """
-        return self.pull_columns // (2 if self.pull_columns == columns else 1)
+        if self.pull_rows == 1:
+            return math.gcd(self.pull_columns, columns)
+        return self.pull_columns // (2 if self.pull_columns == row_stride else 1)

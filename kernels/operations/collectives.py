@@ -6,6 +6,7 @@ an array axis that is not the first costs a copy on either side (`collectives.ro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -26,7 +27,7 @@ from stretto.kernels.operation import (
     Operation,
     Sizes,
 )
-from stretto.kernels.operations import examples
+from stretto.kernels.operations import examples, other_numbers
 from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform, run
 from stretto.kernels.problem import checks, node_config
 from stretto.kernels.problem.problem import Problem, Types
@@ -48,7 +49,7 @@ def all_gather(
     Equals `lax.all_gather(x, axis_name, axis=axis, tiled=True)`.
 
     Args:
-      x: an array of any type.
+      x: an array of any type, random keys included.
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array; may be negative.
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
@@ -64,6 +65,14 @@ def all_gather(
     """
     axes = canonical_axes(axis_name)
     options = AxisOptions(axis=checks.check_array_axis("all_gather", "axis", axis, x))
+    if other_numbers.are_needed(x):
+        again = functools.partial(
+            all_gather, axis_name=axes, axis=options.axis, config=config, backend=backend
+        )
+        back = functools.partial(
+            reduce_scatter, axis_name=axes, axis=options.axis, backend=_backend_of_sums(backend, x)
+        )
+        return other_numbers.move(x, axes, again, back)
     return _moved(ALL_GATHER, x, axes, options, backend, config)
 
 
@@ -134,6 +143,16 @@ def all_to_all(
     )
     size = x.shape[options.split_axis]
     checks.check_divisible(op, f"dimension {options.split_axis}", size, axis_size(axes))
+    if other_numbers.are_needed(x):
+        along = dataclasses.asdict(options)
+        again = functools.partial(all_to_all, axis_name=axes, backend=backend)
+        back = functools.partial(
+            again, split_axis=options.concat_axis, concat_axis=options.split_axis
+        )
+        parts = axis_size(axes) if options.split_axis == x.ndim - 1 else 1
+        return other_numbers.move(
+            x, axes, functools.partial(again, **along, config=config), back, parts
+        )
     return _moved(ALL_TO_ALL, x, axes, options, backend, config)
 
 
@@ -175,7 +194,13 @@ def _forward(x: Arrays, call: Call) -> tuple[Arrays, None]:
 
 
 def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
-    return reduce_scatter(bar, call.axes, axis=call.options.axis, backend=call.backend)
+    backend = _backend_of_sums(call.backend, bar)
+    return reduce_scatter(bar, call.axes, axis=call.options.axis, backend=backend)
+
+
+def _backend_of_sums(backend: str, x: jax.Array) -> str:
+    """`backend` for the derivative of an operation that moves `x`, whose type it may not add."""
+    return backend if str(x.dtype) in kernels.SUMMED else "auto"
 
 
 def _reduce_scatter_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,10 +71,15 @@ def perform(operands: Arrays, call: Call) -> Arrays:
     transpose of this cast is the sum that a replicated operand's gradient needs.
     """
     leaves, tree = jax.tree.flatten(operands)
-    varying = frozenset(call.axes).union(*map(varying_axes, leaves))
-    alike = [make_varying(x, varying) for x in leaves]
+    alike = typed_alike(call.axes, leaves)
     typed = any(varying_axes(x) for x in alike)
     return run(jax.tree.unflatten(tree, alike), dataclasses.replace(call, typed=typed))
+
+
+def typed_alike(axes: Axes, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, each typed as varying over `axes` and over what any of them varies over."""
+    varying = frozenset(axes).union(*map(varying_axes, operands))
+    return [make_varying(x, varying) for x in operands]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

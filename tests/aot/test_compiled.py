@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 from folders import HELPERS
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from window_cases import CASES
+
 from stretto.distributed import aot
 
 pytestmark = pytest.mark.skipif(
@@ -47,7 +50,7 @@ def compile_case(case: str, folder: Path, timeout_s: float = 280) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = json.loads(file.read_text())
-    assert compiled and all(program["kernels"] for program in compiled)
+    assert compiled and all("mosaic_gpu_v2" in program["hlo"] for program in compiled)
     return compiled
 
 
@@ -182,6 +185,24 @@ def test_collectives(tmp_path):
             alone.add(program["label"])
             assert "s32" not in program["hlo"], "there is something for XLA to zero"
     assert {"all_gather", "all_to_all", "all_reduce in one shot"} <= alone
+
+
+# All are lowered, so that each has kernels: two for each type that is gathered and exchanged.
+@pytest.mark.parametrize(("case", "kernels"), [("types", 2 * 7), ("x64", 5 + 2 + 2 * 3)])
+def test_what_is_lowered(case, kernels, tmp_path):
+    lowered = compile_case(case, tmp_path)
+    assert sum(program["hlo"].count("@mosaic_gpu_v2") for program in lowered) == kernels
+
+
+FLAT_STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+
+
+def test_which_stores_are_flat(tmp_path):
+    """As `distributed.windows` has it, which the simulator and the check of stores rest on."""
+    flat, others = compile_case("windows", tmp_path)
+    count = sum(case.flat for case in CASES.values())
+    assert flat["kernels"][0]["ptx"].count(FLAT_STORE) == count > 5
+    assert FLAT_STORE not in others["kernels"][0]["ptx"]
 
 
 @pytest.mark.slow

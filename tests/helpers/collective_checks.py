@@ -24,8 +24,13 @@ def per_device(call, *arrays, devices=None, axis="x", mesh=None):
 def drawn(shape, dtype, seed=0):
     """Small whole numbers: no two devices hold the same, and sums of them are exact."""
     dtype = jnp.dtype(dtype)
-    low = 0 if dtype in (jnp.bool_, jnp.uint8) else -6
-    values = np.random.default_rng(seed).integers(low, 2 if dtype == jnp.bool_ else 7, shape)
+    least, most = {"bool": (0, 1), "int2": (-2, 1), "float4_e2m1fn": (-4, 4)}.get(
+        str(dtype), (0 if str(dtype).startswith("uint") else -6, 6)
+    )
+    generator = np.random.default_rng(seed)
+    values = generator.integers(least, most, shape, endpoint=True)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        values = values + 1j * generator.integers(least, most, shape, endpoint=True)
     return values.astype(dtype)
 
 

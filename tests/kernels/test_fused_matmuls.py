@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.kernels.fused import all_gather_matmul, all_gather_matmul_k
 from stretto.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
@@ -57,6 +58,21 @@ def test_shards_gathered_as_one_matrix(devices, shape):
 @pytest.mark.parametrize("k", [8, 72])
 def test_every_shape_and_team(name, devices, m, k, n):
     check(name, devices, (m, k, n))
+
+
+@pytest.mark.parametrize("k", [72, 200])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1)),
+        ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1, whole=True)),
+        ("all_gather_matmul_k", all_gather_matmul_k.Config(pull_rows=1)),
+    ],
+    ids=["m", "m whole", "k"],
+)
+def test_pieces_of_one_row(name, config, k):
+    """They are contiguous, and would not be cut off at the end of a row."""
+    check(name, 2, (9, k, 8), config=config)
 
 
 @pytest.mark.parametrize("name", cases.OPERATIONS)
