@@ -1,8 +1,8 @@
 """Padding matrices to the sizes that the copy engine takes: whole 8 x 64 tiles of swizzled rows.
 
 At least two such tiles a side, too: along a dimension of one tile Mosaic GPU ignores the index, so
-a store that lies past the edge, which should be dropped, would land in the first tile (seen on
-H100s with JAX 0.11.2).
+a store past the edge, which should be dropped, would land in the first tile (seen on H100s with
+JAX 0.11.2).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 def pad_parts(x: jax.Array, axis: int, parts: int, multiple: int) -> jax.Array:
     """A matrix with zeros after each of `parts` equal parts of `axis`, each `padded` in size."""
-    part = x.shape[axis] // parts
-    missing = padded(part, multiple) - part
+    size = x.shape[axis] // parts
+    missing = padded(size, multiple) - size
     if not missing:
         return x
-    apart = x.reshape(*x.shape[:axis], parts, part, *x.shape[axis + 1 :])
-    widths = [(0, missing if dim == axis + 1 else 0) for dim in range(apart.ndim)]
-    shape = (*x.shape[:axis], parts * (part + missing), *x.shape[axis + 1 :])
-    return jnp.pad(apart, widths).reshape(shape)
+    separated = x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :])
+    widths = [(0, missing if dim == axis + 1 else 0) for dim in range(separated.ndim)]
+    shape = (*x.shape[:axis], parts * (size + missing), *x.shape[axis + 1 :])
+    return jnp.pad(separated, widths).reshape(shape)

@@ -25,6 +25,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import sinks, streams, tiles
 from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.mainloop import Mainloop
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Stream, Tile, Transfer, elementwise
 from stretto.kernels.engine.segments import Segments
@@ -98,7 +99,7 @@ def launch(
     out_dtype: jnp.dtype,
     rhs_transposed: bool,
     return_gathered: bool,
-    mainloop: Callable[[Product], Any],
+    mainloop: Callable[[Product], Mainloop],
     interpret: Any,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs.

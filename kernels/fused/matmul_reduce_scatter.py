@@ -1,10 +1,11 @@
 """`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
 
-Each device makes the tiles of its peers' rows, and keeps these products at home. A spare warp of
-every block fetches the peers' products for the own rows, straight from where the peers keep them, as
-they come to be. The own rows come last, or each tile some time after the same tile for the peers
-(`orders.OwnersOrder`). Between its products the device adds, in float32, what was fetched
-(`parts.Addends`), and stores the sum: at home, or for an all-reduce on every device.
+Each device makes the tiles of its peers' rows, and keeps these products in its own memory. A spare
+warp of every block pulls the peers' products for this device's rows, each as soon as it is finished.
+The own rows come last, or each tile some time after the same tile for the peers
+(`orders.OwnersOrder`). Between its products the device adds, in float32, what was pulled
+(`parts.Addends`), and stores the sum: in its own memory, or for an all-reduce on every device.
+(`reducing` has these parts.)
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -15,7 +16,7 @@ they come to be. The own rows come last, or each tile some time after the same t
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
 | `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
 
-Tiles for peers are made before they have come to the launch; pulling and storing warps meet them
+Tiles for peers are made before the peers have started; pulling and storing warps wait for them
 (`handshake`) before they signal. A store is complete, not only read, before its signal. All devices
 make tiles wave by wave in the same order, and what a tile waits for belongs to the same wave or an
 earlier one. The blocks of a wave work side by side and only own tiles wait, so that the devices
@@ -31,11 +32,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import copies, kernel, schedule
+from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
@@ -45,13 +43,14 @@ from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Addends, Parts, Product, Ref, Sink, Tile, Transfer
+from stretto.kernels.engine.parts import Addends, Parts, Product, Sink, Tile, Transfer
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
+from stretto.kernels.fused.reducing import Products
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 
@@ -145,7 +144,7 @@ def launch(
         order = OwnersOrder(shard, team.size, refs.num_blocks, lag=config.own_lag)
         # Named once: the copy engine gets a descriptor for each naming of a peer.
         outs = [refs.out, *(transfers.on_peers(refs.out, team) if everywhere else [])]
-        products = _Products(team, order, refs, everywhere, outs)
+        products = Products(team, order, refs, everywhere, outs)
         return Parts(
             order=order,
             k_tiles=segments.total,
@@ -198,135 +197,3 @@ def _lhs_window(team: Team, shape: TileShape, tile: Tile, k: Int) -> tuple:
     """The tile of lhs, in the rows of the device whose result the tile belongs to."""
     owner = schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)  # Last, one's own.
     return owner, *tiles.lhs_window(shape, tile.m, k)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Products:
-    """The products of a device: where they are stored, who fetches them, where they are added.
-
-    Attributes:
-      team, order, refs: of the kernel.
-      everywhere: each sum goes to all devices.
-      outs: the own result, and that of each device that a sum goes to.
-    """
-
-    team: Team
-    order: OwnersOrder
-    refs: Refs
-    everywhere: bool
-    outs: Sequence[Ref]
-
-    @property
-    def peers(self) -> int:
-        """The other devices; the step of the own tiles."""
-        return self.team.size - 1
-
-    def addends(self) -> Addends:
-        """What is added to the products of the own rows: the peers' products for them."""
-
-        def wait(tile: Tile) -> None:
-            # All peers' products of the tile have been fetched.
-            self.refs.arrived.at[self._number(tile)].wait(self.peers)
-
-        return Addends(
-            most=self.peers,
-            count=lambda tile: schedule.where(tile.step == self.peers, self.peers, 0),
-            wait=wait,
-            window=lambda tile, number, *piece: self._window(
-                self.refs.fetched, number, tile, *piece
-            ),
-        )
-
-    def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
-        """Stores a piece: for its owner to fetch, or, with the peers' added, as the result."""
-        rows, columns = piece.shape
-
-        @pl.when(tile.step < self.peers)
-        def _():
-            window = self._window(self.refs.partial, tile.step, tile, row, rows, column, columns)
-            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
-
-        @pl.when(tile.step == self.peers)
-        def _():
-            index = self.team.device_id() if self.everywhere else 0
-            for out in self.outs:
-                window = self._window(out, index, tile, row, rows, column, columns)
-                plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
-
-    def stored(self, tile: Tile) -> None:
-        """Signals a tile that is in place: to its owner, or to every peer that got the sum."""
-        for offset in self.team.peer_offsets:
-
-            @pl.when(tile.step == offset - 1)
-            def _(offset=offset):
-                produced = self.refs.produced.at[offset - 1, self._number(tile)]
-                produced.signal(peer_id=self.team.neighbour(offset))
-
-        if self.everywhere:
-
-            @pl.when(tile.step == self.peers)
-            def _():
-                for offset in self.team.peer_offsets:
-                    self.refs.finished.signal(peer_id=self.team.neighbour(offset))
-
-    def fetch(self) -> None:
-        """Fetches whole tiles, one after another, in the order in which peers make them.
-
-        All devices go through the tiles in one order, but for the rotation within a wave
-        (`orders.OwnersOrder`), so the peers' tiles for this device come in the order of its own
-        list. A tile is in place before the next one is waited for: a device that made the next one
-        only after it had got this one would never make it.
-        """
-        block, num_blocks = kernel.block_id(), self.refs.num_blocks
-        sources = [
-            copies.remote(self.refs.partial, self.team, self.team.neighbour(-step - 1)).at[step]
-            for step in range(self.peers)
-        ]
-
-        def fetch_tile(i: jax.Array, _: None) -> None:
-            tile = self.order.locate_for_peers(block + i * num_blocks)
-            # The peer's stores of its product are in place.
-            self.refs.produced.at[tile.step, self._number(tile)].wait()
-            self._fetch_tile(tile, sources)
-            # Publishes the tile to the storing warps of all blocks.
-            self.refs.arrived.at[self._number(tile)].signal()
-
-        tiles_of_peers = self.peers * self.order.shard.tiles_per_shard
-        lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
-
-    def _fetch_tile(self, tile: Tile, sources: Sequence[Ref]) -> None:
-        """Fetches one tile, piece by piece."""
-        shape, (_, piece_rows, piece_columns) = self.order.shard.shape, self.refs.pulled.shape
-        across, down = shape.tile_n // piece_columns, shape.tile_m // piece_rows
-
-        def place(piece: Int) -> copies.Place:
-            row = schedule.div(piece, across)
-            column = piece - row * across
-            return copies.Place(
-                tile.step,
-                tile.m * shape.tile_m + row * piece_rows,
-                tile.n * shape.tile_n + column * piece_columns,
-            )
-
-        copies.Pull(
-            pieces=across * down,
-            place=place,
-            sources=sources,
-            destination=lambda step: self.refs.fetched.at[step],
-            buffers=self.refs.pulled,
-            barriers=self.refs.pulled_full,
-        ).run()
-
-    def finish(self) -> None:
-        """In block 0: returns once the peers have stored all their sums here, if they do."""
-        if self.everywhere:
-            self.refs.finished.wait(self.peers * self.order.shard.tiles_per_shard)
-
-    def _number(self, tile: Tile) -> Int:
-        """The number of a tile among those of a shard."""
-        return self.order.shard.index(tile.m, tile.n)
-
-    def _window(self, ref: Ref, index: Int, tile: Tile, *piece: Int) -> Ref:
-        """A piece of a tile in `ref[index]`: its first row, rows, first column, columns."""
-        window = tiles.piece_window(self.order.shard.shape, tile.m, tile.n, *piece)
-        return ref.at[index, *window]
