@@ -68,7 +68,7 @@ def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
     if spec.kind == "barrier":
         expected, axes = spec.arrivals, spec.cluster_axes
         if axes:
-            expected *= len(machine.cluster_blocks(block, axes))
+            expected *= len(machine.cluster_neighbours(block, axes))
         return BarrierArray(spec.name, spec.shape, expected, machine.scheduler, key, axes)
     return Buffer(
         poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,

@@ -103,8 +103,8 @@ class BarrierArray:
       name: what reports call it.
       shape: of the array.
       expected: arrivals that a phase of each needs.
-      cluster_axes: axes of the cluster along which an arrival reaches every block; empty for a
-        barrier of one block.
+      cluster_axes: axes of the cluster along each of which an arrival reaches the other blocks;
+        empty for a barrier of one block.
     """
 
     def __init__(

@@ -237,6 +237,16 @@ class Machine:
             for position in itertools.product(*ranges)
         ]
 
+    def cluster_neighbours(self, block: Block, axes: tuple) -> list[Block]:
+        """The blocks of the same cluster that differ from `block` along at most one of `axes`.
+
+        Those are the blocks that an arrival at a cluster barrier reaches. A tuple among the axes
+        counts as one, so along `(("x", "y"),)` they are all blocks of a cluster over x and y, but
+        along `("x", "y")` only a row and a column.
+        """
+        blocks = [b for axis in axes for b in self.cluster_blocks(block, (axis,))]
+        return list(dict.fromkeys(blocks))
+
     def allocate(self, block: Block, ref: Any) -> Any:
         """What a block that has not entered the scope yet will find there."""
         made = like(self, block, ref)

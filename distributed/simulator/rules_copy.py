@@ -47,8 +47,9 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
             region, overhang = target.clipped(buffer, env)
             targets.append((region, None if overhang is None else overhang[1]))
         copy = Copy(task, site, targets[0][0])
-        task.machine.checks.committed(source.region(task, env), task, site, "a copy")
-        copy.start(store_body(copy, source.region(task, env), targets, reduction))
+        region = source.region(task, env)
+        copy.check_commit(region, writes=False)
+        copy.start(store_body(copy, region, targets, reduction))
         task.uncommitted.append(copy)
         if commit:
             _commit(task)
@@ -130,6 +131,7 @@ def _start_load(
     destination = target.region(task, env)
     array = barrier.owner(task, env)
     item = array.items[pick(barrier, array, env)]
+    copy.check_commit(destination, writes=True)
     num_bytes = destination.get().nbytes
     item.expect(num_bytes)
     item.arrive(task, copy.site)
@@ -156,7 +158,9 @@ def _start_multicast(
     for block in blocks:
         buffer = block.shared.get(own.key) or machine.allocate(block, own)
         barriers = block.shared.get(array.key) or machine.allocate(block, array)
-        targets.append((_part(target.within(buffer, env), part, count), barriers.items[index]))
+        window = _part(target.within(buffer, env), part, count)
+        copy.check_commit(window, writes=True)
+        targets.append((window, barriers.items[index]))
     if fill is None:
         body = load_body(copy, _part(region, part, count), None, targets, num_bytes // count)
     else:  # The parts are of the window, of which only some lies inside the array.

@@ -23,11 +23,11 @@ def barrier_view(compiler: Compiler, eqn: Any, ref: Any, leaves: list) -> ViewPl
 
 
 def arrive(task: Any, array: BarrierArray, index: int, site: Site) -> None:
-    """One arrival of `task`, which reaches every block of a cluster barrier."""
+    """One arrival of `task`, which reaches the block's neighbours too at a cluster barrier."""
     if not array.cluster_axes:
         array.items[index].arrive(task, site)
         return
-    for block in task.machine.cluster_blocks(task.block, array.cluster_axes):
+    for block in task.machine.cluster_neighbours(task.block, array.cluster_axes):
         peer = block.shared.get(array.key) or task.machine.allocate(block, array)
         peer.items[index].arrive(task, site)
 
@@ -161,7 +161,8 @@ def signal(
     machine.note(task, f"signal {semaphore.name} of {target}", machine.now(task))
     remote = semaphore.device != task.device.index
     arrival = task.time + (machine.cost.signal_latency if remote else 0.0)
-    semaphore.signal(amount, clock, task.device.index, scope, arrival)
+    committed = None if clock is None or remote else task.committed.copy()
+    semaphore.signal(amount, clock, committed, task.device.index, scope, arrival)
 
 
 def _signal_step(
@@ -306,8 +307,10 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
                 lambda: f"semaphore {semaphore.name} >= {wanted}, which is {semaphore.value}",
                 lambda: helpers(semaphore),
             )
-        clock, time = semaphore.take(wanted, task.device.index, scope, bool(decrement(env)))
-        task.acquire(clock)
+        clock, committed, time = semaphore.take(
+            wanted, task.device.index, scope, bool(decrement(env))
+        )
+        task.acquire(clock, committed)
         blocked |= time > task.time
         task.time = max(task.time, time)
         if blocked:
