@@ -44,9 +44,10 @@ class Checks:
             return
         detector = self._machine.detector
         overwrites = access.what == "copy's write"
-        for store in detector.last_writes(region):
-            if _overtakes(store, access, committed):
-                self._uncommitted("store", store, access, region)
+        for last in detector.last_writes(region):
+            for store in (last, *last.earlier):
+                if _overtakes(store, access, committed):
+                    self._uncommitted("store", store, access, region)
         for load in detector.reads_since(region) if overwrites else ():
             if _overtakes(load, access, committed):
                 self._uncommitted("load", load, access, region)
@@ -71,6 +72,19 @@ class Checks:
                 sites=(earlier.site, access.site),
                 is_warning=what == "load",
             )
+        )
+
+    def uneven_waits(self, barrier: Any, counts: list[int], task: Any, site: Site) -> None:
+        """A warpgroup waits on a barrier for which its warps are at different phases."""
+        self._find(
+            "uneven waits",
+            f"{task.describe()} waits on barrier {barrier.name} at {site}, on which its warps have"
+            f" waited {', '.join(map(str, counts))} times so far. Each warp keeps its own phase of"
+            " a barrier, so some of them wait for another phase than the others, and go on too"
+            " early or not at all. Have all warps wait as often as each other, or give the"
+            " one that waits alone a barrier of its own.",
+            site,
+            name=barrier.name,
         )
 
     def unawaited_copy(self, copy: Any) -> None:

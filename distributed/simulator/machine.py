@@ -169,7 +169,7 @@ class Machine:
         if task.warp is not None:
             return
         block, device = task.block, task.device
-        for copy in itertools.chain(*task.groups[task.read_awaited :], task.uncommitted):
+        for copy in task.open_copies():
             self.checks.unawaited_copy(copy)
         block.clock = clocks.join(block.clock, task.clock)
         block.time = max(block.time, task.time)

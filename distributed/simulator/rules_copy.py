@@ -50,7 +50,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
         region = source.region(task, env)
         copy.check_commit(region, writes=False)
         copy.start(store_body(copy, region, targets, reduction))
-        task.uncommitted.append(copy)
+        task.warps[0].uncommitted.append(copy)
         if commit:
             _commit(task)
 
@@ -58,8 +58,8 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
 
 
 def _commit(task: Any) -> None:
-    task.groups.append(task.uncommitted)
-    task.uncommitted = []
+    for warp in task.warps:
+        warp.commit_group()
 
 
 @rule("commit_group")
@@ -73,15 +73,16 @@ def _wait_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
-        last = max(len(task.groups) - allowed, 0)
-        first = min(task.read_awaited, last) if read_only else 0
-        for copy in [c for group in task.groups[first:last] for c in group]:
-            yield from _wait_for_copy(task, copy, read_only, site)
-        if read_only:
-            task.read_awaited = max(task.read_awaited, last)
-        else:
-            del task.groups[:last]
-            task.read_awaited = max(task.read_awaited - last, 0)
+        for warp in task.warps:
+            last = max(len(warp.groups) - allowed, 0)
+            first = min(warp.read_awaited, last) if read_only else 0
+            for copy in [c for group in warp.groups[first:last] for c in group]:
+                yield from _wait_for_copy(task, copy, read_only, site)
+            if read_only:
+                warp.read_awaited = max(warp.read_awaited, last)
+            else:
+                del warp.groups[:last]
+                warp.read_awaited = max(warp.read_awaited - last, 0)
 
     return True, step
 
@@ -111,9 +112,10 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
-        if predicate is not None and not predicate(env):
-            return
         yield
+        if predicate is not None and not predicate(env):
+            _arrive_without_bytes(task, barrier, env, site)
+            return
         copy = Copy(task, site, target.region(task, env))
         if axes:
             _start_multicast(task, copy, (source, target, barrier), env, axes)
@@ -121,6 +123,12 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
             _start_load(task, copy, (source, target, barrier), env)
 
     return True, step
+
+
+def _arrive_without_bytes(task: Any, barrier: ViewPlan, env: list, site: Site) -> None:
+    """What a copy into shared memory does whose predicate is false."""
+    array = barrier.owner(task, env)
+    array.items[pick(barrier, array, env)].arrive(task, site)
 
 
 def _start_load(

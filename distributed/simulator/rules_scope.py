@@ -68,8 +68,8 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
 def _meet(task: Task, site: Any) -> Generator:
     """All warpgroups of a block enter a shared scope together."""
     barrier = task.block.barrier
-    waits = task.phases.get(barrier, 0)
-    task.phases[barrier] = waits + 1
+    waits = task.waits_on(barrier)[0]
+    task.count_wait(barrier)
     barrier.arrive(task, site)
     yield Wait(
         barrier,
@@ -78,8 +78,7 @@ def _meet(task: Task, site: Any) -> Generator:
         lambda: f"the other warpgroups of its block at {barrier.name} ({barrier.progress()})",
         lambda: "every warpgroup of the block must enter the same run_scoped",
     )
-    task.acquire(barrier.done_clock, barrier.done_committed)
-    task.time = max(task.time, barrier.time)
+    task.pass_barrier(barrier.last)  # It cannot have gone on since: that takes this task.
 
 
 def _allocate(task: Task, spec: Allocation, key: tuple, axes: tuple, shared: bool) -> Any:
@@ -186,17 +185,18 @@ def _warps(compiler: Compiler, eqn: Any) -> Step:
         join, args = _Join(count), [env[i] for i in ins]
         known = task.release()
         warps = []
-        for w in range(count):
+        for w, state in enumerate(task.split_warps(count)):
             warp = Task(task.machine, task.block, task.warpgroup, w)
             warp.acquire(known, task.committed)
-            warp.time, warp.phases = task.time, dict(task.phases)
+            warp.time, warp.warps = task.time, [state]
             warp.body = _warp_body(body.run(warp, args), join, task.machine.scheduler)
             warps.append(warp)
             task.machine.tasks.append(warp)
             task.machine.scheduler.push(warp)
         yield Wait(join, lambda: not join.left, site, lambda: f"its {count} warps")
         for warp in warps:
-            _absorb(task, warp)
+            task.acquire(warp.clock, warp.committed)
+            task.time = max(task.time, warp.time)
 
     return True, step
 
@@ -205,13 +205,3 @@ def _warp_body(run: Generator[Any, None, Any], join: _Join, scheduler: Any) -> G
     yield from run
     join.left -= 1
     wake(join, scheduler)
-
-
-def _absorb(task: Task, warp: Task) -> None:
-    """What a finished warp leaves to its warpgroup: what it knows, and its open copies."""
-    task.acquire(warp.clock, warp.committed)
-    task.time = max(task.time, warp.time)
-    for barrier, waits in warp.phases.items():
-        task.phases[barrier] = max(task.phases.get(barrier, 0), waits)
-    task.groups.extend(warp.groups)
-    task.uncommitted.extend(warp.uncommitted)
