@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto.distributed.simulator.alignment import misalignments
 from stretto.distributed.simulator.clocks import Clock, knows
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.races import Access
@@ -73,6 +74,16 @@ class Checks:
                 is_warning=what == "load",
             )
         )
+
+    def aligned(self, copy: Any, shared: Region, window: Region, *, may_be_flat: bool) -> None:
+        """Checks where a copy between shared and global memory begins (`alignment`)."""
+        for what in misalignments(shared, window, may_be_flat=may_be_flat):
+            self._find(
+                "misaligned copy",
+                f"{copy.describe()} at {copy.site}: {what}. Take offsets that are, or buffers whose"
+                " rows are that long.",
+                copy.site,
+            )
 
     def uneven_waits(self, barrier: Any, counts: list[int], task: Any, site: Site) -> None:
         """A warpgroup waits on a barrier for which its warps are at different phases."""

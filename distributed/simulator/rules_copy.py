@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from stretto.distributed.simulator.alignment import is_plain
 from stretto.distributed.simulator.barriers import pick
 from stretto.distributed.simulator.copies import Copy, load_body, store_body
 from stretto.distributed.simulator.errors import UnsupportedKernelError
@@ -34,6 +35,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     source = plan_view(compiler, eqn.invars[0], src)
     target = plan_view(compiler, eqn.invars[1], dst)
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
+    may_be_flat = reduction is None and is_plain(src)
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
@@ -48,6 +50,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
             targets.append((region, None if overhang is None else overhang[1]))
         copy = Copy(task, site, targets[0][0])
         region = source.region(task, env)
+        task.machine.checks.aligned(copy, region, targets[0][0], may_be_flat=may_be_flat)
         copy.check_commit(region, writes=False)
         copy.start(store_body(copy, region, targets, reduction))
         task.warps[0].uncommitted.append(copy)
@@ -109,6 +112,8 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     tree = eqn.params["barrier_transforms_treedef"]
     barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
     axes = tuple(eqn.params["collective_axes"] or ())
+    cuts_off = getattr(eqn.params["oob_mode"], "name", "ZEROS") == "ZEROS"
+    may_be_flat = not cuts_off and is_plain(dst)
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
@@ -120,7 +125,7 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
         if axes:
             _start_multicast(task, copy, (source, target, barrier), env, axes)
         else:
-            _start_load(task, copy, (source, target, barrier), env)
+            _start_load(task, copy, (source, target, barrier), env, may_be_flat)
 
     return True, step
 
@@ -132,13 +137,18 @@ def _arrive_without_bytes(task: Any, barrier: ViewPlan, env: list, site: Site) -
 
 
 def _start_load(
-    task: Any, copy: Copy, views: tuple[ViewPlan, ViewPlan, ViewPlan], env: list
+    task: Any,
+    copy: Copy,
+    views: tuple[ViewPlan, ViewPlan, ViewPlan],
+    env: list,
+    may_be_flat: bool,
 ) -> None:
     source, target, barrier = views
     region, fill = source.clipped(source.owner(task, env), env)
     destination = target.region(task, env)
     array = barrier.owner(task, env)
     item = array.items[pick(barrier, array, env)]
+    task.machine.checks.aligned(copy, destination, region, may_be_flat=may_be_flat)
     copy.check_commit(destination, writes=True)
     num_bytes = destination.get().nbytes
     item.expect(num_bytes)
@@ -167,6 +177,7 @@ def _start_multicast(
         buffer = block.shared.get(own.key) or machine.allocate(block, own)
         barriers = block.shared.get(array.key) or machine.allocate(block, array)
         window = _part(target.within(buffer, env), part, count)
+        machine.checks.aligned(copy, window, region, may_be_flat=False)
         copy.check_commit(window, writes=True)
         targets.append((window, barriers.items[index]))
     if fill is None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stretto.distributed.simulator.allocations import (
     Allocation,
-    allocation_of,
+    allocations_of,
     is_semaphore,
     make_shared,
 )
@@ -22,22 +22,10 @@ from stretto.distributed.simulator.tasks import Task
 from stretto.distributed.simulator.waiting import Wait, wake
 
 
-def _names(jaxpr: Any, count: int) -> list[str]:
-    names = getattr(jaxpr.debug_info, "arg_names", None) or ()
-    names = [n for n in names if n is not None]
-    if len(names) != count:
-        return [f"scratch {i}" for i in range(count)]
-    return [str(n).split(".")[-1].split("[")[0] if count == 1 else str(n) for n in names]
-
-
 @rule("run_scoped")
 def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
     jaxpr, axes = eqn.params["jaxpr"], tuple(eqn.params["collective_axes"])
-    names = _names(jaxpr, len(jaxpr.invars))
-    transforms = eqn.params.get("ref_transforms") or ((),) * len(jaxpr.invars)
-    specs = [
-        allocation_of(v.aval, t, n) for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)
-    ]
+    specs = allocations_of(eqn)
     site = compiler.site
     tags = [compiler.tag(v) for v in eqn.invars]
     tags += [(s.name, id(eqn), i) if s.kind == "semaphore" else None for i, s in enumerate(specs)]
