@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, scf
 
-from stretto.distributed import jax_callbacks, mailbox
+from stretto.distributed import jax_callbacks, jax_lowering, mailbox
 
 # --- A wait with a time limit ---------------------------------------------------------------------
 # Pallas' `semaphore_wait` spins for ever. This primitive takes its operands (a semaphore ref with
@@ -239,6 +240,7 @@ class LoweredKernel:
         on; none outside of `shard_map`.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
+      refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
     """
 
     name: str
@@ -250,6 +252,7 @@ class LoweredKernel:
     axis_sizes: tuple[int, ...]
     out_avals: Sequence[Any]
     aliases: dict[int, int]
+    refusal: Callable[[], jax_lowering.Refusal | None]
 
 
 type KernelIntercept = Callable[[LoweredKernel], Callable[..., Any] | None]
@@ -297,6 +300,7 @@ def lower_kernel_for_cpu(
             axis_sizes=tuple(shape.values()),
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
+            refusal=functools.partial(jax_lowering.refusal, ctx, params),
         )
         callback = _kernel_intercept[0](kernel)
         if callback is None and not kernel.interpret:

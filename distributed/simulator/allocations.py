@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from stretto.distributed.simulator.barriers import BarrierArray
@@ -31,6 +33,25 @@ class Allocation:
     dtype: Any = None
     arrivals: int = 0
     cluster_axes: tuple = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a buffer in shared memory; 0 for anything else."""
+        if self.kind not in ("shared", "union"):
+            return 0
+        return math.prod(self.shape) * bits_of(self.dtype) // 8
+
+    def describe(self) -> str:
+        """The buffer in words."""
+        shape = "x".join(map(str, self.shape)) or "one"
+        return f"{self.name} ({shape} {'bytes' if self.kind == 'union' else self.dtype})"
+
+
+def bits_of(dtype: Any) -> int:
+    """Bits of an element, of which numpy knows only whole bytes."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize
 
 
 def is_semaphore(aval: Any) -> bool:
@@ -63,12 +84,32 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
     raise UnsupportedKernelError(f"an allocation in memory space {space}")
 
 
+def allocations_of(eqn: Any) -> list[Allocation]:
+    """What a `run_scoped` allocates, in the order of its body's arguments."""
+    variables = eqn.params["jaxpr"].invars
+    transforms = eqn.params.get("ref_transforms") or ((),) * len(variables)
+    names = _names(eqn.params["jaxpr"])
+    return [
+        allocation_of(v.aval, t, n) for v, t, n in zip(variables, transforms, names, strict=True)
+    ]
+
+
+def _names(jaxpr: Any) -> list[str]:
+    """What the function that a jaxpr was made of calls its arguments."""
+    count = len(jaxpr.invars)
+    names = getattr(jaxpr.debug_info, "arg_names", None) or ()
+    names = [n for n in names if n is not None]
+    if len(names) != count:
+        return [f"scratch {i}" for i in range(count)]
+    return [str(n).split(".")[-1].split("[")[0] if count == 1 else str(n) for n in names]
+
+
 def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
     """Makes a shared allocation of `block`: a buffer or barriers."""
     if spec.kind == "barrier":
         expected, axes = spec.arrivals, spec.cluster_axes
         if axes:
-            expected *= len(machine.cluster_blocks(block, axes))
+            expected *= len(machine.cluster_neighbours(block, axes))
         return BarrierArray(spec.name, spec.shape, expected, machine.scheduler, key, axes)
     return Buffer(
         poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,

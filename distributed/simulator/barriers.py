@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,21 @@ from stretto.distributed.simulator.clocks import Clock, advance, empty, join
 from stretto.distributed.simulator.errors import KernelFaultError
 from stretto.distributed.simulator.memory import Buffer
 from stretto.distributed.simulator.waiting import wake
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnd:
+    """What the end of a phase gives to those that wait for it.
+
+    Attributes:
+      clock: what all that have arrived so far knew, and the copies that have landed.
+      committed: what of it `commit_smem` has covered.
+      time: when the phase ended, by the cost model.
+    """
+
+    clock: Clock
+    committed: Clock
+    time: float
 
 
 class Barrier:
@@ -24,12 +40,12 @@ class Barrier:
       pending: arrivals still to come in this phase.
       tx: bytes announced and not landed.
       phase: phases that are over.
-      time: when the last phase ended, by the cost model.
+      last: the end of the last of these.
     """
 
     __slots__ = (
-        "_clock", "_committed", "arrivals_seen", "done_clock", "done_committed", "expected", "name",
-        "pending", "phase", "scheduler", "time", "time_so_far", "tx", "waiters",
+        "_clock", "_committed", "_time", "arrivals_seen", "expected", "last", "name", "pending",
+        "phase", "scheduler", "tx", "waiters",
     )  # fmt: skip
 
     def __init__(self, name: str, expected: int, scheduler: Any):
@@ -39,13 +55,11 @@ class Barrier:
         self.tx = 0
         self.phase = 0
         self._clock: Clock = empty()
-        self.done_clock: Clock = empty()
         self._committed: Clock = empty()
-        self.done_committed: Clock = empty()
+        self._time = 0.0
+        self.last = PhaseEnd(empty(), empty(), 0.0)
         self.waiters: list = []
         self.scheduler = scheduler
-        self.time = 0.0
-        self.time_so_far = 0.0
         self.arrivals_seen: list[Any] = []
 
     def arrive(self, task: Any, site: Any) -> None:
@@ -59,7 +73,7 @@ class Barrier:
         self.pending -= 1
         self._clock = join(self._clock, task.release())
         self._committed = join(self._committed, task.committed)
-        self.time_so_far = max(self.time_so_far, task.time)
+        self._time = max(self._time, task.time)
         self.arrivals_seen.append(site)
         self._check()
 
@@ -71,7 +85,7 @@ class Barrier:
         """Announced bytes have landed; the copy is at `place`, a (timeline, value)."""
         self.tx -= num_bytes
         self._clock = advance(self._clock, *place)
-        self.time_so_far = max(self.time_so_far, time)
+        self._time = max(self._time, time)
         self._check()
 
     def _check(self) -> None:
@@ -79,12 +93,9 @@ class Barrier:
             return
         self.phase += 1
         self.pending = self.expected
-        self.done_clock = join(self.done_clock, self._clock)
-        self.done_committed = join(self.done_committed, self._committed)
-        self._clock, self._committed = empty(), empty()
-        self.time = self.time_so_far
+        self.last = PhaseEnd(self._clock.copy(), self._committed.copy(), self._time)
         self.arrivals_seen = []
-        wake(self, self.scheduler)
+        wake(self, self.scheduler, self.last)
 
     def is_over(self, waits: int) -> bool:
         """Whether the phase is over that a task waits for which has waited `waits` times before."""
@@ -103,8 +114,8 @@ class BarrierArray:
       name: what reports call it.
       shape: of the array.
       expected: arrivals that a phase of each needs.
-      cluster_axes: axes of the cluster along which an arrival reaches every block; empty for a
-        barrier of one block.
+      cluster_axes: axes of the cluster along each of which an arrival reaches the other blocks;
+        empty for a barrier of one block.
     """
 
     def __init__(

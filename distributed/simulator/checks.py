@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.distributed.simulator.clocks import knows
+from stretto.distributed.simulator.alignment import misalignments
+from stretto.distributed.simulator.clocks import Clock, knows
 from stretto.distributed.simulator.engine import Taken
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.races import Access
@@ -28,24 +29,75 @@ class Checks:
     def _find(self, kind: str, message: str, *sites: Site, name: str = "") -> None:
         self._report.add(Finding(kind=kind, key=(kind, *sites, name), message=message, sites=sites))
 
-    def committed(self, region: Region, task: Any, site: Site, what: str) -> None:
-        """Checks that plain stores to `region` are visible to a copy or a tensor core operation.
+    def committed(self, region: Region, access: Access, committed: Clock) -> None:
+        """Checks what a copy or a tensor core operation that is being issued comes after.
 
-        These read by another path to memory, and see a store only once `commit_smem` has come
-        between, in the task that stored or in one ordered after it.
+        Copies and tensor cores take another path to shared memory than loads and stores. What a
+        barrier puts in order on one path may still overtake on the other, unless `commit_smem` has
+        come between: in the task that loaded or stored, or in one ordered after it. What nothing
+        orders at all is a race, and found by the access itself.
+
+        Args:
+          region: what the operation touches.
+          access: how; its clock is that of the issue.
+          committed: what the issuing task knows to have been committed.
         """
         if not self._on:
             return
-        for store in self._machine.detector.last_writes(region):
-            if store.what == "write" and not knows(task.committed, store.timeline, store.value):
-                self._find(
-                    "uncommitted store",
-                    f"{what} issued by {task.describe()} at {site} reads {region.describe()},"
-                    f" stored by {store.who.describe()} at {store.site}, with no commit_smem"
-                    " between: it may read what was there before.",
-                    store.site,
-                    site,
-                )
+        detector = self._machine.detector
+        overwrites = access.what == "copy's write"
+        for last in detector.last_writes(region):
+            for store in (last, *last.earlier):
+                if _overtakes(store, access, committed):
+                    self._uncommitted("store", store, access, region)
+        for load in detector.reads_since(region) if overwrites else ():
+            if _overtakes(load, access, committed):
+                self._uncommitted("load", load, access, region)
+
+    def _uncommitted(self, what: str, earlier: Access, access: Access, region: Region) -> None:
+        story = {
+            "store": "may not see the store, or come before it",
+            "load": "may come before the load; H100s keep the order, PTX does not promise it",
+        }
+        kind = f"uncommitted {what}"
+        self._report.add(
+            Finding(
+                kind=kind,
+                key=(kind, earlier.site, access.site, access.what, region.buffer.name),
+                message=(
+                    f"race on {region.describe()}:\n"
+                    f"  {earlier.describe()}\n"
+                    f"  {access.describe()}\n"
+                    f"  No commit_smem() is between them, so the second {story[what]}. Call it"
+                    f" after the {what}, in its warpgroup or in one that waits for that."
+                ),
+                sites=(earlier.site, access.site),
+                is_warning=what == "load",
+            )
+        )
+
+    def aligned(self, copy: Any, shared: Region, window: Region, *, may_be_flat: bool) -> None:
+        """Checks where a copy between shared and global memory begins (`alignment`)."""
+        for what in misalignments(shared, window, may_be_flat=may_be_flat):
+            self._find(
+                "misaligned copy",
+                f"{copy.describe()} at {copy.site}: {what}. Take offsets that are, or buffers whose"
+                " rows are that long.",
+                copy.site,
+            )
+
+    def uneven_waits(self, barrier: Any, counts: list[int], task: Any, site: Site) -> None:
+        """A warpgroup waits on a barrier for which its warps are at different phases."""
+        self._find(
+            "uneven waits",
+            f"{task.describe()} waits on barrier {barrier.name} at {site}, on which its warps have"
+            f" waited {', '.join(map(str, counts))} times so far. Each warp keeps its own phase of"
+            " a barrier, so some of them wait for another phase than the others, and go on too"
+            " early or not at all. Have all warps wait as often as each other, or give the"
+            " one that waits alone a barrier of its own.",
+            site,
+            name=barrier.name,
+        )
 
     def stray(self, copy: Any, taken: Taken) -> None:
         """A copy takes more than the window that it is given, or something else."""
@@ -198,3 +250,10 @@ class Checks:
                 is_warning=not semaphore.persistent,
             )
         )
+
+
+def _overtakes(earlier: Access, access: Access, committed: Clock) -> bool:
+    """Whether `access`, by a copy or tensor cores, is ordered after `earlier` by barriers alone."""
+    if earlier.is_async or not earlier.before(access):
+        return False
+    return not knows(committed, earlier.timeline, earlier.value)

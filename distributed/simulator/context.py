@@ -10,19 +10,21 @@ from typing import Any, Literal
 
 import jax
 
-from stretto.distributed import jax_callbacks, jax_compat
+from stretto.distributed import jax_callbacks, jax_compat, jax_lowering
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.errors import SimulationError, UnsupportedKernelError
 from stretto.distributed.simulator.launch import KernelCall
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.mesh import DeviceMesh
+from stretto.distributed.simulator.refusals import flaw_of
 from stretto.distributed.simulator.rendezvous import Rendezvous
 from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.trace import Trace
 
-# Part of the key of JAX's caches, so that nothing traced or lowered for the simulator is used
-# outside, nor the other way round. It does not hold the seed: a new seed needs no new compilation.
+# (core_count, must_compile). Part of the key of JAX's caches, so that nothing traced or lowered for
+# the simulator is used outside, nor the other way round. It does not hold the seed: a new seed
+# needs no new compilation.
 _is_simulating = jax.make_user_context(default_value=None)
 
 
@@ -69,6 +71,7 @@ def simulate(
     detect_races: bool = True,
     resident_blocks: int = 132,
     core_count: int = 4,
+    must_compile: bool = True,
     on_finding: Literal["raise", "record"] = "raise",
     max_steps: int = 50_000_000,
     cost_model: CostModel | None = None,
@@ -89,6 +92,8 @@ def simulate(
       resident_blocks: blocks that a device runs at once.
       core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
         their grids by it.
+      must_compile: report a kernel that JAX does not lower for H100s. Off, a kernel may be one that
+        only the simulator can run, such as one on very small blocks.
       on_finding: "raise" fails a launch that did something wrong once it has ended, "record" only
         adds it to the report.
       max_steps: steps of one launch before it is given up.
@@ -121,7 +126,7 @@ def simulate(
     simulation = _Simulation(settings, report)
     _active.append(simulation)
     try:
-        with _is_simulating((core_count,)), jax_compat.cpu_core_count(core_count):
+        with _is_simulating((core_count, must_compile)), jax_compat.cpu_core_count(core_count):
             try:
                 yield report
             finally:
@@ -142,6 +147,12 @@ def simulate(
 def is_simulating() -> bool:
     """Whether kernels called here run in the simulator."""
     return _is_simulating.value is not None
+
+
+def _must_compile() -> bool:
+    """Whether a kernel that is being lowered for the simulator has to be one for GPUs, too."""
+    setting = _is_simulating.value
+    return jax_lowering.is_possible() and (setting is None or setting[1])
 
 
 def _finish_running_programs() -> None:
@@ -173,6 +184,10 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
+    if _must_compile() and not kernel.flaws:
+        refusal = call.refusal()
+        if refusal is not None:
+            kernel.flaws.append(flaw_of(refusal, call.name, call.jaxpr))
 
     def callback(device: Any, *operands: Any) -> list[Any]:
         simulation = _current()

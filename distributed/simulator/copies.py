@@ -73,7 +73,17 @@ class Copy:
     def access(self, what: str, place: tuple[int, int], atomic: str | None = None) -> Access:
         """An access to memory that the copy does now."""
         device = self.issuer.device.index
-        return Access(what, self, self.site, device, self._clock, *place, atomic)
+        return Access(
+            what, self, self.site, device, self._clock, *place, atomic=atomic, is_async=True
+        )
+
+    def check_commit(self, region: Region, *, writes: bool) -> None:
+        """Checks, as the copy is issued, that its part of shared memory has been committed."""
+        if writes:
+            access = self.access("copy's write", self.writing)
+        else:
+            access = self.access("copy's read", self.reading)
+        self.issuer.machine.checks.committed(region, access, self.issuer.committed)
 
     def mark_read(self) -> None:
         """The source has been read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,8 @@ from stretto.distributed.simulator.errors import (
     SimulationError,
     UnsupportedKernelError,
 )
+from stretto.distributed.simulator.flaws import Flaw
+from stretto.distributed.simulator.limits import over_limits
 from stretto.distributed.simulator.machine import Device, Machine
 from stretto.distributed.simulator.memory import Buffer, poison
 from stretto.distributed.simulator.mesh import DeviceMesh
@@ -48,6 +50,7 @@ class KernelCall:
       out_avals: shapes and types of the results.
       aliases: results that are the memory of an operand, as {result: operand}.
       has_start_barrier: no device starts the kernel before all have come to it.
+      flaws: what is wrong with it whatever it is run on; `prepare` adds what it finds.
     """
 
     name: str
@@ -57,6 +60,7 @@ class KernelCall:
     out_avals: list[Any]
     aliases: dict[int, int]
     has_start_barrier: bool = True
+    flaws: list[Flaw] = field(default_factory=list)
 
     @cached_property
     def _prepared(self) -> tuple[KernelInfo, Program]:
@@ -71,7 +75,8 @@ class KernelCall:
 
     def prepare(self) -> None:
         """Prepares the body, so that what the simulator does not know is told at once."""
-        _ = self._prepared
+        kernel, _ = self._prepared
+        self.flaws += over_limits(kernel, self.jaxpr)
 
     def run(
         self, operands: list[list[np.ndarray]], settings: Settings, report: Report
@@ -99,6 +104,8 @@ class KernelCall:
             has_start_barrier=self.has_start_barrier,
         )  # fmt: skip
         known = len(report.findings)
+        for flaw in self.flaws:
+            flaw.tell(report)
         try:
             with np.errstate(all="ignore"):
                 for device, values in zip(machine.devices, operands, strict=True):

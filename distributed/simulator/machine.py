@@ -169,7 +169,7 @@ class Machine:
         if task.warp is not None:
             return
         block, device = task.block, task.device
-        for copy in itertools.chain(*task.groups[task.read_awaited :], task.uncommitted):
+        for copy in task.open_copies():
             self.checks.unawaited_copy(copy)
         block.clock = clocks.join(block.clock, task.clock)
         block.time = max(block.time, task.time)
@@ -236,6 +236,16 @@ class Machine:
             self.cluster_block(block, dict(zip(names, position, strict=True)))
             for position in itertools.product(*ranges)
         ]
+
+    def cluster_neighbours(self, block: Block, axes: tuple) -> list[Block]:
+        """The blocks of the same cluster that differ from `block` along at most one of `axes`.
+
+        Those are the blocks that an arrival at a cluster barrier reaches. A tuple among the axes
+        counts as one, so along `(("x", "y"),)` they are all blocks of a cluster over x and y, but
+        along `("x", "y")` only a row and a column.
+        """
+        blocks = [b for axis in axes for b in self.cluster_blocks(block, (axis,))]
+        return list(dict.fromkeys(blocks))
 
     def allocate(self, block: Block, ref: Any) -> Any:
         """What a block that has not entered the scope yet will find there."""

@@ -30,6 +30,8 @@ class Access:
       clock: what was known when it was done; only valid while it is checked.
       timeline, value: its place.
       atomic: it is atomic towards other atomic accesses; "gpu" only those of its own device.
+      is_async: a copy or a tensor core does it, by another path to shared memory than loads and
+        stores take (PTX's asynchronous and generic proxy).
       earlier: atomic accesses not ordered with this one, which it stands for too.
     """
 
@@ -41,6 +43,7 @@ class Access:
     timeline: int
     value: int
     atomic: str | None = None
+    is_async: bool = False
     earlier: tuple[Access, ...] = ()
 
     def before(self, other: Access) -> bool:
@@ -110,6 +113,11 @@ class RaceDetector:
         found = [self._writes[i] for i in _distinct(ids) if i > INITIAL] if ids.size else []
         return [a for a in found if a is not None]
 
+    def reads_since(self, region: Region) -> list[Access]:
+        """The reads of a region since it was last written, but for those that others stand for."""
+        ids = region.read_ids()
+        return [a for i in _distinct(ids) for a in self._reads[i].values()] if ids.size else []
+
     def _check(
         self,
         earlier: Access | None,
@@ -142,9 +150,17 @@ class RaceDetector:
         region.set_read_ids(out)
 
     def _merged(self, set_id: int, access: Access) -> int:
-        """The id of the read set `set_id` with `access` added and what came before it dropped."""
+        """The id of the read set `set_id` with `access` added and what came before it dropped.
+
+        What waits for the later one waits for the earlier one as well. But a copy that reads does
+        not stand for a load before it: the next write may have to be told of that one.
+        """
         old = self._reads[set_id]
-        kept = {t: a for t, a in old.items() if t != access.timeline and not a.before(access)}
+        kept = {
+            t: a
+            for t, a in old.items()
+            if t != access.timeline and not (a.is_async == access.is_async and a.before(access))
+        }
         kept[access.timeline] = access
         self._reads.append(kept)
         return len(self._reads) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from stretto.distributed.simulator.alignment import is_plain
 from stretto.distributed.simulator.barriers import pick
 from stretto.distributed.simulator.copies import Copy, load_body, store_body
 from stretto.distributed.simulator.engine import Taken, check_promise, taken
@@ -37,6 +38,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     target = plan_view(compiler, eqn.invars[1], dst)
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
     layout = Layout.of(src)
+    may_be_flat = reduction is None and is_plain(src)
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
@@ -52,9 +54,11 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
         targets = [(t.region, None if t.overhang is None else t.overhang[1]) for t in takes]
         copy = Copy(task, site, targets[0][0])
         task.machine.checks.stray(copy, takes[0])
-        task.machine.checks.committed(source.region(task, env), task, site, "a copy")
-        copy.start(store_body(copy, source.region(task, env), targets, reduction))
-        task.uncommitted.append(copy)
+        region = source.region(task, env)
+        task.machine.checks.aligned(copy, region, targets[0][0], may_be_flat=may_be_flat)
+        copy.check_commit(region, writes=False)
+        copy.start(store_body(copy, region, targets, reduction))
+        task.warps[0].uncommitted.append(copy)
         if commit:
             _commit(task)
 
@@ -62,8 +66,8 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
 
 
 def _commit(task: Any) -> None:
-    task.groups.append(task.uncommitted)
-    task.uncommitted = []
+    for warp in task.warps:
+        warp.commit_group()
 
 
 @rule("commit_group")
@@ -77,15 +81,16 @@ def _wait_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
-        last = max(len(task.groups) - allowed, 0)
-        first = min(task.read_awaited, last) if read_only else 0
-        for copy in [c for group in task.groups[first:last] for c in group]:
-            yield from _wait_for_copy(task, copy, read_only, site)
-        if read_only:
-            task.read_awaited = max(task.read_awaited, last)
-        else:
-            del task.groups[:last]
-            task.read_awaited = max(task.read_awaited - last, 0)
+        for warp in task.warps:
+            last = max(len(warp.groups) - allowed, 0)
+            first = min(warp.read_awaited, last) if read_only else 0
+            for copy in [c for group in warp.groups[first:last] for c in group]:
+                yield from _wait_for_copy(task, copy, read_only, site)
+            if read_only:
+                warp.read_awaited = max(warp.read_awaited, last)
+            else:
+                del warp.groups[:last]
+                warp.read_awaited = max(warp.read_awaited - last, 0)
 
     return True, step
 
@@ -113,12 +118,15 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
     axes = tuple(eqn.params["collective_axes"] or ())
     layout, mode = Layout.of(dst), eqn.params.get("oob_mode")
+    cuts_off = getattr(eqn.params["oob_mode"], "name", "ZEROS") == "ZEROS"
+    may_be_flat = not cuts_off and is_plain(dst)
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
-        if predicate is not None and not predicate(env):
-            return
         yield
+        if predicate is not None and not predicate(env):
+            _arrive_without_bytes(task, barrier, env, site)
+            return
         copy = Copy(task, site, target.region(task, env))
         loaded = taken(source, source.owner(task, env), env, layout, may_be_flat=False)
         task.machine.checks.stray(copy, loaded)
@@ -128,18 +136,31 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
         if axes:
             _start_multicast(task, copy, loaded, (target, barrier), env, axes)
         else:
-            _start_load(task, copy, loaded, (target, barrier), env)
+            _start_load(task, copy, loaded, (target, barrier), env, may_be_flat)
 
     return True, step
 
 
+def _arrive_without_bytes(task: Any, barrier: ViewPlan, env: list, site: Site) -> None:
+    """What a copy into shared memory does whose predicate is false."""
+    array = barrier.owner(task, env)
+    array.items[pick(barrier, array, env)].arrive(task, site)
+
+
 def _start_load(
-    task: Any, copy: Copy, loaded: Taken, views: tuple[ViewPlan, ViewPlan], env: list
+    task: Any,
+    copy: Copy,
+    loaded: Taken,
+    views: tuple[ViewPlan, ViewPlan],
+    env: list,
+    may_be_flat: bool,
 ) -> None:
     target, barrier = views
     destination = target.region(task, env)
     array = barrier.owner(task, env)
     item = array.items[pick(barrier, array, env)]
+    task.machine.checks.aligned(copy, destination, loaded.region, may_be_flat=may_be_flat)
+    copy.check_commit(destination, writes=True)
     num_bytes = destination.get().nbytes
     item.expect(num_bytes)
     item.arrive(task, copy.site)
@@ -171,7 +192,10 @@ def _start_multicast(
     for block in blocks:
         buffer = block.shared.get(own.key) or machine.allocate(block, own)
         barriers = block.shared.get(array.key) or machine.allocate(block, array)
-        targets.append((_part(target.within(buffer, env), part, count), barriers.items[index]))
+        window = _part(target.within(buffer, env), part, count)
+        machine.checks.aligned(copy, window, region, may_be_flat=False)
+        copy.check_commit(window, writes=True)
+        targets.append((window, barriers.items[index]))
     if fill is None:
         body = load_body(copy, _part(region, part, count), None, targets, num_bytes // count)
     else:  # The parts are of the window, of which only some lies inside the array.

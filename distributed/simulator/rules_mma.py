@@ -63,8 +63,10 @@ def _operand(
     """Reads an operand in shared memory, which the operation goes on reading for a while."""
     region = view.region(task, env)
     machine = task.machine
-    machine.checks.committed(region, task, site, "wgmma")
-    access = Access("wgmma's read", Matmul(task), site, task.device.index, task.clock, *place)
+    access = Access(
+        "wgmma's read", Matmul(task), site, task.device.index, task.clock, *place, is_async=True
+    )
+    machine.checks.committed(region, access, task.committed)
     machine.detector.read(region, access)
     return region.get()
 

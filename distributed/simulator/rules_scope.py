@@ -10,7 +10,7 @@ import numpy as np
 
 from stretto.distributed.simulator.allocations import (
     Allocation,
-    allocation_of,
+    allocations_of,
     is_semaphore,
     make_shared,
 )
@@ -22,22 +22,10 @@ from stretto.distributed.simulator.tasks import Task
 from stretto.distributed.simulator.waiting import Wait, wake
 
 
-def _names(jaxpr: Any, count: int) -> list[str]:
-    names = getattr(jaxpr.debug_info, "arg_names", None) or ()
-    names = [n for n in names if n is not None]
-    if len(names) != count:
-        return [f"scratch {i}" for i in range(count)]
-    return [str(n).split(".")[-1].split("[")[0] if count == 1 else str(n) for n in names]
-
-
 @rule("run_scoped")
 def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
     jaxpr, axes = eqn.params["jaxpr"], tuple(eqn.params["collective_axes"])
-    names = _names(jaxpr, len(jaxpr.invars))
-    transforms = eqn.params.get("ref_transforms") or ((),) * len(jaxpr.invars)
-    specs = [
-        allocation_of(v.aval, t, n) for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)
-    ]
+    specs = allocations_of(eqn)
     site = compiler.site
     tags = [compiler.tag(v) for v in eqn.invars]
     tags += [(s.name, id(eqn), i) if s.kind == "semaphore" else None for i, s in enumerate(specs)]
@@ -68,8 +56,8 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
 def _meet(task: Task, site: Any) -> Generator:
     """All warpgroups of a block enter a shared scope together."""
     barrier = task.block.barrier
-    waits = task.phases.get(barrier, 0)
-    task.phases[barrier] = waits + 1
+    waits = task.waits_on(barrier)[0]
+    task.count_wait(barrier)
     barrier.arrive(task, site)
     yield Wait(
         barrier,
@@ -78,8 +66,7 @@ def _meet(task: Task, site: Any) -> Generator:
         lambda: f"the other warpgroups of its block at {barrier.name} ({barrier.progress()})",
         lambda: "every warpgroup of the block must enter the same run_scoped",
     )
-    task.acquire(barrier.done_clock, barrier.done_committed)
-    task.time = max(task.time, barrier.time)
+    task.pass_barrier(barrier.last)  # It cannot have gone on since: that takes this task.
 
 
 def _allocate(task: Task, spec: Allocation, key: tuple, axes: tuple, shared: bool) -> Any:
@@ -186,17 +173,18 @@ def _warps(compiler: Compiler, eqn: Any) -> Step:
         join, args = _Join(count), [env[i] for i in ins]
         known = task.release()
         warps = []
-        for w in range(count):
+        for w, state in enumerate(task.split_warps(count)):
             warp = Task(task.machine, task.block, task.warpgroup, w)
             warp.acquire(known, task.committed)
-            warp.time, warp.phases = task.time, dict(task.phases)
+            warp.time, warp.warps = task.time, [state]
             warp.body = _warp_body(body.run(warp, args), join, task.machine.scheduler)
             warps.append(warp)
             task.machine.tasks.append(warp)
             task.machine.scheduler.push(warp)
         yield Wait(join, lambda: not join.left, site, lambda: f"its {count} warps")
         for warp in warps:
-            _absorb(task, warp)
+            task.acquire(warp.clock, warp.committed)
+            task.time = max(task.time, warp.time)
 
     return True, step
 
@@ -205,13 +193,3 @@ def _warp_body(run: Generator[Any, None, Any], join: _Join, scheduler: Any) -> G
     yield from run
     join.left -= 1
     wake(join, scheduler)
-
-
-def _absorb(task: Task, warp: Task) -> None:
-    """What a finished warp leaves to its warpgroup: what it knows, and its open copies."""
-    task.acquire(warp.clock, warp.committed)
-    task.time = max(task.time, warp.time)
-    for barrier, waits in warp.phases.items():
-        task.phases[barrier] = max(task.phases.get(barrier, 0), waits)
-    task.groups.extend(warp.groups)
-    task.uncommitted.extend(warp.uncommitted)

@@ -23,35 +23,45 @@ def barrier_view(compiler: Compiler, eqn: Any, ref: Any, leaves: list) -> ViewPl
 
 
 def arrive(task: Any, array: BarrierArray, index: int, site: Site) -> None:
-    """One arrival of `task`, which reaches every block of a cluster barrier."""
+    """One arrival of `task`, which reaches the block's neighbours too at a cluster barrier."""
     if not array.cluster_axes:
         array.items[index].arrive(task, site)
         return
-    for block in task.machine.cluster_blocks(task.block, array.cluster_axes):
+    for block in task.machine.cluster_neighbours(task.block, array.cluster_axes):
         peer = block.shared.get(array.key) or task.machine.allocate(block, array)
         peer.items[index].arrive(task, site)
 
 
+def next_phase(task: Any, barrier: Barrier, site: Site) -> int:
+    """The phase of `barrier` that `task` waits for next; its warps should agree on it."""
+    counts = task.waits_on(barrier)
+    if len({n % 2 for n in counts}) > 1:
+        task.machine.checks.uneven_waits(barrier, counts, task, site)
+    return max(counts)
+
+
 def wait_for_barrier(task: Any, barrier: Barrier, site: Site) -> Generator:
     """Waits for the phase of `barrier` that is next for `task`."""
-    waits = task.phases.get(barrier, 0)
-    task.phases[barrier] = waits + 1
+    waits = next_phase(task, barrier, site)
+    task.count_wait(barrier)
     statistics = task.machine.report.statistics
     statistics.waits += 1
     if not barrier.is_over(waits):
         statistics.blocked_waits += 1
         begin = task.machine.now(task)
-        yield Wait(
+        wait = Wait(
             barrier,
             lambda: barrier.is_over(waits),
             site,
             lambda: f"barrier {barrier.name}, phase {waits} ({barrier.progress()})",
             lambda: _arrivals(barrier),
         )
-        task.time = max(task.time, barrier.time)
+        yield wait
+        # The phase that let the task go: the barrier may have gone on since.
+        task.pass_barrier(wait.result)
         task.machine.note(task, f"wait {barrier.name}", begin)
-    task.time = max(task.time, barrier.time)
-    task.acquire(barrier.done_clock, barrier.done_committed)
+        return
+    task.pass_barrier(barrier.last)
 
 
 def _arrivals(barrier: Barrier) -> str:
@@ -108,17 +118,17 @@ def _barrier_arrive_and_wait(compiler: Compiler, eqn: Any) -> Step:
 @rule("barrier_test")
 def _barrier_test(compiler: Compiler, eqn: Any) -> Step:
     view, (out,) = barrier_view(compiler, eqn, eqn.invars[0], eqn.invars[1:]), compiler.outs(eqn)
+    site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
         task.polled = True
         yield
         array = view.owner(task, env)
         barrier = array.items[pick(view, array, env)]
-        waits = task.phases.get(barrier, 0)
-        env[out] = barrier.is_over(waits)
+        env[out] = barrier.is_over(next_phase(task, barrier, site))
         if env[out]:
-            task.phases[barrier] = waits + 1
-            task.acquire(barrier.done_clock, barrier.done_committed)
+            task.count_wait(barrier)
+            task.pass_barrier(barrier.last)
 
     return True, step
 
@@ -161,7 +171,8 @@ def signal(
     machine.note(task, f"signal {semaphore.name} of {target}", machine.now(task))
     remote = semaphore.device != task.device.index
     arrival = task.time + (machine.cost.signal_latency if remote else 0.0)
-    semaphore.signal(amount, clock, task.device.index, scope, arrival)
+    committed = None if clock is None or remote else task.committed.copy()
+    semaphore.signal(amount, clock, committed, task.device.index, scope, arrival)
 
 
 def _signal_step(
@@ -306,8 +317,10 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
                 lambda: f"semaphore {semaphore.name} >= {wanted}, which is {semaphore.value}",
                 lambda: helpers(semaphore),
             )
-        clock, time = semaphore.take(wanted, task.device.index, scope, bool(decrement(env)))
-        task.acquire(clock)
+        clock, committed, time = semaphore.take(
+            wanted, task.device.index, scope, bool(decrement(env))
+        )
+        task.acquire(clock, committed)
         blocked |= time > task.time
         task.time = max(task.time, time)
         if blocked:

@@ -22,6 +22,7 @@ class _Signal:
 
     total: int
     clock: Clock | None
+    committed: Clock | None
     device: int
     scope: str
     time: float
@@ -61,7 +62,7 @@ class Semaphore:
         self.total = 0
         self._taken = 0
         self._signals: list[_Signal] = []
-        self._joined: dict[tuple[int, str], list[tuple[int, Clock]]] = {}
+        self._joined: dict[tuple[int, str], list[tuple[int, Clock, Clock]]] = {}
         self.waiters: list = []
         self.scheduler = scheduler
         self.signalled_by: Counter[tuple[str, Site]] = Counter()
@@ -80,18 +81,31 @@ class Semaphore:
         wake(self, self.scheduler)
 
     def signal(
-        self, amount: int, clock: Clock | None, device: int, scope: str, time: float
+        self,
+        amount: int,
+        clock: Clock | None,
+        committed: Clock | None,
+        device: int,
+        scope: str,
+        time: float,
     ) -> None:
-        """Adds `amount`, by a task on `device` that knows `clock` (None: a relaxed signal)."""
+        """Adds `amount`, by a task on `device`.
+
+        The task knows `clock`, and of that `committed` has been committed by `commit_smem`; of a
+        relaxed signal both are None.
+        """
         self.total += amount
-        self._signals.append(_Signal(self.total, clock, device, scope, time))
+        self._signals.append(_Signal(self.total, clock, committed, device, scope, time))
         wake(self, self.scheduler)
 
-    def take(self, wanted: int, device: int, scope: str, decrement: bool) -> tuple[Clock, float]:
+    def take(
+        self, wanted: int, device: int, scope: str, decrement: bool
+    ) -> tuple[Clock, Clock, float]:
         """A wait for `wanted` by a task on `device` is over.
 
         Returns:
-          What it takes over, and when the last signal that it needed arrived.
+          What it takes over, what of it has been committed, and when the last signal that it
+          needed arrived.
         """
         needed = self._taken + wanted
         self.uses.add(decrement)
@@ -100,23 +114,25 @@ class Semaphore:
         if decrement:
             self._taken += wanted
         time = max((s.time for s in self._signals[max(count - 1, 0) : count]), default=0.0)
-        return self._carried(count, device, scope), time
+        return *self._carried(count, device, scope), time
 
-    def _carried(self, count: int, device: int, scope: str) -> Clock:
+    def _carried(self, count: int, device: int, scope: str) -> tuple[Clock, Clock]:
         """What the first `count` signals carry to a task on `device` that waits in `scope`."""
-        known = self._joined.setdefault((device, scope), [(0, empty())])
+        known = self._joined.setdefault((device, scope), [(0, empty(), empty())])
         at = bisect.bisect_right(known, count, key=lambda entry: entry[0]) - 1
-        done, clock = known[at]
+        done, clock, committed = known[at]
         if done == count:
-            return clock
-        clock = clock.copy()
+            return clock, committed
+        clock, committed = clock.copy(), committed.copy()
         for signal in self._signals[done:count]:
-            if signal.clock is not None and (
-                signal.device == device or (signal.scope == scope == "sys")
-            ):
-                clock = join(clock, signal.clock)
-        known.insert(at + 1, (count, clock))
-        return clock
+            is_near = signal.device == device
+            if signal.clock is None or not (is_near or signal.scope == scope == "sys"):
+                continue
+            clock = join(clock, signal.clock)
+            if is_near and signal.committed is not None:  # Shared memory is a device's own.
+                committed = join(committed, signal.committed)
+        known.insert(at + 1, (count, clock, committed))
+        return clock, committed
 
 
 class SemaphoreArray:

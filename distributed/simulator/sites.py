@@ -28,6 +28,10 @@ _PIPELINES = re.compile(
 )
 
 
+_DEFINITION = re.compile(r"(?:.*\.)?([\w<>]+) at (.*):(\d+)")
+"""How JAX names a function and where it is defined."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A line of kernel source.
@@ -72,6 +76,12 @@ def site_of(eqn: Any) -> Site:
     return UNKNOWN_SITE
 
 
+def definition_site(jaxpr: Any) -> Site:
+    """Where the function is defined that a jaxpr was made of."""
+    match = _DEFINITION.fullmatch(jaxpr.debug_info.func_src_info or "")
+    return Site(match[2], int(match[3]), match[1]) if match else UNKNOWN_SITE
+
+
 def site_of_error(error: BaseException) -> Site:
     """The line of kernel source that was being interpreted when `error` was raised.
 
@@ -95,7 +105,7 @@ def assigned_name(site: Site) -> str | None:
 @functools.cache
 def parameter_names(function: str) -> tuple[str, ...]:
     """Names of a function's parameters, from JAX's "name at file:line"; none if it has `*args`."""
-    match = re.fullmatch(r"(\w+) at (.*):(\d+)", function or "")
+    match = _DEFINITION.fullmatch(function or "")
     if match is None:
         return ()
     name, file, line = match[1], match[2], int(match[3])

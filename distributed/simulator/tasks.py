@@ -7,8 +7,33 @@ from typing import Any
 
 from stretto.distributed.simulator import clocks
 from stretto.distributed.simulator.allocations import shared_bytes
+from stretto.distributed.simulator.barriers import PhaseEnd
 from stretto.distributed.simulator.races import Access
 from stretto.distributed.simulator.sites import Site
+
+
+class Warp:
+    """What the hardware keeps for each warp by itself.
+
+    Attributes:
+      phases: for each barrier, how often the warp has waited on it.
+      groups: committed groups of copies out of shared memory, oldest first.
+      read_awaited: how many of these, from the oldest, are known to have read their source.
+      uncommitted: such copies that no group holds yet.
+    """
+
+    __slots__ = ("groups", "phases", "read_awaited", "uncommitted")
+
+    def __init__(self, phases: dict[Any, int] | None = None):
+        self.phases: dict[Any, int] = dict(phases or {})
+        self.groups: list[list[Any]] = []
+        self.read_awaited = 0
+        self.uncommitted: list[Any] = []
+
+    def commit_group(self) -> None:
+        """Puts the copies that no group holds yet into one."""
+        self.groups.append(self.uncommitted)
+        self.uncommitted = []
 
 
 class Task:
@@ -20,10 +45,8 @@ class Task:
       body: the generator that runs it.
       timeline: its own; `clock` is what it knows, and `committed` what of it, in shared memory,
         copies and tensor cores can see.
-      phases: for each barrier, how often the task has waited on it.
-      groups: committed groups of copies out of shared memory, oldest first.
-      read_awaited: how many of these, from the oldest, are known to have read their source.
-      uncommitted: such copies that no group holds yet.
+      warps: its own warp, or those of its warpgroup; as long as a warpgroup's have always gone
+        together, one stands for all of them. The first issues its copies.
       matmuls: (timeline, value) of each tensor core operation that may still run.
       scopes: how many shared allocations it has entered.
       semaphore_top: semaphores that its open scopes hold, by collective axes.
@@ -33,9 +56,9 @@ class Task:
     """
 
     __slots__ = (
-        "asyncs", "block", "body", "clock", "committed", "device", "groups", "machine", "matmuls",
-        "phases", "polled", "priority", "read_awaited", "scopes", "semaphore_top", "time",
-        "timeline", "uncommitted", "waiting", "warp", "warpgroup",
+        "asyncs", "block", "body", "clock", "committed", "device", "machine", "matmuls", "polled",
+        "priority", "scopes", "semaphore_top", "time", "timeline", "waiting", "warp", "warpgroup",
+        "warps",
     )  # fmt: skip
 
     def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
@@ -48,10 +71,7 @@ class Task:
         self.asyncs = clocks.AsyncTimelines(machine.timelines)
         self.clock = clocks.advance(clocks.empty(), self.timeline, 1)
         self.committed = clocks.empty()
-        self.phases: dict[Any, int] = {}
-        self.groups: list[list[Any]] = []
-        self.read_awaited = 0
-        self.uncommitted: list[Any] = []
+        self.warps = [Warp()]
         self.matmuls: list[tuple[int, int]] = []
         self.scopes = 0
         self.semaphore_top: dict[Any, int] = {}
@@ -60,6 +80,31 @@ class Task:
         self.polled = False
         self.priority: float | None = None
         self.body: Generator[Any, None, Any]
+
+    def split_warps(self, count: int) -> list[Warp]:
+        """Its `count` warps, each for itself from now on."""
+        first = self.warps[0]
+        while len(self.warps) < count:
+            self.warps.append(Warp(first.phases))
+        return self.warps
+
+    def waits_on(self, barrier: Any) -> list[int]:
+        """How often each of its warps has waited on `barrier`."""
+        return [warp.phases.get(barrier, 0) for warp in self.warps]
+
+    def count_wait(self, barrier: Any) -> None:
+        """Each of its warps waits on `barrier` once more."""
+        for warp in self.warps:
+            warp.phases[barrier] = warp.phases.get(barrier, 0) + 1
+
+    def open_copies(self) -> list[Any]:
+        """Copies out of shared memory whose reads nobody has waited for."""
+        return [
+            copy
+            for warp in self.warps
+            for group in (*warp.groups[warp.read_awaited :], warp.uncommitted)
+            for copy in group
+        ]
 
     def axis_index(self, name: Hashable) -> int:
         """The task's index along an axis of the kernel's mesh or of the device mesh."""
@@ -86,6 +131,11 @@ class Task:
         self.clock = clocks.join(self.clock, clock)
         if committed is not None:
             self.committed = clocks.join(self.committed, committed)
+
+    def pass_barrier(self, over: PhaseEnd) -> None:
+        """Takes over what the end of a barrier's phase gives."""
+        self.acquire(over.clock, over.committed)
+        self.time = max(self.time, over.time)
 
     def commit(self) -> None:
         """Makes all that it knows visible to copies and tensor cores."""

@@ -25,6 +25,7 @@ class Wait:
       site: where the wait is written.
       describe: what is awaited, with wanted and current value, in words.
       helpers: who could make it ready, in words.
+      result: what made it ready gave to those that wait; None until then.
     """
 
     on: Waitable
@@ -32,15 +33,17 @@ class Wait:
     site: Site
     describe: Callable[[], str]
     helpers: Callable[[], str] = lambda: ""
+    result: Any = None
 
 
-def wake(on: Waitable, scheduler: Any) -> None:
-    """Lets every task that waits on `on`, and now can, run again."""
+def wake(on: Waitable, scheduler: Any, result: Any = None) -> None:
+    """Lets every task that waits on `on`, and now can, run again; `result` is given to its wait."""
     if not on.waiters:
         return
     still = []
     for task in on.waiters:
         if task.waiting.ready():
+            task.waiting.result = result
             task.waiting = None
             scheduler.push(task)
         else:

@@ -1,0 +1,88 @@
+"""JAX's own lowering of a kernel for GPUs, on a machine that has none: does it take the kernel?
+
+It is all of the compiler that is written in Python: what it refuses, no GPU runs. It needs no more
+than JAX for CPUs. What comes after it (passes in C++, the assembler) is not run: `aot` does that.
+Private JAX, checked on 0.11.2 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+from jax._src.interpreters import mlir
+from jax._src.pallas import mpmd
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
+from jax.experimental.mosaic import gpu as mgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a kernel cannot be lowered for GPUs.
+
+    Attributes:
+      text: JAX's words.
+      eqns: the equations of the kernel's jaxpr that it was at, the innermost last.
+      line: the (file, line, primitive) of the operation that it was at, where it was past them.
+    """
+
+    text: str
+    eqns: tuple[Any, ...] = ()
+    line: tuple[str, int, str] | None = None
+
+
+def refusal(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Refusal | None:
+    """What JAX has against lowering the kernel of an `mpmd_map` for GPUs; None if nothing.
+
+    Args:
+      ctx: of its lowering for CPUs, whose mesh and shapes are taken.
+      params: the operation's.
+    """
+    (mesh,), (jaxpr,) = params["meshes"], params["jaxprs"]
+    device_mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    mgpu.dialect.register_dialect(ctx.module_context.context)
+    try:
+        with mpmd.mpmd_map_tracing_context(mesh, (mesh, *params["external_meshes"])):
+            gpu_lowering.lower_unpipelined_jaxpr_to_module(
+                mesh,
+                device_mesh,
+                jaxpr,
+                ctx.avals_in,
+                ctx.avals_out,
+                params["compiler_params"] or gpu_core.CompilerParams(),
+                outer_traceback=ctx.traceback,
+            )
+    except Exception as error:
+        return Refusal(f"{type(error).__name__}: {error}", *_where(error))
+    return None
+
+
+def is_possible() -> bool:
+    """Whether kernels can be lowered without being meant for the GPUs of this process."""
+    return all(device.platform == "cpu" for device in jax.local_devices())
+
+
+def _where(error: BaseException) -> tuple[tuple[Any, ...], tuple[str, int, str] | None]:
+    """The equations or else the operation that were being lowered when `error` was raised."""
+    eqns, line = [], None
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code is gpu_lowering.lower_jaxpr_to_mosaic_gpu.__code__:
+            eqns.append(frame.f_locals.get("eqn"))
+        elif frame.f_code.co_name == "lower_op":
+            line = _line(frame.f_locals.get("op")) or line
+        traceback = traceback.tb_next
+    return tuple(eqns), line
+
+
+def _line(op: Any) -> tuple[str, int, str] | None:
+    """The (file, line, primitive) that an operation of Mosaic GPU says it comes from."""
+    match = re.search(r'"([^"]*)"\("([^"]+)":(\d+)', str(getattr(op, "location", "")))
+    if match is None:
+        return None
+    names, file, line = match.groups()  # The name scopes, and last the primitive.
+    return file, int(line), names.rstrip(":").split("/")[-1]
