@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from stretto.benchmarks import figures
-from stretto.benchmarks.operations import OPERATIONS, Case
-from stretto.benchmarks.peers import PEERS
-from stretto.benchmarks.results import SCHEMA, Machine, Missing, Results, Timed
-from stretto.benchmarks.shapes import shapes_of
-from stretto.benchmarks.spread import spread
+from stretto.benchmarks.cases.case import OPERATIONS, Case
+from stretto.benchmarks.cases.shapes import shapes_of
+from stretto.benchmarks.measurements import figures
+from stretto.benchmarks.measurements.results import SCHEMA, Machine, Missing, Results, Timed
+from stretto.benchmarks.measurements.spread import spread
+from stretto.benchmarks.peers.peers import PEERS
 
 # Over the floor.
 _PACE = {

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from stretto.benchmarks import across_nodes
-from stretto.benchmarks import across_nodes_peers as peers
-from stretto.benchmarks.shapes import parse_shape
+from stretto.benchmarks.cases.shapes import parse_shape
+from stretto.benchmarks.peers import across_nodes_peers as peers
 
 OPERATIONS = tuple(across_nodes.DEFAULT_SHAPES)
 

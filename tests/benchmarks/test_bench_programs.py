@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from stretto.benchmarks import programs, timing
-from stretto.benchmarks.compiling import Compiler
-from stretto.benchmarks.measure import mesh_of
-from stretto.benchmarks.operations import OPERATIONS, Case
-from stretto.benchmarks.peers import PEERS
-from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate, Operands
-from stretto.benchmarks.shapes import Shape
+from stretto.benchmarks.cases.case import OPERATIONS, Case
+from stretto.benchmarks.cases.shapes import Shape
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.timing import programs
+from stretto.benchmarks.timing import timers as timing
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.measure import mesh_of
+from stretto.benchmarks.timing.programs import COLUMNS, ROWS, Candidate, Operands
 from stretto.distributed import aot
 
 DEVICES = 4

@@ -9,10 +9,14 @@ import pathlib
 
 import pytest
 
-from stretto.benchmarks import command, compare, document, figures, plots, report, results, table
-from stretto.benchmarks.compare import Verdict
+from stretto.benchmarks.commands import bench as command
+from stretto.benchmarks.commands import compare, document
+from stretto.benchmarks.commands.compare import Verdict
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.spread import median_ratio, spread
+from stretto.benchmarks.measurements import figures, results
+from stretto.benchmarks.measurements.spread import median_ratio, spread
+from stretto.benchmarks.pages import plots, report
+from stretto.benchmarks.pages import terminal as table
 
 DRAWN = ("all_gather_matmul", "all_reduce")
 

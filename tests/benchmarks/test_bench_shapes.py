@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.benchmarks.cases.case import OPERATIONS, Case, operation_named
+from stretto.benchmarks.cases.shapes import KERNELS, SETS, Shape, parse_shape, shapes_of
 from stretto.benchmarks.errors import UnavailableError
-from stretto.benchmarks.operations import OPERATIONS, Case, operation_named
-from stretto.benchmarks.shapes import KERNELS, SETS, Shape, parse_shape, shapes_of
 
 
 def case_of(kernel: str, shape: str, devices: int = 4, dtype: str = "bfloat16") -> Case:

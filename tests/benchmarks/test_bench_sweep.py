@@ -11,16 +11,21 @@ import jax
 import pytest
 
 import stretto
-from stretto.benchmarks import command, memory, results, show, torch_peers, tune_command
-from stretto.benchmarks.compiling import Compiler
+from stretto.benchmarks.cases.case import OPERATIONS, Case, Operation
+from stretto.benchmarks.cases.shapes import Shape
+from stretto.benchmarks.commands import bench as command
+from stretto.benchmarks.commands import show
+from stretto.benchmarks.commands import tune as tune_command
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
-from stretto.benchmarks.measure import Settings, measure, mesh_of, take
-from stretto.benchmarks.operations import OPERATIONS, Case, Operation
-from stretto.benchmarks.options import Sweep, read_sweeps
-from stretto.benchmarks.peers import PEERS
-from stretto.benchmarks.programs import Candidate
-from stretto.benchmarks.shapes import Shape
-from stretto.benchmarks.sweep import expand
+from stretto.benchmarks.measurements import results
+from stretto.benchmarks.peers import torch_peers
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.sweeps.run import expand
+from stretto.benchmarks.sweeps.sweep import Sweep, read_sweeps
+from stretto.benchmarks.timing import memory
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.measure import Settings, measure, mesh_of, take
+from stretto.benchmarks.timing.programs import Candidate
 
 QUICK = Settings(repeats=2, rest_s=0.0)
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "bench"
@@ -165,7 +170,7 @@ def test_a_sweep_is_tried_out_with_small_shapes(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     options = ["all_gather_matmul", "--shapes", "llama-70b", "--devices", "2", "--repeats", "1"]
     options += ["--peers", "auto,xla", "--no-torch", "--rehearse", "--budget", "60"]
-    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.machine"), "_commit", str)
+    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.measurements.machine"), "_commit", str)
     assert command.main([*options, "--json", str(path), "--commit", "0123abc"]) == 0
     assert results.read(path).machine.commit == "0123abc"
     found = results.read(path).measurements
@@ -254,7 +259,7 @@ def test_the_fastest_candidate_is_kept(monkeypatch):
 
 def test_xlas_time_does_not_pass_for_our_kernels(monkeypatch):
     """`backend="pallas"` that in truth launches no kernel."""
-    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.prepare"), "is_gpu", bool)
+    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.timing.prepare"), "is_gpu", bool)
     ours = peer_of("fused", OPERATIONS["all_gather_matmul"].unfused)
     found = measured([ours], check=False)
     assert found.missing[0].reason == "the call launched no kernel of ours"
@@ -294,7 +299,7 @@ def test_lost_devices_end_the_run_and_keep_what_was_measured(tmp_path, monkeypat
             raise DeviceLostError("the devices answer no more")
         return take(prepared, *rest)
 
-    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.sweep"), "take", lose)
+    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.sweeps.run"), "take", lose)
     options = ["all_gather", "--shapes", "64x32,32x32,16x32", "--devices", "2", "--repeats", "1"]
     options += ["--peers", "xla", "--no-torch", "--json", str(path)]
     assert command.main(options) == 1

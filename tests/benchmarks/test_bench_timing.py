@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stretto.benchmarks.timing import LoopTimer
+from stretto.benchmarks.timing.timers import LoopTimer
 
 RUN_S = 0.1
 

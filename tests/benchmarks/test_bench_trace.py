@@ -6,10 +6,14 @@ import json
 
 import pytest
 
-from stretto.benchmarks import command, predict, results, simulated, timeline, trace
+from stretto.benchmarks.cases.case import OPERATIONS, Case
+from stretto.benchmarks.cases.shapes import Shape
+from stretto.benchmarks.commands import bench as command
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
-from stretto.benchmarks.operations import OPERATIONS, Case
-from stretto.benchmarks.shapes import Shape
+from stretto.benchmarks.measurements import results
+from stretto.benchmarks.pages import timeline
+from stretto.benchmarks.predict import estimates as predict
+from stretto.benchmarks.predict import simulated, trace
 from stretto.distributed.simulator.cost_model import CostModel
 
 

@@ -7,12 +7,13 @@ import json
 
 import pytest
 
-from stretto.benchmarks import results, tune_command, tuned_file
+from stretto.benchmarks.cases.case import OPERATIONS, Case, Operation
+from stretto.benchmarks.cases.shapes import Shape
+from stretto.benchmarks.commands import tune as tune_command
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
-from stretto.benchmarks.measure import Settings
-from stretto.benchmarks.operations import OPERATIONS, Case, Operation
-from stretto.benchmarks.shapes import Shape
-from stretto.benchmarks.tune import candidates_of, config_type_of, kernel_named, tune
+from stretto.benchmarks.measurements import results, tuned_file
+from stretto.benchmarks.timing.measure import Settings
+from stretto.benchmarks.timing.tune import candidates_of, config_type_of, kernel_named, tune
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.fused.all_gather_matmul import Config

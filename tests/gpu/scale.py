@@ -7,7 +7,7 @@ import dataclasses
 from stress import Plan
 from subjects import Sizes, Subject
 
-from stretto.benchmarks.shapes import SETS
+from stretto.benchmarks.cases.shapes import SETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
