@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -68,8 +68,8 @@ class LoopTimer:
 
     def __init__(
         self,
-        program: Callable[..., tuple[jax.Array, jax.Array]],
-        token: jax.Array,
+        program: Callable[..., tuple[jax.Array, Any]],
+        token: Any,
         operands: Sequence[jax.Array],
         calls: int,
         queued: bool,
