@@ -3,7 +3,8 @@
     stretto run -n 4 --processes-per 2 benchmarks/across_nodes.py --json across.json
 
 takes the halves of one host for two nodes; on real nodes leave `--processes-per` out. They are
-timed as `stretto bench` times its peers.
+timed as `stretto bench` times its peers. On CPUs it is a rehearsal, small and by XLA alone: its
+times say nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import msgspec
 import tyro
 
 import stretto.launch
+from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import GPU, mesh_of_nodes
 from stretto.benchmarks.commands.arguments import counts_of, split
-from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements import machine
 from stretto.benchmarks.measurements.results import Measurement
 from stretto.benchmarks.peers.across_nodes import peers_across_nodes
@@ -42,16 +45,17 @@ class Options:
         name for name, operation in OPERATIONS.items() if operation.between_nodes is not None
     )
     """Which, comma separated."""
-    shapes: str = "nodes"
-    """Shape sets or sizes such as 8192x8192x8192 (matmuls) or 8192x8192, comma separated."""
+    shapes: str = ""
+    """Sizes such as 8192x8192x8192 (for matmuls) and 8192x8192 (for the others), and sets of
+    `stretto bench`, comma separated; default: the set `nodes`, on CPUs `tiny`."""
     nodes: int = 2
     """Equal shares of the job's devices that count as nodes."""
-    rounds: int = 8
-    """How often each version is timed, in turns; each time four samples."""
+    rounds: int | None = None
+    """How often each version is timed, in turns; each time four samples. Default: 8, 1 on CPUs."""
     pieces: str = "1,2,4"
     """In how many pieces ours moves between nodes, comma separated."""
-    backend: str = "pallas"
-    """Of ours; "simulator" or "xla" to rehearse without GPUs."""
+    backend: str = ""
+    """Of ours: "pallas", "xla" or "simulator"; default: pallas, xla on CPUs."""
     json: pathlib.Path | None = None
     """Where to write the results."""
 
@@ -61,19 +65,20 @@ def main(options: Options) -> None:
 
     Raises:
       BenchmarkError: an operation, a shape or a number of pieces that cannot be.
+      ValueError: a number of nodes that does not divide the devices.
     """
     process = stretto.launch.initialize()
     mesh = mesh_of_nodes(options.nodes)
+    on_gpu = machine.is_gpu(jax.default_backend())
+    cases = cases_of(options, mesh.size, on_gpu)
+    backend = options.backend or ("pallas" if on_gpu else "xla")
+    peers = peers_across_nodes(backend, counts_of(options.pieces))
+    how = Settings(repeats=(options.rounds or (8 if on_gpu else 1)) * SAMPLES_PER_VISIT)
     about = msgspec.to_builtins(machine.describe())
-    sweep = Sweep(kernels=split(options.operations), shapes=split(options.shapes))
-    sweep.check()
-    peers = peers_across_nodes(options.backend, counts_of(options.pieces))
-    how = Settings(repeats=options.rounds * SAMPLES_PER_VISIT)
     results = []
     with settings.nodes_of(mesh.shape[GPU]):
-        for work in expand([msgspec.structs.replace(sweep, devices=(mesh.size,))], mesh.size, True):
-            measurement = measure(work.case, peers, how, None, mesh)
-            results.append(entry_of(measurement, peers))
+        for case in cases:
+            results.append(entry_of(measure(case, peers, how, None, mesh), peers))
             if process.process_id == 0:
                 print(describe(results[-1]), flush=True)
     if process.process_id == 0 and options.json is not None:
@@ -85,6 +90,28 @@ def main(options: Options) -> None:
             "results": results,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def cases_of(options: Options, devices: int, on_gpu: bool) -> list[Case]:
+    """All that is timed, in order.
+
+    Raises:
+      BenchmarkError: an unknown operation, a text that is no shape, a shape that no operation
+        takes, or one that does not divide among the devices.
+    """
+    sweep = Sweep(
+        kernels=split(options.operations),
+        shapes=split(options.shapes or ("nodes" if on_gpu else "tiny")),
+        devices=(devices,),
+    )
+    sweep.check()
+    cases = [task.case for task in expand([sweep], devices, on_gpu)]
+    for case in cases:
+        try:
+            case.check()
+        except UnavailableError as error:
+            raise BenchmarkError(f"{case}: {error}; pass another shape.") from None
+    return cases
 
 
 def entry_of(measurement: Measurement, peers: Sequence[Peer]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from stretto.benchmarks.pages import plots, report, terminal, timeline
 from stretto.benchmarks.peers.torch_peers import TorchHelper
 from stretto.benchmarks.predict import estimates, trace
 from stretto.benchmarks.sweeps import plan
-from stretto.benchmarks.sweeps.expand import Work, expand
+from stretto.benchmarks.sweeps.expand import Task, expand
 from stretto.benchmarks.sweeps.run import Run
 from stretto.benchmarks.sweeps.sweep import Sweep, read_sweeps
 from stretto.benchmarks.timing.measure import Settings, first_line
@@ -58,7 +58,7 @@ class BenchOptions:
     json: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write results here, each as it comes."""
     resume: bool = False
-    """Go on with the results in the --json file."""
+    """Continue with the results in the --json file."""
     overwrite: bool = False
     """Drop the results in the --json file."""
     plot: Annotated[pathlib.Path | None, arg(metavar="FOLDER")] = None
@@ -113,9 +113,9 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
     _check_outputs(options)
     start_devices()
     on_gpu = is_gpu(jax.devices()[0].platform)
-    work = expand(sweeps, jax.device_count(), on_gpu, options.rehearse)
+    tasks = expand(sweeps, jax.device_count(), on_gpu, options.rehearse)
     if options.trace is not None:
-        return _trace([item.case for item in work], options.trace)
+        return _trace([item.case for item in tasks], options.trace)
     settings = Settings(
         repeats=options.repeats,
         seed=options.seed,
@@ -123,7 +123,7 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         link_gb_per_s=options.link_gb_per_s,
     )
     if options.list:
-        return _list(work, settings)
+        return _list(tasks, settings)
     run = Run(
         options.json,
         resume=options.resume,
@@ -137,22 +137,22 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
     first = jax.process_index() == 0
     if first:
         _introduce(console, run)
-    status = _execute(run, work, options, console)
+    status = _execute(run, tasks, options, console)
     if not first:
         return status
-    _predict(run, work, options, console)
+    _predict(run, tasks, options, console)
     if worst := terminal.never_slower_line(run.results.measurements):
         console.print(worst, highlight=False)
     _pictures(run, options)
     return status or _slowdown_status(run, options)
 
 
-def _list(work: list[Work], settings: Settings) -> int:
+def _list(tasks: list[Task], settings: Settings) -> int:
     """Prints the cases, each with the seconds that it would take on GPUs."""
-    each = [plan.seconds(item.case, item.peers, settings) for item in work]
-    for item, seconds in zip(work, each, strict=True):
+    each = [plan.seconds(item.case, item.peers, settings) for item in tasks]
+    for item, seconds in zip(tasks, each, strict=True):
         print(f"{seconds:5.1f} s  {item.case}: {', '.join(peer.name for peer in item.peers)}")
-    print(plan.words(plan.START_S + sum(each), len(work)))
+    print(plan.words(plan.START_S + sum(each), len(tasks)))
     return 0
 
 
@@ -211,27 +211,27 @@ def _introduce(console: Console, run: Run) -> None:
     console.print()
 
 
-def _execute(run: Run, work: list[Work], options: BenchOptions, console: Console) -> int:
+def _execute(run: Run, tasks: list[Task], options: BenchOptions, console: Console) -> int:
     helper = _helper(options)
-    if helper is not None and (item := next(filter(_is_torchs, work), None)) is not None:
+    if helper is not None and (item := next(filter(_is_torchs, tasks), None)) is not None:
         # Importing PyTorch takes as long as compiling the first programs: both at once.
         helper.start(item.case.devices)
     with contextlib.closing(helper) if helper else contextlib.nullcontext(), progress() as say:
         try:
-            finished = run.execute(work, helper, console, options.budget, say)
+            finished = run.execute(tasks, helper, console, options.budget, say)
         except DeviceLostError as error:
             print(f"stretto bench: {error}", file=sys.stderr)
-            print("What was measured is kept; go on with --resume.", file=sys.stderr)
+            print("What was measured is kept; continue with --resume.", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            print("stretto bench: interrupted; go on with --resume.", file=sys.stderr)
+            print("stretto bench: interrupted; continue with --resume.", file=sys.stderr)
             return 130
     if not finished:
-        print("stretto bench: the time limit has passed; go on with --resume.", file=sys.stderr)
+        print("stretto bench: the time limit has passed; continue with --resume.", file=sys.stderr)
     return 0
 
 
-def _is_torchs(item: Work) -> bool:
+def _is_torchs(item: Task) -> bool:
     return any(peer.candidates is None for peer in item.peers)
 
 
@@ -243,16 +243,16 @@ def _helper(options: BenchOptions) -> TorchHelper | None:
     return TorchHelper(python, is_gpu(jax.devices()[0].platform))
 
 
-def _predict(run: Run, work: list[Work], options: BenchOptions, console: Console) -> None:
+def _predict(run: Run, tasks: list[Task], options: BenchOptions, console: Console) -> None:
     if not options.predict:
         return
-    cases = {item.case.key[:-1]: item for item in work}
-    counts = sorted({*counts_of(options.predict), *(item.case.devices for item in work)})
+    cases = {item.case.key[:-1]: item for item in tasks}
+    counts = sorted({*counts_of(options.predict), *(item.case.devices for item in tasks)})
     wanted = [
         dataclasses.replace(item.case, devices=count)
         for item in cases.values()
         for count in counts
-        if count > 1
+        if count > 1 and item.case.operation.communicates
     ]
     run.results.predictions = estimates.predict_all(wanted, run.results.machine.card)
     terminal.print_predictions(console, run.results.predictions, run.results.measurements)

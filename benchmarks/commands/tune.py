@@ -38,8 +38,8 @@ BATCH = 8
 class TuneOptions:
     """Measure kernels' configurations on the present GPUs and keep the fastest per shape.
 
-    Shapes that the table holds already are not measured again, so a run that was interrupted goes
-    on where it was.
+    Shapes that the table holds already are not measured again, so the same command continues a run
+    that was interrupted.
     """
 
     kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
@@ -87,17 +87,17 @@ def _tune(options: TuneOptions) -> int:
     console = Console()
     if not on_gpu:
         console.print(terminal.NOT_A_MEASUREMENT, style="bold", highlight=False)
-    work = [item.case for item in expand([sweep], jax.device_count(), on_gpu)]
+    cases = [item.case for item in expand([sweep], jax.device_count(), on_gpu)]
     todo = [
-        case for case in work if case.needs_kernel and (options.retune or not _held(found, case))
+        case for case in cases if case.needs_kernel and (options.retune or not _held(found, case))
     ]
-    _say(console, f"{len(todo)} of {len(work)} cases to tune, into {path}")
+    _say(console, f"{len(todo)} of {len(cases)} cases to tune, into {path}")
     began = time.monotonic()
     with progress() as say:
         while todo:
             passed = options.budget is not None and time.monotonic() - began > options.budget
             if agreed(passed):
-                _say(console, "The time limit has passed; the same command goes on from here.")
+                _say(console, "The time limit has passed; the same command continues from here.")
                 break
             batch, todo = todo[:BATCH], todo[BATCH:]
             for entry in _batch(batch, options, on_gpu, say, console):

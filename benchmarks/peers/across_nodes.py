@@ -42,7 +42,7 @@ def peers_across_nodes(backend: str, pieces: Sequence[int]) -> list[Peer]:
             candidates=functools.partial(_ours, backend=backend, pieces=count),
             by_xla=False,
         )
-        for count in pieces
+        for count in (pieces if backend != "xla" else (1,))  # XLA's moves in one.
     )
     flat = dataclasses.replace(PEERS["xla"], label="XLA flat")
     return [flat, hierarchical, PEERS["matmul"], *ours]

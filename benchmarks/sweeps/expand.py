@@ -14,7 +14,7 @@ from stretto.kernels.operation import Operation, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Task:
     """One case and the peers to time for it."""
 
     case: Case
@@ -23,7 +23,7 @@ class Work:
 
 def expand(
     sweeps: Iterable[Sweep], num_devices: int, on_gpu: bool, rehearse: bool = False
-) -> list[Work]:
+) -> list[Task]:
     """The cases of `sweeps` in order, each once, with the peers of all sweeps that have it.
 
     With `rehearse` each shape is replaced by a small one, to try a sweep out.
@@ -31,7 +31,7 @@ def expand(
     Raises:
       BenchmarkError: a sweep asks for more devices than there are, or for nothing at all.
     """
-    found: dict[tuple, Work] = {}
+    found: dict[tuple, Task] = {}
     for sweep in sweeps:
         peers = tuple(peers_named(sweep.peers))
         for case in _cases(sweep, num_devices, on_gpu):
@@ -39,7 +39,7 @@ def expand(
                 case = dataclasses.replace(case, sizes=shapes.rehearsed(case.sizes))
             before = found.get(case.key)
             both = peers if before is None else tuple(dict.fromkeys((*before.peers, *peers)))
-            found[case.key] = Work(case, both)
+            found[case.key] = Task(case, both)
     if not found:
         raise BenchmarkError("nothing to measure: the shape sets hold no shape for these kernels.")
     return list(found.values())

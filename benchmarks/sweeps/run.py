@@ -18,7 +18,7 @@ from stretto.benchmarks.measurements.machine import describe
 from stretto.benchmarks.measurements.results import Machine, Measurement, Results
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.sweeps import plan
-from stretto.benchmarks.sweeps.expand import Work
+from stretto.benchmarks.sweeps.expand import Task
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.measure import Helper, Prepared, Settings, prepare, take
 from stretto.benchmarks.timing.timers import agreed, first_process_says
@@ -32,7 +32,7 @@ class Run:
 
     Args:
       path: the results file, None to keep nothing.
-      resume: go on with the results in `path`, if they are of this machine.
+      resume: continue with the results in `path`, if they are of this machine.
       overwrite: drop the results in `path`.
       command: the command line, for the record.
       settings: how to time.
@@ -72,7 +72,7 @@ class Run:
 
     def execute(
         self,
-        work: Sequence[Work],
+        tasks: Sequence[Task],
         helper: Helper | None,
         console: Console,
         budget_s: float | None,
@@ -93,8 +93,8 @@ class Run:
         def out_of_time() -> bool:
             return agreed(left_s() < 0) if budget_s is not None else False
 
-        done = first_process_says([item.case.key in self.done for item in work])
-        todo = [item for item, is_done in zip(work, done, strict=True) if not is_done]
+        done = first_process_says([item.case.key in self.done for item in tasks])
+        todo = [item for item, is_done in zip(tasks, done, strict=True) if not is_done]
         total = len(todo)
         while todo:
             if out_of_time():
@@ -110,7 +110,7 @@ class Run:
                     self._take(prepared.pop(0), helper, console, say)
         return True
 
-    def _batch(self, todo: Sequence[Work], left_s: float) -> int:
+    def _batch(self, todo: Sequence[Task], left_s: float) -> int:
         """How many of `todo` to compile together: no more than there is time left to time."""
         if jax.process_count() > 1:
             return 1
@@ -122,7 +122,7 @@ class Run:
 
     def _prepare(
         self,
-        batch: Sequence[Work],
+        batch: Sequence[Task],
         compiler: Compiler,
         out_of_time: Callable[[], bool],
         say: Callable[[str], None],
@@ -156,7 +156,7 @@ class Run:
         try:
             self._add(take(prepared, self._settings, helper, tell), console)
         except DeviceLostError as error:
-            # Recorded, so that a run that goes on does not lose them to the same case again.
+            # Recorded, so that a run that continues does not lose them to the same case again.
             lost = figures.begin(case, 0)
             lost.skipped = f"it lost the devices: {error}"
             self._add(lost, console)
@@ -176,10 +176,10 @@ class Run:
 
 
 def _earlier(path: pathlib.Path, resume: bool, machine: Machine) -> list[Measurement]:
-    """The measurements in `path`, to go on from."""
+    """The measurements in `path`, to continue with."""
     if not resume:
         raise BenchmarkError(
-            f"{path} exists; go on with it with --resume, or drop it: --overwrite."
+            f"{path} exists; continue it with --resume, or drop it with --overwrite."
         )
     found = results.read(path)
     for what in ("card", "num_devices", "layout"):

@@ -19,6 +19,7 @@ from stretto.benchmarks.timing.operands import Operands
 from stretto.distributed import settings
 from stretto.kernels.operations import OPERATIONS
 
+BETWEEN = [one for one in OPERATIONS.values() if one.between_nodes is not None]
 LABELS = ["XLA flat", "XLA hierarchical", "matmul alone"]
 
 
@@ -42,9 +43,8 @@ def test_versions_agree(operation):
 
 
 def test_every_operation_with_a_version_between_nodes_is_timed():
-    between = [name for name, one in OPERATIONS.items() if one.between_nodes is not None]
-    assert across_nodes.Options().operations.split(",") == between
-    assert {operation.name for operation in HIERARCHICAL} == set(between)
+    assert across_nodes.Options().operations.split(",") == [one.name for one in BETWEEN]
+    assert set(HIERARCHICAL) == set(BETWEEN)
 
 
 def run(**options):
@@ -58,42 +58,61 @@ def test_what_it_writes(tmp_path, capsys):
     assert written["devices_per_node"] == 4 and written["machine"]["num_devices"] == 8
     (result,) = written["results"]
     versions = result["versions"]
-    assert list(versions) == [*LABELS, *(f"Stretto, {count} pieces" for count in (1, 2, 4))]
+    assert list(versions) == [*LABELS, "Stretto, 1 pieces"]
     for name, found in versions.items():
         assert 0 < found["p10"] <= found["median"] <= found["p90"]
         assert ("difference" in found) == (name not in ("XLA flat", "matmul alone"))
     assert capsys.readouterr().out.startswith("all_gather_matmul 64x64x64 (us): XLA flat ")
 
 
-def test_each_operation_takes_the_shapes_that_are_its_own(capsys):
-    run(
-        operations="all_gather,matmul_all_reduce",
-        shapes="64x64,64x64x64",
-        backend="xla",
-        pieces="1",
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert [" ".join(line.split()[:2]) for line in lines] == [
-        "all_gather 64x64",
-        "matmul_all_reduce 64x64x64",
+def named(on_gpu=True, **options):
+    cases = across_nodes.cases_of(across_nodes.Options(**options), 8, on_gpu)
+    return [(case.operation.name, case.shape) for case in cases]
+
+
+def test_each_operation_takes_the_shapes_that_are_its_own():
+    operations = "all_gather_matmul,all_reduce"
+    assert named(operations=operations, shapes="64x32x64,256x64,tiny") == [
+        *(("all_gather_matmul", shape) for shape in ("64x32x64", "256x128x128", "128x256x192")),
+        *(("all_reduce", shape) for shape in ("256x64", "64x32", "256x128")),
     ]
+
+
+def test_every_operation_has_shapes_small_ones_on_cpus():
+    for on_gpu, rows in ((True, 16384), (False, 256)):
+        found = named(on_gpu)
+        assert list(dict.fromkeys(name for name, _ in found)) == [one.name for one in BETWEEN]
+        assert max(int(shape.split("x")[0]) for _, shape in found) == rows
+
+
+def test_on_cpus_it_rehearses_without_being_told(tmp_path):
+    path = tmp_path / "across.json"
+    across_nodes.main(across_nodes.Options(operations="all_gather", json=path))
+    results = json.loads(path.read_text())["results"]
+    assert [result["shape"] for result in results] == ["64x32", "256x128"]
+    assert all("median" in one for result in results for one in result["versions"].values())
 
 
 def test_what_cannot_be_compiled_is_told(capsys):
     """And does not keep the others from being timed."""
-    run(operations="all_gather", shapes="64x64,63x64", backend="pallas", pieces="1")
-    first, second = capsys.readouterr().out.splitlines()
-    assert "Stretto, 1 pieces: all_gather: backend='pallas' cannot serve this call" in first
-    assert first.startswith("all_gather 64x64 (us): XLA flat ")
-    assert "XLA flat: m=63 is not a multiple of 8" in second
+    run(operations="all_gather", shapes="64x64", backend="pallas", pieces="1")
+    line = capsys.readouterr().out
+    assert "Stretto, 1 pieces: all_gather: backend='pallas' cannot serve this call" in line
+    assert line.startswith("all_gather 64x64 (us): XLA flat ")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"nodes": 3}, "nodes=3 must divide the 8 devices"),
-        ({"operations": "gather"}, "kernel 'gather' is not one of"),
-        ({"shapes": "64x64x64", "operations": "all_gather"}, "all_gather takes MxN"),
+        ({"operations": "all_gather,gather"}, "kernel 'gather' is not one of"),
+        ({"shapes": "64x64,64x64x64", "operations": "all_gather"}, "all_gather takes MxN"),
+        ({"shapes": "64x64", "operations": "all_gather_matmul"}, "all_gather_matmul takes MxKxN"),
+        ({"shapes": "huge"}, r"shape 'huge' is neither a set \(tiny, .*\) nor sizes"),
+        ({"shapes": "64x0"}, "has a size of 0"),
+        ({"shapes": "60x64", "operations": "all_gather"}, "m=60 is not a multiple of 8; pass"),
+        ({"shapes": "64x64x60", "operations": "all_gather_matmul"}, "n=60 is not a multiple of 8"),
+        ({"shapes": "64x60x64", "operations": "matmul_all_reduce"}, "k=60 is not a multiple of 8"),
         ({"pieces": "one"}, "'one' are not like 1,2,4"),
     ],
 )

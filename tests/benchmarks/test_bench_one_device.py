@@ -64,8 +64,8 @@ def test_it_is_tuned(tmp_path):
 
 def test_it_runs_on_one_device_among_others():
     sweep = Sweep(kernels=("all_gather", "grouped"), devices=(2,), shapes=("tiny",))
-    work = expand([sweep], 4, on_gpu=False)
-    assert {(item.case.operation.name, item.case.devices) for item in work} == {
+    tasks = expand([sweep], 4, on_gpu=False)
+    assert {(item.case.operation.name, item.case.devices) for item in tasks} == {
         ("all_gather", 2),
         ("grouped", 1),
     }

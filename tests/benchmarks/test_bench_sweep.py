@@ -178,9 +178,9 @@ def test_peers_of_several_sweeps_are_timed_together():
         Sweep(kernels=("all_gather",), shapes=("64x32", "32x32"), devices=(2,), peers=(peer,))
         for peer in ("xla", "auto")
     ]
-    work = expand(sweeps, 4, on_gpu=False)
-    assert [item.case.sizes["m"] for item in work] == [64, 32]
-    assert [[peer.name for peer in item.peers] for item in work] == [["xla", "auto"]] * 2
+    tasks = expand(sweeps, 4, on_gpu=False)
+    assert [item.case.sizes["m"] for item in tasks] == [64, 32]
+    assert [[peer.name for peer in item.peers] for item in tasks] == [["xla", "auto"]] * 2
 
 
 def test_a_sweep_file_with_a_wrong_field_names_it(tmp_path):
@@ -192,8 +192,8 @@ def test_a_sweep_file_with_a_wrong_field_names_it(tmp_path):
 
 def test_weak_scaling_grows_the_rows():
     sweep = Sweep(kernels=("all_gather",), shapes=("64x32",), devices=(1, 2, 4), scaling="weak")
-    work = expand([sweep], 4, on_gpu=False)
-    assert [(item.case.devices, item.case.sizes["m"]) for item in work] == [
+    tasks = expand([sweep], 4, on_gpu=False)
+    assert [(item.case.devices, item.case.sizes["m"]) for item in tasks] == [
         (1, 64),
         (2, 128),
         (4, 256),
