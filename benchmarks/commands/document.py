@@ -21,7 +21,8 @@ BEGIN, END = "<!-- times -->", "<!-- /times -->"
 class DocumentOptions:
     """Write the README's table and docs/performance.md from results of `stretto bench --json`.
 
-    Where two files hold the same case, the later one's times are used.
+    Where two files hold the same case, the times of the run that was begun later are used; the
+    order of the files means nothing.
     """
 
     files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
@@ -41,8 +42,9 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(DocumentOptions, prog="stretto bench document", args=argv)
     if not options.files:
         raise BenchmarkError("no results; name files that --json wrote.")
-    found = [results.read(path) for path in options.files]
-    for path, one in zip(options.files, found, strict=True):
+    files = _in_order([(path, results.read(path)) for path in options.files])
+    found = [one for _, one in files]
+    for path, one in files:
         if not one.measurement_of_speed:
             raise BenchmarkError(
                 f"{path} was taken on a CPU or in a rehearsal; it is no measurement of speed."
@@ -58,7 +60,7 @@ def main(argv: list[str]) -> int:
     shown = [_relative(path, options.page) for path in sorted(folder.glob("*.svg"))]
     wanted = {
         options.readme: times,
-        options.page: performance.page(found, [path.name for path in options.files], shown),
+        options.page: performance.page(found, [path.name for path, _ in files], shown),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if options.check:
@@ -74,12 +76,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.Path, Results]]:
+    """Those of runs that were begun later come later."""
+    return sorted(files, key=lambda pair: (pair[1].start_time, pair[0].name, str(pair[0])))
+
+
 def _draw(found: list[Results], folder: pathlib.Path) -> None:
-    """Writes the pictures of the last file's machine, if matplotlib is installed."""
+    """Writes the pictures of the last machine of most devices, if matplotlib is installed.
+
+    One that was driven by a single process comes first, as in the README's table.
+    """
     if not plots.available():
         print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
         return
-    machine = found[-1].machine
+    machines = [one.machine for one in reversed(found)]
+    machine = max(machines, key=lambda one: (one.num_processes == 1, one.num_devices))
     alike = [
         one
         for one in found

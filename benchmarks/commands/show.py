@@ -26,8 +26,8 @@ WIDTH = 100
 class ShowOptions:
     """Show results of `stretto bench --json`, or make files of them; needs no GPU.
 
-    Several files of one machine are taken together; where two hold the same case, the later one's
-    times are used.
+    Several files of one machine are taken together, of however many of its devices; where two hold
+    the same case, the times of the one that is named later are used.
     """
 
     files: Annotated[tuple[pathlib.Path, ...], Positional, arg(metavar="FILE [FILE ...]")]
@@ -52,14 +52,15 @@ def main(argv: list[str]) -> int:
         plots.check_available()
     counts = counts_of(options.predict)
     estimates.check_counts(counts)
-    found = results.merged([results.read(path) for path in options.files])
+    read = [results.read(path) for path in options.files]
+    found = results.merged(read)
     if counts:
         _predict(found, counts)
     written = _write(found, options)
     for path in written:
         print(f"wrote {path}")
     if not written:
-        _print(found)
+        _print(found, list(dict.fromkeys(terminal.machine_line(one) for one in read)))
     return 0
 
 
@@ -86,9 +87,10 @@ def _write(found: results.Results, options: ShowOptions) -> list[pathlib.Path]:
     return written
 
 
-def _print(found: results.Results) -> None:
+def _print(found: results.Results, machines: list[str]) -> None:
     console = Console(width=max(WIDTH, Console().width))
-    console.print(terminal.machine_line(found), highlight=False)
+    for line in machines:
+        console.print(line, highlight=False)
     if not found.measurement_of_speed:
         console.print(terminal.NOT_A_MEASUREMENT, style="bold", highlight=False)
     console.print()
