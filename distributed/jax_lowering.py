@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax._src.interpreters import mlir
@@ -43,15 +43,17 @@ def refusal(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Refusal | 
     """
     (mesh,), (jaxpr,) = params["meshes"], params["jaxprs"]
     device_mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    mgpu.dialect.register_dialect(ctx.module_context.context)
+    mgpu.dialect.register_dialect(  # pyright: ignore[reportPrivateImportUsage]
+        ctx.module_context.context
+    )
     try:
         with mpmd.mpmd_map_tracing_context(mesh, (mesh, *params["external_meshes"])):
             gpu_lowering.lower_unpipelined_jaxpr_to_module(
                 mesh,
                 device_mesh,
                 jaxpr,
-                ctx.avals_in,
-                ctx.avals_out,
+                cast(Any, ctx.avals_in),
+                cast(Any, ctx.avals_out),
                 params["compiler_params"] or gpu_core.CompilerParams(),
                 outer_traceback=ctx.traceback,
             )

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Generator, Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Team:
         """Id of the member `offset` places further on the ring; `offset` may be negative."""
         if offset % self.size == 0:
             return self.device_id()
-        return rem(self.device_id() + offset % self.size, self.size)
+        return cast(jax.Array, rem(self.device_id() + offset % self.size, self.size))
 
     def address(self, device_id: int | jax.Array) -> dict:
         """How Pallas' remote operations name member `device_id`.

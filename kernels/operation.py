@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from stretto.distributed.topology import Split
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Work
@@ -67,10 +69,13 @@ class Operand:
     Attributes:
       shape: of the array.
       dtype: its type; None for the type that is being tested or timed.
+      draw: a random key -> values, of this shape; for operands that cannot be any numbers, such as
+        sizes of groups. None for normal numbers or, of an integer type, for any from -100 to 99.
     """
 
     shape: tuple[int, ...]
     dtype: str | None = None
+    draw: Callable[[jax.Array], jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,12 +87,16 @@ class Examples:
       operands: (sizes, devices) -> one device's operands, in the order of the public function.
       needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
       keywords: what else the public function takes.
+      sets: the names of the sets that it has shapes of, in the order in which they are listed.
+      problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
     """
 
     shapes: Callable[[str, int], Sequence[Sizes]]
     operands: Callable[[Sizes, int], tuple[Operand, ...]]
     needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,6 +115,8 @@ class Operation:
       kernels: fused implementations; the first without an obstacle serves.
       between_nodes: what it is over several nodes; None where XLA serves there.
       examples: how tests and benchmarks call it.
+      communicates: whether it runs over a team, whose mesh axis it takes after its operands; if
+        not, on each device alone.
     """
 
     name: str
@@ -118,6 +129,7 @@ class Operation:
     kernels: tuple[Kernel, ...]
     examples: Examples
     between_nodes: BetweenNodes | None = None
+    communicates: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

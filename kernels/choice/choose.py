@@ -70,8 +70,7 @@ def _choose(
 ) -> Choice:
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
-    communicates = operation.work(problem).traffic is not None
-    if problem.devices == 1 and communicates:
+    if problem.devices == 1 and operation.communicates:
         return Choice(problem=problem, backend="xla", reason="one device needs no communication")
     split = topology.split(axes)
     if split.outer:
@@ -79,7 +78,7 @@ def _choose(
     if isinstance(config, node_config.Config):
         config = config.kernel
     simulated = backend == "simulator" or simulator.is_simulating()
-    kernel, obstacle = _serving(operation, problem, config)
+    kernel, obstacle = serving(operation, problem, config)
     if obstacle is None and not simulated:
         obstacle = _unsuitable_devices(problem)
     if obstacle is not None:
@@ -112,7 +111,9 @@ def _choose(
     return faster(operation, kernel, problem)
 
 
-def _serving(operation: Operation, problem: Problem, config: Any) -> tuple[Kernel, str | None]:
+def serving(
+    operation: Operation, problem: Problem, config: Any = None
+) -> tuple[Kernel, str | None]:
     """The first kernel without an obstacle, or the first kernel and its obstacle.
 
     Where a configuration is given, of the kernels that it belongs to.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,8 @@ class Nodes:
 
     def node_id(self, shift: int = 0) -> jax.Array:
         """The number of the node `shift` places after this device's own, int32."""
-        return schedule.rem(lax.axis_index(self.outer) + shift % self.count, self.count)
+        number = lax.axis_index(self.outer) + shift % self.count
+        return cast(jax.Array, schedule.rem(number, self.count))
 
     def move(self, x: jax.Array, shift: int) -> jax.Array:
         """`x` of the same device of the node `shift` places before this one."""

@@ -238,6 +238,11 @@ def _operands(sizes: Sizes, devices: int, *, sharded: bool = False) -> tuple[Ope
     return (Operand(shape=(sizes["m"] // (devices if sharded else 1), sizes["n"])),)
 
 
+def _problem_of_a_share(sizes: Sizes, devices: int) -> Sizes:
+    """The sizes of one device's operand, where an example's are those of all devices' together."""
+    return {**sizes, "m": sizes["m"] // devices}
+
+
 ALL_GATHER = Operation(
     name="all_gather",
     public=all_gather,
@@ -249,8 +254,10 @@ ALL_GATHER = Operation(
     kernels=(kernels.ALL_GATHER,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.all_gather, divided=()),
     examples=Examples(
+        sets=examples.COLLECTIVE_SETS,
         shapes=examples.collective,
         operands=functools.partial(_operands, sharded=True),
+        problem=_problem_of_a_share,
         needs=lambda sizes, d: (("m", sizes["m"], d),),
     ),
 )
@@ -266,6 +273,7 @@ REDUCE_SCATTER = Operation(
     kernels=(kernels.REDUCE_SCATTER,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.reduce_scatter, divided=("m",)),
     examples=Examples(
+        sets=examples.COLLECTIVE_SETS,
         shapes=examples.collective,
         operands=_operands,
         needs=lambda sizes, d: (("m", sizes["m"], d),),
@@ -282,7 +290,9 @@ ALL_REDUCE = Operation(
     work=functools.partial(_work, collective="all_reduce"),
     kernels=(kernels.ALL_REDUCE,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.all_reduce, divided=()),
-    examples=Examples(shapes=examples.collective, operands=_operands),
+    examples=Examples(
+        sets=examples.COLLECTIVE_SETS, shapes=examples.collective, operands=_operands
+    ),
 )
 
 ALL_TO_ALL = Operation(
@@ -295,8 +305,10 @@ ALL_TO_ALL = Operation(
     work=functools.partial(_work, collective="all_to_all"),
     kernels=(kernels.ALL_TO_ALL,),
     examples=Examples(
+        sets=examples.COLLECTIVE_SETS,
         shapes=functools.partial(examples.collective, exchanges=True),
         operands=functools.partial(_operands, sharded=True),
+        problem=_problem_of_a_share,
         needs=lambda sizes, d: (("m", sizes["m"], d * d),),
         keywords={"split_axis": 0, "concat_axis": 0},
     ),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from stretto.kernels.operation import Sizes
 
-SETS = (
+MATMUL_SETS = (
     "tiny",
     "goals",
     "square",
@@ -21,8 +21,17 @@ SETS = (
     "decode",
     "awkward",
     "awkward-few",
+    "nodes",
+)
+COLLECTIVE_SETS = (
+    "tiny",
+    "goals",
+    "square",
+    "awkward",
+    "awkward-few",
     "latency",
     "bandwidth",
+    "nodes",
 )
 ROWS_OF_LLAMA = (512, 1024, 2048, 4096, 8192, 16384)
 ROWS_OF_DECODING = (1, 8, 32, 64, 128, 256)
@@ -55,6 +64,7 @@ def gathering_matmul(name: str, devices: int) -> Sequence[Sizes]:
         "decode": _matmuls((m, 8192, 28672) for m in ROWS_OF_DECODING),
         "awkward": _matmuls((m * d, k, n * d) for m, k, n in AWKWARD),
         "awkward-few": _matmuls((m * d, k, n * d) for m, k, n in AWKWARD_FEW),
+        "nodes": _matmuls([(8192, 8192, 8192), (8192, 8192, 28672), (16384, 16384, 16384)]),
     }.get(name, [])
 
 
@@ -84,6 +94,7 @@ def collective(name: str, devices: int, *, exchanges: bool = False) -> Sequence[
         "awkward": _moved(sorted({(m * rows, n) for m, _, n in awkward})),
         "awkward-few": _moved(sorted({(m * rows, n) for m, _, n in awkward})),
         "latency": _moved(latency),
+        "nodes": _moved([(8192, 8192), (16384, 16384)]),
         "bandwidth": _moved((1 << power, 2048) for power in range(4, 17, 2)),  # 64 KB to 256 MB.
     }.get(name, [])
 

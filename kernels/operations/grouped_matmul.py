@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,8 +131,15 @@ def example_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
     return (
         Operand(shape=(m, k)),
         Operand(shape=(g, k, n)),
-        Operand(shape=(g,), dtype="int32"),
+        Operand(shape=(g,), dtype="int32", draw=functools.partial(_drawn_sizes, m=m, groups=g)),
     )
+
+
+def _drawn_sizes(key: jax.Array, *, m: int, groups: int) -> jax.Array:
+    """Sizes that sum to m: equal groups, of which neighbours exchange some rows."""
+    even = jnp.full(groups, m // groups, jnp.int32).at[0].add(m % groups)
+    moved = jax.random.randint(key, (groups // 2,), 0, m // groups // 8 + 1)
+    return even.at[0 : 2 * (groups // 2) : 2].add(moved).at[1::2].add(-moved)
 
 
 GROUPED_MATMUL = Operation(
@@ -143,5 +151,8 @@ GROUPED_MATMUL = Operation(
     backward=_backward,
     work=work,
     kernels=(kernel.KERNEL,),
-    examples=Examples(shapes=shapes, operands=example_operands),
+    examples=Examples(
+        sets=("tiny", "goals", "awkward-few"), shapes=shapes, operands=example_operands
+    ),
+    communicates=False,
 )

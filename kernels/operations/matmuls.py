@@ -238,6 +238,7 @@ def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> 
         work=functools.partial(gathered.work, gather_axis=gather_axis),
         kernels=(kernel,),
         examples=Examples(
+            sets=examples.MATMUL_SETS,
             shapes=examples.gathering_matmul,
             operands=functools.partial(gathered.example_operands, gather_axis=gather_axis),
             needs=functools.partial(gathered.example_needs, gather_axis=gather_axis),
@@ -271,6 +272,7 @@ MATMUL_REDUCE_SCATTER = Operation(
     kernels=(matmul_reduce_scatter_kernel.KERNEL,),
     between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_reduce_scatter, divided=("m", "k")),
     examples=Examples(
+        sets=examples.MATMUL_SETS,
         shapes=examples.reducing_matmul,
         operands=scattered.example_operands,
         needs=lambda sizes, d: (("m", sizes["m"], d), ("k", sizes["k"], d)),
@@ -288,6 +290,7 @@ MATMUL_ALL_REDUCE = Operation(
     kernels=(matmul_all_reduce_kernel.KERNEL,),
     between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_all_reduce, divided=("k",)),
     examples=Examples(
+        sets=examples.MATMUL_SETS,
         shapes=examples.reducing_matmul,
         operands=scattered.example_operands,
         needs=lambda sizes, d: (("k", sizes["k"], d),),

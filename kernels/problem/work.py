@@ -22,13 +22,18 @@ class Traffic:
     devices: int
 
     @property
+    def gathers(self) -> bool:
+        """Whether every device ends with all devices' operands."""
+        return self.collective == "all_gather"
+
+    @property
     def size(self) -> int:
         """Bytes that nccl-tests calls the size of the collective.
 
         The gathered array of an all-gather; one device's operand of the others.
         """
         rows, columns = self.shape
-        whole = self.devices if self.collective == "all_gather" else 1
+        whole = self.devices if self.gathers else 1
         return rows * columns * self.itemsize * whole
 
     @property

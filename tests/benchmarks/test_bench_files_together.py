@@ -7,8 +7,10 @@ import itertools
 import msgspec
 import pytest
 
-from stretto.benchmarks import command, machine, results, table
+from stretto.benchmarks.commands import bench as command
 from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.measurements import machine, results
+from stretto.benchmarks.pages import terminal
 
 DRAWN = ("all_gather_matmul", "all_reduce")
 
@@ -98,7 +100,7 @@ def test_documents_do_not_depend_on_the_order_of_the_files(tmp_path, make_result
         assert command.main(["document", *map(str, order), *options, "--check"]) == 0
     assert "document old.json new.json two.json`" in page.read_text()
     measurement = next(m for m in new.measurements if m.key[0] == DRAWN[0] and m.devices == 4)
-    assert table.number(measurement.of("fused").time) in readme.read_text()
+    assert terminal.number(measurement.of("fused").time) in readme.read_text()
     drawn = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
     assert command.main(["document", *map(str, reversed(paths)), *options]) == 0
     assert drawn == {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}

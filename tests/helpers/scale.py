@@ -7,7 +7,7 @@ import dataclasses
 from stress import Plan
 from subjects import Sizes, Subject
 
-from stretto.benchmarks.shapes import SETS
+from stretto.kernels.operations import OPERATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,23 +39,30 @@ class Scale:
         """The shapes of models, each once: the sets "square" and "llama-70b"."""
         if self.rehearsed:
             return [subject.sizes_of(devices, 8, 64, 64)]
-        shapes = [s for name in ("square", "llama-70b") for s in SETS[name](subject.name, devices)]
-        fitting = [s for s in shapes if s.m <= self.largest and max(s.k, s.n) < 4 * self.largest]
-        return [(s.m, s.k, s.n) for s in dict.fromkeys(fitting)]
+        shapes = [s for name in ("square", "llama-70b") for s in _set(name, subject.name, devices)]
+        most = 4 * self.largest
+        fitting = [(m, k, n) for m, k, n in shapes if m <= self.largest and max(k, n) < most]
+        return list(dict.fromkeys(fitting))
 
     def awkward_shapes(self, subject: Subject, devices: int) -> list[Sizes]:
         """Sizes that fit nothing: the set "awkward"."""
         if self.rehearsed:
             return [subject.sizes_of(devices, 9, 8, n) for n in (8, 136, 200)]
-        return [(s.m, s.k, s.n) for s in SETS["awkward"](subject.name, devices)]
+        return _set("awkward", subject.name, devices)
 
     def gather_shapes(self, subject: Subject, devices: int) -> list[Sizes]:
         """Some of both, for the all-gather matmuls that gather along another dimension."""
         if self.rehearsed:
             return [subject.sizes_of(devices, 9, 8, 24)]
-        per_device = [(s.m, s.k, s.n) for s in SETS["awkward-few"]("all_gather_matmul", 1)]
+        per_device = _set("awkward-few", "all_gather_matmul", 1)
         models = [(2048, 2048, 2048), (8192, 8192, 8192), (2048, 8192, 28672)]
         return [subject.sizes_of(devices, *s) for s in per_device] + models
+
+
+def _set(name: str, operation: str, devices: int) -> list[Sizes]:
+    """m, k and n of the shapes of a set; k is 0 where the operation has none."""
+    found = OPERATIONS[operation].examples.shapes(name, devices)
+    return [(sizes["m"], sizes.get("k", 0), sizes["n"]) for sizes in found]
 
 
 FULL = Scale()
