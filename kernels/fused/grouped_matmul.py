@@ -114,11 +114,13 @@ def grouped(
 
         def store(tile: Tile, piece: Ref, row: Int, column: Int) -> None:
             rows, columns = piece.shape
-            window = (
-                pl.ds(first_row(tile) + row, rows),
-                pl.ds(tile.n * tiles.tile_n + column, columns),
-            )
-            plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
+            first_column = tile.n * tiles.tile_n + column
+
+            # A copy of one row is contiguous, and is not cut off at the edge of the columns.
+            @pl.when(first_column < n)
+            def _():
+                window = pl.ds(first_row(tile) + row, rows), pl.ds(first_column, columns)
+                plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
 
         return Parts(
             order=RowTilesOrder(refs.count[0], most, ceil_div(n, tiles.tile_n), tiles),

@@ -24,7 +24,7 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 FORMS: dict[str, Callable[..., jax.Array]] = {
     name: functools.partial(record.public, **record.examples.keywords)
     for name, record in RECORDS.items()
-    if "k" in record.sizes
+    if "k" in record.sizes and record.communicates
 }
 # The same operation with another operand or dimension gathered has a record of its own.
 GATHERS = {name: form for name, form in FORMS.items() if RECORDS[name].examples.keywords}
