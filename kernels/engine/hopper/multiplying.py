@@ -37,11 +37,10 @@ def _hand_over(block: Block, pieces: Pieces, tile: Tile, index: int, total: jax.
     # The stores of the piece that was in the buffer have read it.
     plgpu.barrier_wait(pieces.free.at[buffer])
     piece = total[pieces.within_half(place)]
-    epilogue = block.parts.epilogue
+    half, epilogue = lax.axis_index(THREAD_AXIS), block.parts.epilogue
     if epilogue is not None:
-        piece = epilogue(piece, tile, *pieces.within_tile(place, lax.axis_index(THREAD_AXIS)))
-    own_buffer = pieces.own_buffer(buffer)
-    own_buffer[...] = piece.astype(own_buffer.dtype)
+        piece = epilogue(piece, tile, *pieces.within_tile(place, half))
+    pieces.out.at[half, buffer][...] = piece.astype(pieces.out.dtype)
     plgpu.commit_smem()
     # Publishes this half of the piece to the storing warp.
     plgpu.barrier_arrive(pieces.filled.at[buffer])
