@@ -88,7 +88,8 @@ def fuse(
       The results by name, in the structure of `outs`.
 
     Raises:
-      ValueError: the parts are not those that were announced.
+      ValueError: the parts are not those that were announced, or have more roles of one warp than
+        a warpgroup has warps.
     """
     memory = dict(**operands, **outs, **(symmetric or {}))
     arrays = dict(semaphores or {})
@@ -195,6 +196,11 @@ def _assign(roles: Sequence[Role], warpgroups: int) -> None:
 
             first = last
     warps = [role for role in roles if not role.warpgroups]
+    if len(warps) > WARPS_OF_A_WARPGROUP:
+        raise ValueError(
+            f"{len(warps)} roles of one warp each; the last warpgroup has {WARPS_OF_A_WARPGROUP}"
+            " warps."
+        )
 
     @pl.when(warpgroup == first)
     def _():

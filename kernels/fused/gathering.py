@@ -109,7 +109,7 @@ def launch(
     shape = gather.order.shape
     widths = [x.shape[0 if rhs_transposed else 1] for x in rhs]
     columns = Segments.of(widths, shape.tile_n)
-    product = Product(lhs=lhs.dtype, rhs=lhs.dtype, out=out_dtype, rhs_transposed=rhs_transposed)
+    product = Product(lhs=lhs.dtype, rhs=rhs[0].dtype, out=out_dtype, rhs_transposed=rhs_transposed)
 
     def rhs_window(k: Int, n: Int) -> tiles.Window:
         return tiles.rhs_window(shape, gather.rhs_k(k), n, rhs_transposed)

@@ -161,7 +161,7 @@ def launch(
 
     product = Product(
         lhs=lhs[0].dtype,
-        rhs=lhs[0].dtype,
+        rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         fold=Addends,

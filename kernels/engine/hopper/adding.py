@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import div
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -74,7 +75,7 @@ class Adding:
             buffer = index % pieces.num_buffers
             # Both copies into the buffer are complete.
             plgpu.barrier_wait(self.loaded.at[buffer])
-            addend = pieces.own_buffer(buffer)[...].astype(jnp.float32)
+            addend = pieces.out.at[lax.axis_index(THREAD_AXIS), buffer][...].astype(jnp.float32)
             sums.append(total[pieces.within_half(place)] + addend)
             plgpu.commit_smem()  # It has been read before the copy engine writes the next one.
             # Publishes to the storing warp that this half of the buffer has been read.

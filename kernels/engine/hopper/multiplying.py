@@ -38,18 +38,20 @@ def _hand_over(block: Block, pieces: Pieces, tile: Tile, index: int, total: jax.
     # The stores of the piece that was in the buffer have read it.
     plgpu.barrier_wait(pieces.free.at[buffer])
     piece = total[pieces.within_half(place)]
-    epilogue = block.parts.epilogue
+    half, epilogue = lax.axis_index(THREAD_AXIS), block.parts.epilogue
     if epilogue is not None:
-        piece = epilogue(piece, tile, *pieces.within_tile(place, lax.axis_index(THREAD_AXIS)))
-    _fill(block.parts.sink, pieces, tile, index, piece.astype(pieces.out.dtype))
+        piece = epilogue(piece, tile, *pieces.within_tile(place, half))
+    _fill(block.parts.sink, pieces, tile, index, half, piece.astype(pieces.out.dtype))
     plgpu.commit_smem()
     # Publishes this half of the piece to the storing warp.
     plgpu.barrier_arrive(pieces.filled.at[buffer])
 
 
-def _fill(sink: Sink, pieces: Pieces, tile: Tile, index: int, piece: jax.Array) -> None:
-    """Writes a piece to this warpgroup's part of its buffer."""
-    half, buffer = lax.axis_index(THREAD_AXIS), index % pieces.num_buffers
+def _fill(
+    sink: Sink, pieces: Pieces, tile: Tile, index: int, half: jax.Array, piece: jax.Array
+) -> None:
+    """Writes a piece of a half to its buffer."""
+    buffer = index % pieces.num_buffers
     if pieces.edge is None:
         pieces.out.at[half, buffer][...] = piece
         return

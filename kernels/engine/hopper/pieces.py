@@ -18,10 +18,8 @@ import itertools
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.hopper.tile_config import (
     MULTIPLYING_WARPGROUPS,
@@ -74,10 +72,6 @@ class Pieces:
     def num_buffers(self) -> int:
         """Buffers that are in use: at most one for each piece."""
         return min(self.config.store_buffers, len(self.places))
-
-    def own_buffer(self, buffer: int) -> Ref:
-        """The part of a buffer that the multiplying warpgroup which runs this fills."""
-        return self.out.at[lax.axis_index(THREAD_AXIS), buffer]
 
     def stored_rows(
         self, sink: Sink, tile: Tile, place: tuple[int, int], half: Int
