@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stretto.distributed.axes import AxisNames, axis_size, canonical_axes, varying_axes
 from stretto.kernels import (
@@ -171,7 +172,7 @@ def all_to_all(
 
 
 def _are_keys(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _moves_as_other_numbers(x: Any) -> bool:

@@ -81,7 +81,7 @@ class Nodes:
 
     def node_id(self, shift: int = 0) -> jax.Array:
         """The number of the node `shift` places after this device's own, int32."""
-        return schedule.rem(lax.axis_index(self.outer) + shift % self.count, self.count)
+        return lax.rem(lax.axis_index(self.outer) + shift % self.count, jnp.int32(self.count))
 
     def move(self, x: jax.Array, shift: int) -> jax.Array:
         """`x` of the same device of the node `shift` places before this one."""
