@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Generator, Hashable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax import lax
 
 from stretto.distributed import jax_heap
 from stretto.distributed.axes import AxisNames, canonical_axes
-from stretto.distributed.schedule import rem
 
 # Set while the body of a kernel is traced that counts its devices from the other end (`clique`).
 _mirrored = contextvars.ContextVar("mirrored", default=False)
@@ -83,7 +82,7 @@ class Team:
         """Id of the member `offset` places further on the ring; `offset` may be negative."""
         if offset % self.size == 0:
             return self.device_id()
-        return cast(jax.Array, rem(self.device_id() + offset % self.size, self.size))
+        return lax.rem(self.device_id() + offset % self.size, jnp.int32(self.size))
 
     def address(self, device_id: int | jax.Array) -> dict:
         """How Pallas' remote operations name member `device_id`.

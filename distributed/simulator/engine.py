@@ -60,7 +60,7 @@ def taken(plan: ViewPlan, buffer: Buffer, env: list, layout: Layout, *, may_be_f
         return Taken(region, None)
     shape = buffer.data.shape
     window = [Extent(*d[:2]) if isinstance(d, list) else Extent(d, 1, True) for d in dims]
-    given = [extent.start for extent in window if extent.start is not None]
+    given = [d[0] if isinstance(d, list) else d for d in dims]
     starts = windows.with_ignored_starts(shape, given, window, layout)
     if may_be_flat and windows.is_flat(shape, window, layout):
         return _flat(buffer, starts, overhang[0], region.get().size)

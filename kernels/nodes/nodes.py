@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +51,7 @@ class Nodes:
 
     def node_id(self, shift: int = 0) -> jax.Array:
         """The number of the node `shift` places after this device's own, int32."""
-        number = lax.axis_index(self.outer) + shift % self.count
-        return cast(jax.Array, schedule.rem(number, self.count))
+        return lax.rem(lax.axis_index(self.outer) + shift % self.count, jnp.int32(self.count))
 
     def move(self, x: jax.Array, shift: int) -> jax.Array:
         """`x` of the same device of the node `shift` places before this one."""

@@ -37,11 +37,13 @@ READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
 COPIED = re.compile(r"= \(?(?!s32)\w+\[[\d,]+\][^=]*? copy(?:-start)?\(")
 
 
-def compile_case(case: str, folder: Path, timeout_s: float = 280) -> list[dict]:
+def compile_case(
+    case: str, folder: Path, timeout_s: float = 280, script: Path = SCRIPT
+) -> list[dict]:
     """Compiles a case; each entry is a program with its `label`, `hlo` and `kernels`."""
     file = folder / "compiled.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), case, str(file)],
+        [sys.executable, str(script), case, str(file)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -190,7 +192,7 @@ def test_collectives(tmp_path):
 # All are lowered, so that each has kernels: two for each type that is gathered and exchanged.
 @pytest.mark.parametrize(("case", "kernels"), [("types", 2 * 7), ("x64", 5 + 2 + 2 * 3)])
 def test_what_is_lowered(case, kernels, tmp_path):
-    lowered = compile_case(case, tmp_path)
+    lowered = compile_case(case, tmp_path, script=SCRIPT.with_name("lower_cases.py"))
     assert sum(program["hlo"].count("@mosaic_gpu_v2") for program in lowered) == kernels
 
 

@@ -224,51 +224,6 @@ def collectives() -> Iterator[Program]:
         )
 
 
-def x64() -> Iterator[Program]:
-    """All operations under `jax_enable_x64`, and moves of types of 64 bits."""
-    four = aot.mesh_of_gpus((4,), ("x",))
-    with jax.enable_x64(True):
-        for name in cases.FORMS:
-            yield name, *fused(name, four, cases.whole(name, 4, 65, 72, 136))
-        for name in ("reduce_scatter", "all_reduce"):
-            call = functools.partial(getattr(st, name), axis_name="x", backend="pallas")
-            yield name, *collective(four, call)
-        yield "moves", *collective(four, moves_of("int64", "float64", "complex128"))
-
-
-def types() -> Iterator[Program]:
-    """Moves of arrays of types that no kernel takes as they are, large enough for one by `auto`."""
-    call = moves_of("bool", "int2", "int4", "uint4", "float4_e2m1fn", "complex64", "key")
-    yield "types", *collective(aot.mesh_of_gpus((4,), ("x",)), call, rows=1 << 17, backend="auto")
-
-
-def moves_of(*dtypes: str) -> Callable:
-    """What is gathered and exchanged of arrays of these types, or of random keys."""
-
-    def call(x: jax.Array, backend: str = "pallas") -> list[jax.Array]:
-        found = [x.astype(dtype) for dtype in dtypes if dtype != "key"]
-        if "key" in dtypes:
-            numbers = x.astype(jnp.uint32).reshape(-1, 2)
-            found.append(jax.random.wrap_key_data(numbers))
-        gather = functools.partial(st.all_gather, axis_name="x", backend=backend)
-        exchange = functools.partial(
-            st.all_to_all, axis_name="x", split_axis=0, concat_axis=0, backend=backend
-        )
-        return [move(x) for move in (gather, exchange) for x in found]
-
-    return call
-
-
-def collective(
-    mesh: Mesh, call: Callable, *, rows: int = 64, **options: Any
-) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """`call` of `rows` x 512 of float32 on each device."""
-    call = functools.partial(call, **options)
-    mapped = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    sharding = NamedSharding(mesh, P("x"))
-    return mapped, [jax.ShapeDtypeStruct((mesh.size * rows, 512), jnp.float32, sharding=sharding)]
-
-
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -384,16 +339,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         for process, processes in ((0, 2), (1, 2), (3, 4))
     },
 }
-# What is lowered, which is far quicker: its kernels are those of other cases.
-LOWERED: dict[str, Callable[[], Iterator[Program]]] = {"types": types, "x64": x64}
 
 
 def main(case: str, file: str) -> None:
     results: list[dict[str, Any]] = []
-    for label, program, structs in LOWERED.get(case, lambda: ())():
-        text = jax.jit(program).lower(*structs).as_text()
-        results.append(dict(label=label, hlo=text, kernels=[]))
-    for label, program, structs in CASES.get(case, lambda: ())():
+    for label, program, structs in CASES[case]():
         compiled = aot.compile_program(program, *structs)
         kernels = [dataclasses.asdict(kernel) for kernel in compiled.kernels]
         results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels))
