@@ -88,12 +88,12 @@ def _all_gather(x: jax.Array) -> jax.Array:
 def _reduce_scatter(x: jax.Array) -> jax.Array:
     """Within nodes first, so that a node's sum crosses."""
     parts = x.reshape(lax.axis_size(NODE), lax.axis_size(GPU), -1, x.shape[1])
-    within = lax.psum_scatter(parts, GPU, scatter_dimension=1)
-    return lax.psum_scatter(within, NODE, scatter_dimension=0)
+    within = reference.reduce_scatter(parts, GPU, axis=1)
+    return reference.reduce_scatter(within, NODE, axis=0)[0, 0]
 
 
 def _all_reduce(x: jax.Array) -> jax.Array:
-    within = lax.psum_scatter(x, GPU, tiled=True)
+    within = reference.reduce_scatter(x, GPU, axis=0)
     return lax.all_gather(lax.psum(within, NODE), GPU, tiled=True)
 
 
