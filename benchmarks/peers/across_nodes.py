@@ -72,12 +72,12 @@ def _all_gather(x: jax.Array) -> jax.Array:
 def _reduce_scatter(x: jax.Array) -> jax.Array:
     """Within nodes first, so that a node's sum crosses."""
     shares = x.reshape(lax.axis_size(NODE), lax.axis_size(GPU), -1, x.shape[1])
-    within = lax.psum_scatter(shares, GPU, scatter_dimension=1)
-    return lax.psum_scatter(within, NODE, scatter_dimension=0)
+    within = collectives.reduce_scatter(shares, GPU, axis=1)
+    return collectives.reduce_scatter(within, NODE, axis=0)[0, 0]
 
 
 def _all_reduce(x: jax.Array) -> jax.Array:
-    within = lax.psum_scatter(x, GPU, tiled=True)
+    within = collectives.reduce_scatter(x, GPU, axis=0)
     return lax.all_gather(lax.psum(within, NODE), GPU, tiled=True)
 
 

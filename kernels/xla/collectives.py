@@ -7,12 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.axes import AxisNames
+from stretto.kernels.xla import gloo
 
 
 def all_gather(x: jax.Array, axis_name: AxisNames, *, axis: int) -> jax.Array:
     """Concatenation along `axis` of every device's `x`."""
     if not x.size:  # XLA refuses to move nothing.
         return jnp.concatenate([x] * lax.axis_size(axis_name), axis)
+    if gloo.connects_devices():
+        return gloo.all_gather(x, axis_name, axis=axis)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
@@ -20,6 +23,8 @@ def reduce_scatter(x: jax.Array, axis_name: AxisNames, *, axis: int) -> jax.Arra
     """This device's part along `axis` of the sum of every device's `x`."""
     if not x.size:
         return lax.slice_in_dim(x, 0, x.shape[axis] // lax.axis_size(axis_name), axis=axis)
+    if gloo.connects_devices():
+        return gloo.reduce_scatter(x, axis_name, axis=axis)
     return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
 
 
