@@ -23,7 +23,10 @@ def arrive(task: Any, array: BarrierArray, index: int, site: Site) -> None:
     if not array.cluster_axes:
         array.items[index].arrive(task, site)
         return
-    for block in task.machine.cluster_neighbours(task.block, array.cluster_axes):
+    blocks = task.machine.cluster_neighbours(task.block, array.cluster_axes)
+    if array.to_leader:
+        blocks = task.machine.cluster_blocks(task.block, array.cluster_axes)[:1]
+    for block in blocks:
         peer = block.shared.get(array.key) or task.machine.allocate(block, array)
         peer.items[index].arrive(task, site)
 

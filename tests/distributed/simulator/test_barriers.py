@@ -65,6 +65,28 @@ def test_a_cluster_barrier_orders_blocks_along_each_axis(axes, flip, is_ordered)
         np.testing.assert_array_equal(out[..., 0], want)
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_arrivals_at_a_barrier_that_its_leader_tracks(waiting):
+    """They reach the first block alone: another one waits for ever."""
+
+    def body(x_ref, out_ref, met):
+        plgpu.barrier_arrive(met)
+
+        @pl.when(lax.axis_index("c0") == waiting)
+        def _():
+            plgpu.barrier_wait(met)
+            out_ref[lax.axis_index("c1")] = x_ref[...]
+
+    scratch = [plgpu.ClusterBarrier(collective_axes=("c0",), leader_tracked=True)]
+    if waiting:
+        with pytest.raises(DeadlockError, match="0 of 2 arrivals"):
+            run(body, X, out=(2, 8, 128), scratch=scratch, **CLUSTER)
+        return
+    out, report = run(body, X, out=(2, 8, 128), scratch=scratch, **CLUSTER)
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(out, [X, X])
+
+
 # --- Copies that do not happen --------------------------------------------------------------------
 
 
