@@ -197,23 +197,31 @@ def test_a_warp_keeps_its_phase_from_one_core_map_to_the_next():
         np.testing.assert_array_equal(out, x)
 
 
-def test_a_warp_that_waits_for_an_earlier_phase_races():
-    """Warps 1 to 3 mean the second copy, and are let go by the first, however late they look."""
+@pytest.mark.parametrize("core_maps", [1, 2])
+def test_a_warp_that_waits_for_an_earlier_phase_races(core_maps):
+    """Warp 1 means the second copy, and is let go by the first, however late it looks."""
 
     def body(x_ref, out_ref, smem, landed):
-        def read(warp):
-            @pl.when(warp == 0)
-            def _():
-                for half in range(2):
-                    plgpu.copy_gmem_to_smem(x_ref.at[half], smem, landed)
-                    plgpu.barrier_wait(landed)
+        def copy(half):
+            plgpu.copy_gmem_to_smem(x_ref.at[half], smem, landed)
+            plgpu.barrier_wait(landed)
+
+        def first(warp):
+            pl.when(warp == 0)(lambda: copy(0))
+
+        def second(warp):
+            pl.when(warp == 0)(lambda: copy(1))
 
             @pl.when(warp == 1)
             def _():
                 plgpu.barrier_wait(landed)
                 plgpu.copy_smem_to_gmem(smem, out_ref)
 
-        warps(read)
+        if core_maps == 2:
+            warps(first)
+            warps(second)
+        else:
+            warps(lambda warp: (first(warp), second(warp)))
         plgpu.wait_smem_to_gmem(0)
 
     x = np.stack([X, X + 1])
