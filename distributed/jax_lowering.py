@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
+from jax._src import core as jax_core
 from jax._src.interpreters import mlir
 from jax._src.pallas import mpmd
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
-from jax.experimental.mosaic import gpu as mgpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +44,14 @@ def refusal(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Refusal | 
     """
     (mesh,), (jaxpr,) = params["meshes"], params["jaxprs"]
     device_mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    mgpu.dialect.register_dialect(  # pyright: ignore[reportPrivateImportUsage]
-        ctx.module_context.context
-    )
     try:
         with mpmd.mpmd_map_tracing_context(mesh, (mesh, *params["external_meshes"])):
             gpu_lowering.lower_unpipelined_jaxpr_to_module(
                 mesh,
                 device_mesh,
                 jaxpr,
-                cast(Any, ctx.avals_in),
-                cast(Any, ctx.avals_out),
+                cast(Sequence[jax_core.ShapedArray], ctx.avals_in),
+                cast(Sequence[jax_core.ShapedArray], ctx.avals_out),
                 params["compiler_params"] or gpu_core.CompilerParams(),
                 outer_traceback=ctx.traceback,
             )

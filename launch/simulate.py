@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         schedule=options.schedule,
         core_count=options.blocks,
         detect_races=not options.no_races,
+        check_hardware=not options.no_hardware,
         trace=options.trace,
     )
 
@@ -48,6 +49,7 @@ def simulate(
     schedule: str = "random",
     core_count: int = 4,
     detect_races: bool = True,
+    check_hardware: bool = True,
     trace: Path | None = None,
 ) -> int:
     """Runs `script` on CPU devices with the simulator on.
@@ -61,6 +63,8 @@ def simulate(
       schedule: "random", "round_robin" or "pct".
       core_count: blocks that kernels launch where they ask for the number of multiprocessors.
       detect_races: look for data races.
+      check_hardware: report kernels that no H100 runs. They are the same for every seed, so that
+        is done for the first alone.
       trace: write what every task did to this file, for Perfetto (of the last seed).
 
     Returns:
@@ -85,6 +89,7 @@ def simulate(
                 schedule=schedule,  # pyright: ignore[reportArgumentType]  (argparse has checked)
                 core_count=core_count,
                 detect_races=detect_races,
+                check_hardware=check_hardware and one == seeds[0],
                 trace=trace is not None,
             ) as report:
                 status = _run(script, args)
@@ -207,5 +212,8 @@ def _parser() -> argparse.ArgumentParser:
         help="what kernels find as the number of multiprocessors (%(default)s)",
     )
     parser.add_argument("--no-races", action="store_true", help="do not look for data races")
+    parser.add_argument(
+        "--no-hardware", action="store_true", help="do not ask whether an H100 can run the kernels"
+    )
     parser.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
     return parser

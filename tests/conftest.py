@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left out unless --slow is given")
     config.addinivalue_line("markers", "gpu(n): needs n (default 1) GPUs; see tests/gpu")
     config.addinivalue_line("markers", "real: cannot be rehearsed without GPUs")
+    config.addinivalue_line("markers", "compiles: what is simulated is lowered for GPUs, too")
     config.addinivalue_line("markers", "timeout(seconds): limit of a test, by pytest-timeout")
     on_gpus = _only_gpu_tests(config) and not config.getoption("--rehearse")
     if on_gpus and _number_of_gpus():
@@ -69,6 +70,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if not gpus or config.getoption("--rehearse") or not _only_gpu_tests(config):
         return None  # xdist's own choice
     return max(1, min(PROCESSES_TIMES_GPUS // gpus, len(os.sched_getaffinity(0))))
+
+
+@pytest.fixture(autouse=True)
+def only_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated kernels are not lowered for GPUs as well: it takes long, and tests/aot does it."""
+    if request.node.get_closest_marker("compiles") is None:
+        from stretto.distributed import jax_lowering
+
+        monkeypatch.setattr(jax_lowering, "is_possible", lambda: False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

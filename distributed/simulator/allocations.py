@@ -24,7 +24,7 @@ class Allocation:
       shape: logical shape (bytes of a union).
       dtype: of the elements; None for barriers and semaphores.
       arrivals: of a barrier.
-      cluster_axes: of a cluster barrier.
+      cluster_axes, to_leader: of a cluster barrier.
     """
 
     kind: str
@@ -33,6 +33,7 @@ class Allocation:
     dtype: Any = None
     arrivals: int = 0
     cluster_axes: tuple = ()
+    to_leader: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +74,8 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
         return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals)
     if type(dtype).__name__ == "ClusterBarrierType":
         axes = tuple(dtype.collective_axes)
-        return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals, axes)
+        to_leader = getattr(dtype, "leader_tracked", False)
+        return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals, axes, to_leader)
     space = str(aval.memory_space)
     for transform in transforms:
         aval = transform.transform_type(aval)
@@ -110,7 +112,9 @@ def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
         expected, axes = spec.arrivals, spec.cluster_axes
         if axes:
             expected *= len(machine.cluster_neighbours(block, axes))
-        return BarrierArray(spec.name, spec.shape, expected, machine.scheduler, key, axes)
+        return BarrierArray(
+            spec.name, spec.shape, expected, machine.scheduler, key, axes, spec.to_leader
+        )
     return Buffer(
         poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,
         block=block.index, key=key, written=False, is_union=spec.kind == "union",
@@ -123,8 +127,9 @@ def like(machine: Any, block: Any, ref: Any) -> Any:
         expected = ref.items[0].expected
         name = ref.ids.name
         return BarrierArray(
-            name, ref.ids.data.shape, expected, machine.scheduler, ref.key, ref.cluster_axes
-        )
+            name, ref.ids.data.shape, expected, machine.scheduler, ref.key, ref.cluster_axes,
+            ref.to_leader,
+        )  # fmt: skip
     return Buffer(
         poison(ref.data.shape, ref.data.dtype), name=ref.name, space="smem",
         device=block.device.index, block=block.index, key=ref.key, written=False,

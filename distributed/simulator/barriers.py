@@ -116,6 +116,7 @@ class BarrierArray:
       expected: arrivals that a phase of each needs.
       cluster_axes: axes of the cluster along each of which an arrival reaches the other blocks;
         empty for a barrier of one block.
+      to_leader: of the blocks along them, arrivals reach the first alone.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class BarrierArray:
         scheduler: Any,
         key: Any,
         cluster_axes: tuple = (),
+        to_leader: bool = False,
     ):
         count = int(np.prod(shape))
         self.items = [
@@ -134,6 +136,7 @@ class BarrierArray:
         ]
         self.key = key
         self.cluster_axes = cluster_axes
+        self.to_leader = to_leader
         self.ids = id_buffer(name, shape)
 
 

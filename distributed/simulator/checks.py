@@ -7,6 +7,7 @@ from typing import Any
 from stretto.distributed.simulator.alignment import misalignments
 from stretto.distributed.simulator.clocks import Clock, knows
 from stretto.distributed.simulator.engine import Taken
+from stretto.distributed.simulator.limits import REGISTERS
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.races import Access
 from stretto.distributed.simulator.report import Finding
@@ -19,10 +20,12 @@ class Checks:
 
     Args:
       machine: the launch.
+      check_hardware: tell of what no H100 does.
     """
 
-    def __init__(self, machine: Any):
+    def __init__(self, machine: Any, check_hardware: bool):
         self._machine = machine
+        self._check_hardware = check_hardware
         self._report = machine.report
         self._on = machine.detector.detect_races
 
@@ -78,6 +81,8 @@ class Checks:
 
     def aligned(self, copy: Any, shared: Region, window: Region, *, may_be_flat: bool) -> None:
         """Checks where a copy between shared and global memory begins (`alignment`)."""
+        if not self._check_hardware:
+            return
         for what in misalignments(shared, window, may_be_flat=may_be_flat):
             self._find(
                 "misaligned copy",
@@ -108,6 +113,22 @@ class Checks:
                 f" window, in {taken.region.describe()}: {taken.why}. Take windows of which a whole"
                 " number fits into the array.",
                 copy.site,
+            )
+
+    def registers(self, block: Any, site: Site) -> None:
+        """The warpgroups of a block ask for registers, of which there may be too few.
+
+        Told for certain only where each has asked once: more than are there are never given.
+        """
+        asked = [counts[0] for counts in block.registers.values() if len(counts) == 1]
+        are_known = self._check_hardware and len(asked) == len(block.registers)
+        if are_known and sum(asked) * 128 > REGISTERS:
+            self._find(
+                "hardware limit",
+                f"{block.describe()}: its warpgroups ask for {' + '.join(map(str, sorted(asked)))}"
+                f" registers for each of 128 threads, {128 * sum(asked)} in all, last at {site};"
+                f" a multiprocessor has {REGISTERS}, so one of them waits for ever.",
+                site,
             )
 
     def unawaited_copy(self, copy: Any) -> None:

@@ -22,8 +22,8 @@ from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.trace import Trace
 
-# (core_count, must_compile). Part of the key of JAX's caches, so that nothing traced or lowered for
-# the simulator is used outside, nor the other way round. It does not hold the seed: a new seed
+# (core_count, check_hardware). Part of the key of JAX's caches, so that nothing traced or lowered
+# for the simulator is used outside, nor the other way round. It does not hold the seed: a new seed
 # needs no new compilation.
 _is_simulating = jax.make_user_context(default_value=None)
 
@@ -71,7 +71,7 @@ def simulate(
     detect_races: bool = True,
     resident_blocks: int = 132,
     core_count: int = 4,
-    must_compile: bool = True,
+    check_hardware: bool = True,
     on_finding: Literal["raise", "record"] = "raise",
     max_steps: int = 50_000_000,
     cost_model: CostModel | None = None,
@@ -92,8 +92,9 @@ def simulate(
       resident_blocks: blocks that a device runs at once.
       core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
         their grids by it.
-      must_compile: report a kernel that JAX does not lower for H100s. Off, a kernel may be one that
-        only the simulator can run, such as one on very small blocks.
+      check_hardware: report kernels that no H100 runs: those that JAX does not lower for it, that
+        ask for more than it has, or that copy from where no copy can begin. Without it a kernel may
+        be one for the simulator alone, such as one on very small arrays.
       on_finding: "raise" fails a launch that did something wrong once it has ended, "record" only
         adds it to the report.
       max_steps: steps of one launch before it is given up.
@@ -117,6 +118,7 @@ def simulate(
         seed=seed,
         schedule="time" if cost_model is not None else schedule,
         detect_races=detect_races,
+        check_hardware=check_hardware,
         on_finding=on_finding,
         limits=Limits(resident_blocks=resident_blocks, max_steps=max_steps),
         cost_model=cost_model,
@@ -126,7 +128,7 @@ def simulate(
     simulation = _Simulation(settings, report)
     _active.append(simulation)
     try:
-        with _is_simulating((core_count, must_compile)), jax_compat.cpu_core_count(core_count):
+        with _is_simulating((core_count, check_hardware)), jax_compat.cpu_core_count(core_count):
             try:
                 yield report
             finally:
@@ -149,8 +151,8 @@ def is_simulating() -> bool:
     return _is_simulating.value is not None
 
 
-def _must_compile() -> bool:
-    """Whether a kernel that is being lowered for the simulator has to be one for GPUs, too."""
+def _must_lower() -> bool:
+    """Whether a kernel for the simulator is lowered for GPUs, too."""
     setting = _is_simulating.value
     return jax_lowering.is_possible() and (setting is None or setting[1])
 
@@ -184,7 +186,7 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
-    if _must_compile() and not kernel.flaws:
+    if _must_lower() and not kernel.flaws:
         refusal = call.refusal()
         if refusal is not None:
             kernel.flaws.append(flaw_of(refusal, call.name, call.jaxpr))

@@ -10,6 +10,7 @@ import numpy as np
 
 from stretto.distributed.simulator import (  # noqa: F401  (the rules register themselves)
     rules_arrays,
+    rules_barriers,
     rules_control,
     rules_copy,
     rules_memory,
@@ -100,11 +101,12 @@ class KernelCall:
         machine = Machine(
             kernel, program, self.mesh, scheduler=scheduler, report=report,
             limits=settings.limits, detect_races=settings.detect_races,
+            check_hardware=settings.check_hardware,
             cost=settings.cost_model, trace=settings.trace,
             has_start_barrier=self.has_start_barrier,
         )  # fmt: skip
         known = len(report.findings)
-        for flaw in self.flaws:
+        for flaw in self.flaws if settings.check_hardware else ():
             flaw.tell(report)
         try:
             with np.errstate(all="ignore"):

@@ -27,6 +27,9 @@ WARPGROUPS = 8
 CLUSTER_BLOCKS = 16
 """Blocks of a cluster. More than 8 are not promised, but H100s and H200s run them."""
 
+REGISTERS = 64 * 1024
+"""Registers of a multiprocessor, of 32 bits."""
+
 
 def over_limits(kernel: Any, jaxpr: Any) -> list[Flaw]:
     """What `kernel`, a `KernelInfo` whose body is `jaxpr`, asks for beyond the limits."""
@@ -90,7 +93,7 @@ def _of_barriers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
 
 def _of_registers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
     for eqn in equations(jaxpr):
-        if eqn.primitive.name != "set_max_registers":
+        if eqn.primitive.name.removesuffix("_p") != "set_max_registers":
             continue
         count = eqn.params["n"]
         if not 24 <= count <= 256:

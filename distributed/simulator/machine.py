@@ -80,6 +80,7 @@ class Machine:
       mesh: the mesh.
       scheduler, report, limits: how to run, where to tell, how far to go.
       detect_races: whether accesses are checked.
+      check_hardware: whether what no H100 does is told.
       cost: what things cost in time.
       trace: where what tasks do is noted.
       has_start_barrier: no device starts before all have; else one may touch a peer's memory only
@@ -96,6 +97,7 @@ class Machine:
         report: Report,
         limits: Limits,
         detect_races: bool,
+        check_hardware: bool,
         cost: CostModel | None,
         trace: Trace | None = None,
         has_start_barrier: bool = True,
@@ -114,7 +116,7 @@ class Machine:
         self.devices = [Device(i, mesh) for i in range(mesh.num_devices)]
         for device in self.devices:
             device.start = self.timelines.new()
-        self.checks = Checks(self)
+        self.checks = Checks(self, check_hardware)
         self.tasks: list[Task] = []
         self.pending_loads: list[Any] = []
         self._shape = list(kernel.mesh.shape.items())

@@ -226,12 +226,22 @@ def _delay(compiler: Compiler, eqn: Any) -> Step:
     return True, step
 
 
+@rule("set_max_registers")
+def _set_max_registers(compiler: Compiler, eqn: Any) -> Step:
+    count, site = eqn.params["n"], compiler.site
+
+    def step(task: Any, env: list) -> None:
+        task.block.registers.setdefault(task.warpgroup, []).append(count)
+        task.machine.checks.registers(task.block, site)
+
+    return False, step
+
+
 def _nothing(compiler: Compiler, eqn: Any) -> None:
     """An equation that changes nothing that a simulation can see."""
 
 
 for _name in (
-    "set_max_registers",
     "async_prefetch",
     "print_layout",
     "griddepcontrol_wait",

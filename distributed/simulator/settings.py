@@ -20,6 +20,7 @@ class Settings:
     seed: int = 0
     schedule: str = "random"
     detect_races: bool = True
+    check_hardware: bool = True
     on_finding: Literal["raise", "record"] = "raise"
     limits: Limits = field(default_factory=Limits)
     cost_model: CostModel | None = None

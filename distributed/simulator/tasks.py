@@ -185,6 +185,7 @@ class Block:
       barrier: what its warpgroups meet at when they enter a shared scope.
       shared_bytes: shared memory that it holds now.
       scope_exits: how many of its warpgroups have left each shared scope.
+      registers: for each warpgroup, the numbers of registers a thread that it has asked for.
       running: tasks not done.
       clock: what all its finished tasks knew.
       time: when its last finished task ended, by the cost model.
@@ -192,7 +193,7 @@ class Block:
     """
 
     __slots__ = (
-        "barrier", "clock", "coords", "device", "index", "running", "scope_exits",
+        "barrier", "clock", "coords", "device", "index", "registers", "running", "scope_exits",
         "shared", "shared_bytes", "tensor_free", "time",
     )  # fmt: skip
 
@@ -204,6 +205,7 @@ class Block:
         self.barrier: Any = None
         self.shared_bytes = 0
         self.scope_exits: dict[int, int] = {}
+        self.registers: dict[int, list[int]] = {}
         self.running = 0
         self.clock = clocks.empty()
         self.time = 0.0

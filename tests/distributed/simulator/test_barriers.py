@@ -65,6 +65,28 @@ def test_a_cluster_barrier_orders_blocks_along_each_axis(axes, flip, is_ordered)
         np.testing.assert_array_equal(out[..., 0], want)
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_arrivals_at_a_barrier_that_its_leader_tracks(waiting):
+    """They reach the first block alone: another one waits for ever."""
+
+    def body(x_ref, out_ref, met):
+        plgpu.barrier_arrive(met)
+
+        @pl.when(lax.axis_index("c0") == waiting)
+        def _():
+            plgpu.barrier_wait(met)
+            out_ref[lax.axis_index("c1")] = x_ref[...]
+
+    scratch = [plgpu.ClusterBarrier(collective_axes=("c0",), leader_tracked=True)]
+    if waiting:
+        with pytest.raises(DeadlockError, match="0 of 2 arrivals"):
+            run(body, X, out=(2, 8, 128), scratch=scratch, **CLUSTER)
+        return
+    out, report = run(body, X, out=(2, 8, 128), scratch=scratch, **CLUSTER)
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(out, [X, X])
+
+
 # --- Copies that do not happen --------------------------------------------------------------------
 
 
@@ -175,23 +197,31 @@ def test_a_warp_keeps_its_phase_from_one_core_map_to_the_next():
         np.testing.assert_array_equal(out, x)
 
 
-def test_a_warp_that_waits_for_an_earlier_phase_races():
-    """Warps 1 to 3 mean the second copy, and are let go by the first, however late they look."""
+@pytest.mark.parametrize("core_maps", [1, 2])
+def test_a_warp_that_waits_for_an_earlier_phase_races(core_maps):
+    """Warp 1 means the second copy, and is let go by the first, however late it looks."""
 
     def body(x_ref, out_ref, smem, landed):
-        def read(warp):
-            @pl.when(warp == 0)
-            def _():
-                for half in range(2):
-                    plgpu.copy_gmem_to_smem(x_ref.at[half], smem, landed)
-                    plgpu.barrier_wait(landed)
+        def copy(half):
+            plgpu.copy_gmem_to_smem(x_ref.at[half], smem, landed)
+            plgpu.barrier_wait(landed)
+
+        def first(warp):
+            pl.when(warp == 0)(lambda: copy(0))
+
+        def second(warp):
+            pl.when(warp == 0)(lambda: copy(1))
 
             @pl.when(warp == 1)
             def _():
                 plgpu.barrier_wait(landed)
                 plgpu.copy_smem_to_gmem(smem, out_ref)
 
-        warps(read)
+        if core_maps == 2:
+            warps(first)
+            warps(second)
+        else:
+            warps(lambda warp: (first(warp), second(warp)))
         plgpu.wait_smem_to_gmem(0)
 
     x = np.stack([X, X + 1])

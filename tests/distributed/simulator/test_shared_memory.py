@@ -143,12 +143,13 @@ def test_copies_past_the_edge():
     np.testing.assert_array_equal(out, x + 1)
 
 
-def test_predicated_copy_does_nothing_when_false():
+def test_predicated_copy_moves_nothing_when_false():
     def body(x_ref, out_ref, smem, landed):
         even = lax.axis_index("block") % 2 == 0
         plgpu.copy_gmem_to_smem(x_ref, smem, landed)
         plgpu.barrier_wait(landed)
         plgpu.copy_gmem_to_smem(x_ref, smem, landed, predicate=False)
+        plgpu.barrier_wait(landed)  # It arrives all the same.
         plgpu.copy_smem_to_gmem(smem, out_ref.at[lax.axis_index("block")], predicate=even)
         plgpu.wait_smem_to_gmem(0)
 
