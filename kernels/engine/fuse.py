@@ -1,8 +1,8 @@
 """Parts of a fused matmul, put together to one kernel.
 
-A block has the warpgroups of its main loop's roles, and a last one whose warps do one thing each:
-the main loop's own (loading, storing), the transfer, and a warp that polls for operands to arrive
-(`gates`). What takes long or waits for other blocks and devices is theirs: while a warp that
+A block has the warpgroups of its main loop's roles, and after them as many as it takes for warps that
+do one thing each: the main loop's own (loading, storing), the transfer, and one that polls for
+operands to arrive (`gates`). What takes long or waits for other blocks and devices is theirs: while a warp that
 multiplies waits for a semaphore, the tensor cores idle.
 
 What stands between devices is the same for all kernels that pull:
@@ -16,6 +16,7 @@ What stands between devices is the same for all kernels that pull:
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel
+from stretto.distributed import kernel, schedule
 from stretto.distributed.handshake import Handshake
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
@@ -88,8 +89,7 @@ def fuse(
       The results by name, in the structure of `outs`.
 
     Raises:
-      ValueError: the parts are not those that were announced, or have more roles of one warp than
-        a warpgroup has warps.
+      ValueError: the parts or the main loop's roles are not those that were announced.
     """
     memory = dict(**operands, **outs, **(symmetric or {}))
     arrays = dict(semaphores or {})
@@ -97,6 +97,8 @@ def fuse(
         arrays["released"] = SemaphoreArray()
     transfer_scratch = buffers.scratch() if buffers else {}
     num_blocks = kernel.num_blocks_for(num_tiles)
+    warps = mainloop.warps + (team is not None) + waits
+    num_warpgroups = mainloop.warpgroups + schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
 
     def body(*refs: Any, handshake: Handshake | None = None, **rest: Any) -> None:
         named = _named(memory, refs)
@@ -107,12 +109,13 @@ def fuse(
         block = Block.of(made, num_blocks, before_stores=meet if signals else _nothing)
         polled = _gates(block, mainloop, rest) if waits else None
         roles = [*mainloop.roles(block, polled, rest)]
+        _check_roles(name, mainloop, roles)
         if handshake is not None and made.transfer is not None:
             roles.append(Role(_moving(made.transfer, handshake, rest["released"])))
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
             roles.append(Role(functools.partial(polled.poll, before=meet)))
-        _assign(roles, mainloop.warpgroups)
+        _assign(roles, num_warpgroups)
 
     results = kernel.launch(
         body,
@@ -122,7 +125,7 @@ def fuse(
         out_type=jax.tree.leaves([*outs.values()]),
         symmetric=jax.tree.leaves([*(symmetric or {}).values()]),
         num_blocks=num_blocks,
-        num_threads=mainloop.warpgroups,
+        num_threads=num_warpgroups,
         semaphore_arrays=arrays,
         scratch={
             **transfer_scratch,
@@ -174,7 +177,7 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
 
 
 def _assign(roles: Sequence[Role], warpgroups: int) -> None:
-    """Gives roles their warpgroups, and single warps the last one."""
+    """Gives roles their warpgroups, and four single warps each of the last ones."""
     even_share = REGISTERS_OF_A_BLOCK // (128 * warpgroups) // 8 * 8
     warpgroup = lax.axis_index(THREAD_AXIS)
 
@@ -196,20 +199,16 @@ def _assign(roles: Sequence[Role], warpgroups: int) -> None:
 
             first = last
     warps = [role for role in roles if not role.warpgroups]
-    if len(warps) > WARPS_OF_A_WARPGROUP:
-        raise ValueError(
-            f"{len(warps)} roles of one warp each; the last warpgroup has {WARPS_OF_A_WARPGROUP}"
-            " warps."
-        )
+    for number, batch in enumerate(itertools.batched(warps, WARPS_OF_A_WARPGROUP)):
 
-    @pl.when(warpgroup == first)
-    def _():
-        set_registers(max((role.registers for role in warps if role.registers), default=None))
+        @pl.when(warpgroup == first + number)
+        def _(batch=batch):
+            set_registers(max((role.registers for role in batch if role.registers), default=None))
 
-        @plgpu.warp_map
-        def _(warp: jax.Array) -> None:
-            for index, role in enumerate(warps):
-                pl.when(warp == index)(role.run)
+            @plgpu.warp_map
+            def _(warp: jax.Array) -> None:
+                for index, role in enumerate(batch):
+                    pl.when(warp == index)(role.run)
 
 
 def _check(
@@ -237,6 +236,17 @@ def _check(
         raise ValueError(
             f"kernel {name}: its fold is {type(parts.fold).__name__} and the main loop was made for"
             f" {mainloop.product.fold.__name__}; they must be the same."
+        )
+
+
+def _check_roles(name: str, mainloop: Mainloop, roles: Sequence[Role]) -> None:
+    """Raises ValueError unless a main loop's roles are as many as a block has room for."""
+    warpgroups = sum(role.warpgroups for role in roles)
+    warps = sum(not role.warpgroups for role in roles)
+    if (warpgroups, warps) != (mainloop.warpgroups, mainloop.warps):
+        raise ValueError(
+            f"kernel {name}: the roles of its main loop take {warpgroups} warpgroups and {warps}"
+            f" warps, which announced {mainloop.warpgroups} and {mainloop.warps}; they must agree."
         )
 
 

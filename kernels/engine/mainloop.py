@@ -16,9 +16,9 @@ class Role(NamedTuple):
 
     Attributes:
       run: their code.
-      warpgroups: how many of them run it; 0 for a single warp, one of the last warpgroup's.
-      registers: of each of their threads, where the even share is not what they need; single warps
-        share a warpgroup, and get what the neediest asks for.
+      warpgroups: how many run it; 0 for a single warp.
+      registers: of each of their threads, where the even share is not what they need; four single
+        warps share a warpgroup, and get what the neediest asks for.
     """
 
     run: Callable[[], None]
@@ -41,7 +41,12 @@ class Mainloop(Protocol):
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a block: those of the roles, and the last one for single warps."""
+        """Warpgroups of its roles, single warps apart."""
+        ...
+
+    @property
+    def warps(self) -> int:
+        """Its roles of a single warp."""
         ...
 
     def scratch(self) -> Mapping[str, Any]:

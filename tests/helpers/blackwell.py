@@ -1,8 +1,8 @@
 """A matmul main loop for Blackwell, to show that the engine takes another one; it is not tuned.
 
-A block has two warpgroups. One takes totals out of tensor memory; of the other, one warp loads, one
-issues products of the tensor cores into tensor memory, one stores. Tensor memory has two
-accumulators, which tiles take in turn.
+One warpgroup of a block takes totals out of tensor memory. Of the other warps one loads, one issues
+products of the tensor cores into tensor memory, one stores. Tensor memory has two accumulators,
+which tiles take in turn.
 
 | barrier | arrives | waits | proves |
 |---|---|---|---|
@@ -57,7 +57,8 @@ class Matmul:
 
     config: TileConfig
     product: Product
-    warpgroups = 2
+    warpgroups = 1
+    warps = 3
 
     def __post_init__(self) -> None:
         if self.product.fold is not Sum:

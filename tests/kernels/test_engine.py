@@ -16,6 +16,7 @@ import stretto as st
 from stretto.kernels.engine import sinks, streams, tiles
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import fuse
+from stretto.kernels.engine.hopper.matmul import Matmul
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Addends, Arrival, Parts, Product, Transfer
@@ -50,6 +51,7 @@ def test_tiles_of_an_architecture_without_a_main_loop():
         mainloop_of(blackwell.TileConfig(), PRODUCT)
 
 
+CONFIG = TileConfig(tile_n=64)
 WAITS = Arrival(columns=64, wait=lambda tile, gate: None)
 
 
@@ -68,10 +70,28 @@ WAITS = Arrival(columns=64, wait=lambda tile, gate: None)
     ],
 )
 def test_parts_that_are_not_those_that_were_announced(changes, announced, message):
-    config, announced = TileConfig(tile_n=64), dict(announced)
+    announced = dict(announced)
     product = dataclasses.replace(PRODUCT, fold=announced.pop("fold", PRODUCT.fold))
+    assert message in refused(mainloop_of(CONFIG, product), changes, **announced)
+
+
+class Greedy(Matmul):
+    """A main loop that announces a warp that has no role."""
+
+    @property
+    def warps(self) -> int:
+        return 3
+
+
+def test_roles_that_are_not_those_that_were_announced():
+    message = "take 2 warpgroups and 2 warps, which announced 2 and 3; they must agree."
+    assert message in refused(Greedy(CONFIG, PRODUCT), {})
+
+
+def refused(mainloop, changes, **announced):
+    """What `fuse` says of a kernel of these parts."""
+    changes, config = dict(changes), CONFIG
     order = ShardOrder(128, 64, config)
-    changes = dict(changes)
     arrival = changes.pop("arrival", None)
 
     def parts(refs):
@@ -90,7 +110,7 @@ def test_parts_that_are_not_those_that_were_announced(changes, announced, messag
             parts,
             name="parts",
             team=None,
-            mainloop=mainloop_of(config, product),
+            mainloop=mainloop,
             num_tiles=order.num_tiles,
             operands=dict(lhs=lhs, rhs=rhs),
             outs=dict(out=jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)),
@@ -99,4 +119,5 @@ def test_parts_that_are_not_those_that_were_announced(changes, announced, messag
 
     with st.simulate(core_count=1), pytest.raises(ValueError) as error:
         jax.eval_shape(call, jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16))
-    assert message in str(error.value) and "kernel parts:" in str(error.value)
+    assert "kernel parts:" in str(error.value)
+    return str(error.value)

@@ -62,8 +62,13 @@ class Matmul:
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply, and the one for single warps."""
-        return MULTIPLYING_WARPGROUPS + 1
+        """Those that multiply."""
+        return MULTIPLYING_WARPGROUPS
+
+    @property
+    def warps(self) -> int:
+        """One that loads, and one that stores."""
+        return 2
 
     def scratch(self) -> dict[str, Any]:
         """The ring, the buffers of the store and the barriers."""
