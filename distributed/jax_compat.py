@@ -252,7 +252,7 @@ class LoweredKernel:
     aliases: dict[int, int]
 
 
-type KernelIntercept = Callable[[LoweredKernel], Callable[..., Any] | None]
+type KernelIntercept = Callable[[LoweredKernel], Callable[[jax_callbacks.Visit], None] | None]
 
 _kernel_intercept: list[KernelIntercept] = []
 
@@ -261,9 +261,9 @@ def install_kernel_interception(intercept: KernelIntercept) -> None:
     """Has `intercept` see every Mosaic GPU kernel that is lowered for CPU from now on.
 
     Args:
-      intercept: from a kernel to the host function that runs it, which is called on each device
-        with the device's position on those axes (row-major) and its operands, and returns its
-        results; or to None, to lower the kernel as JAX does.
+      intercept: from a kernel to the host function that runs it, which is called for each device
+        with its `Visit`, at its position on those axes (row-major); or to None, to lower the kernel
+        as JAX does.
     """
     if not _kernel_intercept:
         # A cached lowering would be made in a function of its own, out of the calls' order.
@@ -314,12 +314,14 @@ def lower_kernel_for_cpu(
     return jax_callbacks.emit(ctx, callback, position, operands)
 
 
-def _at_members(callback: Callable[..., Any], members: Sequence[int]) -> Callable[..., Any]:
+def _at_members(
+    callback: Callable[[jax_callbacks.Visit], None], members: Sequence[int]
+) -> Callable[[jax_callbacks.Visit], None]:
     """`callback`, called with positions in a mesh that are then counted among `members`."""
     numbers = {position: number for number, position in enumerate(members)}
 
-    def call(position: Any, *operands: Any) -> Any:
-        return callback(numbers[int(position)], *operands)
+    def call(visit: jax_callbacks.Visit) -> None:
+        callback(dataclasses.replace(visit, position=numbers[visit.position]))
 
     return call
 

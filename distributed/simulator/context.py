@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Generator
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from stretto.distributed.simulator.errors import SimulationError, UnsupportedKer
 from stretto.distributed.simulator.launch import KernelCall
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.mesh import DeviceMesh
-from stretto.distributed.simulator.rendezvous import Rendezvous
+from stretto.distributed.simulator.rendezvous import Activity, Rendezvous
 from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.trace import Trace
@@ -32,21 +33,38 @@ class _Simulation:
     def __init__(self, settings: Settings, report: Report):
         self.settings = settings
         self.report = report
-        self.error: Exception | None = None
-        self.rendezvous: dict[KernelCall, Rendezvous] = {}
-        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+        self._rendezvous: dict[KernelCall, Rendezvous] = {}
         self._making = threading.Lock()
+        self._running = threading.Lock()
+        self._activity = Activity()
 
     def rendezvous_of(self, kernel: KernelCall) -> Rendezvous:
         """Where the devices meet for `kernel`, in this simulation alone."""
         with self._making:
-            mesh = kernel.mesh
-            place = Rendezvous(kernel.name, mesh.num_devices, mesh.describe)
-            return self.rendezvous.setdefault(kernel, place)
+            if kernel not in self._rendezvous:
+                self._rendezvous[kernel] = Rendezvous(
+                    kernel.name,
+                    kernel.mesh.num_devices,
+                    kernel.mesh.describe,
+                    functools.partial(self._run, kernel),
+                    self._note_error,
+                    timeout=self.settings.rendezvous_timeout,
+                    activity=self._activity,
+                )
+            return self._rendezvous[kernel]
+
+    def _run(self, kernel: KernelCall, number: int, operands: list[list[Any]]) -> list[list[Any]]:
+        with self._running:
+            settings = self.settings.for_launch(kernel.name, number)
+            return kernel.run(operands, settings, self.report)
+
+    def _note_error(self, error: BaseException) -> None:
+        self.error = self.error or error
 
 
-# Callbacks run on XLA's threads, so what they use is global, not per thread. A program that was
-# still running when its `simulate` ended finishes under the settings it started with.
+# Devices come on XLA's threads, so what they use is global, not per thread. A program that another
+# thread had running when its `simulate` ended finishes under the settings it started with.
 _active: list[_Simulation] = []
 _last: list[_Simulation] = []
 # Kernels with `interpret=SimulatorParams()` that run before any `simulate` share this one.
@@ -125,7 +143,7 @@ def simulate(
             try:
                 yield report
             finally:
-                _finish_running_programs()
+                jax_callbacks.finish_programs()
     except Exception as error:
         if simulation.error is not None and not isinstance(error, SimulationError):
             raise simulation.error from error
@@ -142,14 +160,6 @@ def simulate(
 def is_simulating() -> bool:
     """Whether kernels called here run in the simulator."""
     return _is_simulating.value is not None
-
-
-def _finish_running_programs() -> None:
-    """Waits for what has been dispatched, so that it runs under this context's settings."""
-    for array in jax.live_arrays():
-        with contextlib.suppress(Exception):  # A failed program's error has been kept already.
-            array.block_until_ready()
-    jax_callbacks.finish_programs()
 
 
 def _intercept(call: jax_compat.LoweredKernel) -> Any:
@@ -174,23 +184,10 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
     )
     kernel.prepare()
 
-    def callback(device: Any, *operands: Any) -> list[Any]:
-        simulation = _current()
+    def receive(visit: jax_callbacks.Visit) -> None:
+        _current().rendezvous_of(kernel).come(visit.position, visit)
 
-        def run(number: int, all_operands: list[list[Any]]) -> list[list[Any]]:
-            with simulation.lock:
-                settings = simulation.settings.for_launch(kernel.name, number)
-                return kernel.run(all_operands, settings, simulation.report)
-
-        rendezvous = simulation.rendezvous_of(kernel)
-        timeout = simulation.settings.rendezvous_timeout
-        try:
-            return rendezvous.meet(int(device), list(operands), run, timeout)
-        except Exception as error:
-            simulation.error = simulation.error or error
-            raise
-
-    return callback
+    return receive
 
 
 def _current() -> _Simulation:
