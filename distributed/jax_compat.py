@@ -69,7 +69,6 @@ def bounded_wait(
         args_tree=args_tree,
         decrement=decrement,
         scope=scope,
-        sem_name=site.semaphore,
         site=site,
         across_devices=across_devices,
     )
@@ -87,8 +86,7 @@ def _bounded_wait_abstract_eval(*avals, args_tree, **_):
     return [], {pallas_primitives.sem_effect}
 
 
-def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, site, across_devices):
-    del sem_name  # Stands in the site too; of its own for the simulator.
+def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, site, across_devices):
     num_operands = args_tree.num_leaves
     sem, transforms, value = jax.tree.unflatten(args_tree, args[:num_operands])
     sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, ctx.avals_in[:num_operands])
@@ -237,6 +235,7 @@ class LoweredKernel:
       interpret, compiler_params: what `plgpu.kernel` was given under these names.
       axis_names, axis_sizes: axes of the device mesh, or of the clique in it that the kernel runs
         on; none outside of `shard_map`.
+      turned: they count their devices from the end (`clique`).
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
     """
@@ -248,6 +247,7 @@ class LoweredKernel:
     compiler_params: Any
     axis_names: tuple[Hashable, ...]
     axis_sizes: tuple[int, ...]
+    turned: bool
     out_avals: Sequence[Any]
     aliases: dict[int, int]
 
@@ -278,8 +278,9 @@ def lower_kernel_for_cpu(
 ):
     """The lowering of `mpmd_map` for CPU: a callback, or what JAX makes of it.
 
-    `members` are the positions in the program's mesh of the devices that the kernel runs on, in
-    their order; all of them by default.
+    `members` are the positions in the program's mesh of the devices that the kernel runs on, as it
+    counts them: in their order or, in a kernel that counts from the end, in the other; all of them
+    by default.
     """
     meshes, jaxprs = params["meshes"], params["jaxprs"]
     callback = None
@@ -295,6 +296,7 @@ def lower_kernel_for_cpu(
             compiler_params=params["compiler_params"],
             axis_names=tuple(shape),
             axis_sizes=tuple(shape.values()),
+            turned=members is not None and members[0] > members[-1],
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
         )
@@ -307,7 +309,7 @@ def lower_kernel_for_cpu(
     if callback is None:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
     if members is not None:
-        callback = _at_members(callback, members)
+        callback = _at_members(callback, sorted(members))
     position = (
         hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
     )

@@ -16,7 +16,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, jax_heap, settings
+from stretto.distributed import jax_compat, jax_heap, jax_marks, settings
 from stretto.distributed.mailbox import Site
 from stretto.distributed.team import Team, are_turned
 
@@ -128,6 +128,7 @@ def allocate(
     """
     if spec.heap_word is None:
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
+        jax_marks.name_semaphores(ref, name)
     else:
         ref = jax_heap.semaphores(spec.shape, spec.heap_word, name=name, turned=are_turned())
     if awaits_start:

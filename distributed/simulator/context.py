@@ -13,13 +13,18 @@ import jax
 
 from stretto.distributed import jax_callbacks, jax_compat
 from stretto.distributed.simulator.cost_model import CostModel
-from stretto.distributed.simulator.errors import SimulationError, UnsupportedKernelError
+from stretto.distributed.simulator.errors import (
+    DeadlockError,
+    FindingError,
+    SimulationError,
+    UnsupportedKernelError,
+)
 from stretto.distributed.simulator.launch import KernelCall
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.mesh import DeviceMesh
 from stretto.distributed.simulator.rendezvous import Activity, Rendezvous
 from stretto.distributed.simulator.report import Report
-from stretto.distributed.simulator.settings import Settings
+from stretto.distributed.simulator.settings import Settings, schedule_of
 from stretto.distributed.simulator.trace import Trace
 
 # Part of the key of JAX's caches, so that nothing traced or lowered for the simulator is used
@@ -61,6 +66,8 @@ class _Simulation:
 
     def _note_error(self, error: BaseException) -> None:
         self.error = self.error or error
+        if not isinstance(error, DeadlockError | FindingError):  # These the report has.
+            self.report.fail(f"{type(error).__name__}: {error}")
 
 
 # Devices come on XLA's threads, so what they use is global, not per thread. A program that another
@@ -83,7 +90,8 @@ class SimulatorParams:
 def simulate(
     *,
     seed: int = 0,
-    schedule: Literal["random", "round_robin", "pct", "time"] = "random",
+    schedule: Literal["rotating", "random", "round_robin", "pct", "time"] = "rotating",
+    from_the_end: bool = False,
     detect_races: bool = True,
     resident_blocks: int = 132,
     core_count: int = 4,
@@ -101,8 +109,10 @@ def simulate(
 
     Args:
       seed: of the order of steps. The same seed gives the same run, bit for bit.
-      schedule: "random", "round_robin", "pct" (favours orders that are rare) or "time" (the order
-        of the cost model's clock).
+      schedule: "random", "round_robin", "pct" (favours orders that are rare), "time" (the order of
+        the cost model's clock), or "rotating": "pct" for even seeds, "random" for odd ones.
+      from_the_end: kernels of `kernel.launch` count their devices from the end, as they do in a job
+        of several nodes.
       detect_races: look for data races, and for what may come after a peer's end.
       resident_blocks: blocks that a device runs at once.
       core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
@@ -123,12 +133,13 @@ def simulate(
     """
     if core_count < 1:
         raise ValueError(f"core_count={core_count} must be at least 1.")
-    report = Report(seed=seed)
+    order = "time" if cost_model is not None else schedule_of(seed, schedule)
+    report = Report(seed=seed, schedule=order, from_the_end=from_the_end)
     if trace:
         report.trace = Trace(is_timed=cost_model is not None)
     settings = Settings(
         seed=seed,
-        schedule="time" if cost_model is not None else schedule,
+        schedule=order,
         detect_races=detect_races,
         on_finding=on_finding,
         limits=Limits(resident_blocks=resident_blocks, max_steps=max_steps),
@@ -139,7 +150,7 @@ def simulate(
     simulation = _Simulation(settings, report)
     _active.append(simulation)
     try:
-        with _is_simulating((core_count,)), jax_compat.cpu_core_count(core_count):
+        with _is_simulating((core_count, from_the_end)), jax_compat.cpu_core_count(core_count):
             try:
                 yield report
             finally:
@@ -147,11 +158,15 @@ def simulate(
     except Exception as error:
         if simulation.error is not None and not isinstance(error, SimulationError):
             raise simulation.error from error
+        if error is not simulation.error:  # The others have been noted.
+            report.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
         _active.remove(simulation)
         if _active:
-            _active[-1].report.nested_launches += report.launches + report.nested_launches
+            outer = _active[-1].report
+            outer.nested_launches += report.launches + report.nested_launches
+            outer.nested_failures += (not report.ok) + report.nested_failures
         _last[:] = [simulation]
     if simulation.error is not None:
         raise simulation.error
@@ -162,11 +177,16 @@ def is_simulating() -> bool:
     return _is_simulating.value is not None
 
 
+def counts_from_the_end() -> bool:
+    """Whether kernels that are traced here are to count their devices from the end."""
+    return is_simulating() and _is_simulating.value[1]
+
+
 def _intercept(call: jax_compat.LoweredKernel) -> Any:
     """The callback that stands for a kernel call, or None to leave the call alone."""
     if not is_simulating() and not isinstance(call.interpret, SimulatorParams):
         return None
-    mesh = DeviceMesh(call.axis_names, call.axis_sizes)
+    mesh = DeviceMesh(call.axis_names, call.axis_sizes, turned=call.turned)
     if jax.process_count() > 1 and mesh.num_devices > jax.local_device_count():
         raise UnsupportedKernelError(
             f"kernel {call.name} runs on {mesh.num_devices} devices, of which this process has"

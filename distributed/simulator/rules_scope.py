@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Generator
 from typing import Any
 
@@ -27,7 +28,9 @@ def _names(jaxpr: Any, count: int) -> list[str]:
     names = [n for n in names if n is not None]
     if len(names) != count:
         return [f"scratch {i}" for i in range(count)]
-    return [str(n).split(".")[-1].split("[")[0] if count == 1 else str(n) for n in names]
+    # "kwargs['name']" is what JAX calls a body's parameter that it does not find in its signature,
+    # which `stretto.distributed.kernel` gives more than JAX passes.
+    return [re.sub(r"^kwargs\['(\w+)'\]", r"\1", str(n)) for n in names]
 
 
 @rule("run_scoped")
@@ -113,12 +116,13 @@ def _get_global(compiler: Compiler, eqn: Any) -> Step:
         raise UnsupportedKernelError(f"get_global of {what}")
     number = compiler.kernel.num_globals
     compiler.kernel.num_globals += 1
-    name = assigned_name(compiler.site) or f"global semaphore {number}"
     (out,) = compiler.outs(eqn)
-    compiler.tags[eqn.outvars[0]] = (name, "global", number)
-    shape = what.shape
+    compiler.tags[eqn.outvars[0]] = tag = ("global", number)
+    written = assigned_name(compiler.site) or f"global semaphore {number}"
+    names, shape = compiler.kernel.semaphore_names, what.shape
 
     def step(task: Any, env: list) -> None:
+        name = names.get(tag, written)
         env[out] = task.machine.semaphores(task.device, ("global", number), name, shape)
 
     return False, step
