@@ -35,6 +35,7 @@ class SemaphoreArray:
     """
 
     shape: tuple[int, ...] = ()
+    _: dataclasses.KW_ONLY
     local: bool = False
     heap_word: int | None = None
 
@@ -59,8 +60,10 @@ class Semaphore:
         """`sem.at[i, j]`: one semaphore of the array."""
         return _Indexer(self)
 
-    def signal(self, inc: int | jax.Array = 1, *, peer_id: int | jax.Array | None = None) -> None:
+    def signal(self, *, inc: int | jax.Array = 1, peer_id: int | jax.Array | None = None) -> None:
         """Adds `inc`, on member `peer_id` of the team or, without it, on this device (release).
+
+        Both have to be named: a number alone might be either.
 
         Raises:
           ValueError: a peer's semaphore is signalled and the array is `local`.

@@ -233,7 +233,7 @@ def tell(method, *, devices=2, spec=None, team=True, **arguments):
 class TestSemaphores:
     def test_an_element_of_an_array(self):
         def use(sem):
-            sem.at[1, 2].signal(3)
+            sem.at[1, 2].signal(inc=3)
             sem.at[1].at[2].wait(3, decrement=True)
 
         tell(use, spec=SemaphoreArray((2, 3)))
@@ -251,12 +251,12 @@ class TestSemaphores:
 
     def test_a_wait_leaves_the_count_or_takes_it_off(self):
         def keep(sem):
-            sem.signal(2)
+            sem.signal(inc=2)
             sem.wait(2)
             sem.wait(2)
 
         def take(sem):
-            sem.signal(2)
+            sem.signal(inc=2)
             sem.wait(2, decrement=True)
             sem.wait(2)
 
@@ -288,6 +288,12 @@ class TestSemaphores:
     def test_errors(self, spec, use, message):
         with pytest.raises(ValueError, match=message):
             tell(use, spec=spec)
+
+    def test_what_could_be_a_peer_or_a_count_has_to_be_named(self):
+        with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+            tell(lambda sem: sem.signal(1), devices=2)
+        with pytest.raises(TypeError, match="positional"):
+            SemaphoreArray((2,), True)  # pyright: ignore[reportCallIssue]
 
     def test_a_kernel_without_a_team_has_no_peers(self):
         with pytest.raises(ValueError, match="cannot be signalled on a peer"):
