@@ -110,7 +110,8 @@ def launch(
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
     axes = team.axes if team is not None else ()
-    info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and clique.are_several())
+    turned = clique.are_several() or simulator.counts_from_the_end()
+    info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and turned)
 
     @counting_from_the_end(info.turned)
     @functools.wraps(body)  # So that the simulator finds the buffers' names.

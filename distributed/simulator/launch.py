@@ -141,7 +141,8 @@ class KernelCall:
         report.statistics.matmul_busy_seconds += busy
         new = report.findings[known:]
         if new and settings.on_finding == "raise":
-            text = f"kernel {self.name}, seed {settings.seed}: " + "\n".join(map(str, new))
+            run = f"kernel {self.name}, seed {settings.seed} ({settings.schedule})"
+            text = f"{run}: " + "\n".join(map(str, new))
             raise _with_report(FindingError(text), report)
 
     def _fill(self, device: Device, operands: list[np.ndarray]) -> None:

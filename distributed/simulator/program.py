@@ -80,6 +80,7 @@ class KernelInfo:
       mesh: the Pallas mesh: grid, cluster and threads.
       axis_sizes: sizes of the axes of the device mesh, in order.
       num_globals: how many semaphore arrays `get_global` has asked for.
+      semaphore_names: the names that the kernel gives to semaphores, by their tags.
       signal_sites: for each semaphore tag, the lines that signal it.
     """
 
@@ -87,6 +88,7 @@ class KernelInfo:
     mesh: Any
     axis_sizes: dict[Any, int]
     num_globals: int = 0
+    semaphore_names: dict[Any, str] = field(default_factory=dict)
     signal_sites: dict[Any, list[Site]] = field(default_factory=dict)
 
 
@@ -187,7 +189,7 @@ class Compiler:
             return lambda task, env: task.machine.mesh.linear([int(r(env)) for r in readers])
         read = self.reader(device_id)
         if getattr(id_type, "value", "mesh") == "logical" or len(self.kernel.axis_sizes) <= 1:
-            return lambda task, env: int(read(env))
+            return lambda task, env: task.machine.mesh.called(int(read(env)))
         raise UnsupportedKernelError(
             f"a bare device id needs a mesh of one axis, not {list(self.kernel.axis_sizes)}"
         )

@@ -180,6 +180,16 @@ def _axis_index(compiler: Compiler, eqn: Any) -> Step:
     return False, step
 
 
+@rule("stretto_place")
+def _place(compiler: Compiler, eqn: Any) -> Step:
+    (index,), (out,) = compiler.ins(eqn), compiler.outs(eqn)
+
+    def step(task: Any, env: list) -> None:
+        env[out] = env[index]
+
+    return False, step
+
+
 @rule("program_id")
 def _program_id(compiler: Compiler, eqn: Any) -> Step:
     (out,), axis = compiler.outs(eqn), eqn.params["axis"]
