@@ -28,10 +28,9 @@ from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.settings import Settings, schedule_of
 from stretto.distributed.simulator.trace import Trace
 
-# (core_count, check_hardware, from_the_end). Part of the key of JAX's caches, so that nothing that is
-# traced or lowered
-# for the simulator is used outside, nor the other way round. It does not hold the seed: a new seed
-# needs no new compilation.
+# (core_count, check_hardware, from_the_end). Part of the key of JAX's caches, so that nothing that
+# is traced or lowered for the simulator is used outside, nor the other way round. It does not hold
+# the seed: a new seed needs no new compilation.
 _is_simulating = jax.make_user_context(default_value=None)
 
 

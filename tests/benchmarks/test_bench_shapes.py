@@ -134,7 +134,8 @@ def test_a_case_is_the_problem_that_its_call_is(kernel):
     choices = []
 
     def explained():
-        choices.append(stretto.explain(operation.public, *operands, AXIS, **keywords))
+        axes = (AXIS,) if operation.communicates else ()
+        choices.append(stretto.explain(operation.public, *operands, *axes, **keywords))
 
     jax.jit(jax.shard_map(explained, mesh=mesh_of(4), in_specs=(), out_specs=None)).trace()
     assert choices[0].problem == case.problem(Machine.of_mesh())

@@ -248,7 +248,7 @@ def gpu_tests() -> Iterator[Program]:
             operands = launching.drawn(subject, mesh, sizes, "x", seed, 0)
             return subject.call(operands, "x", backend="pallas")[:1, :1]
 
-        with slow_peers.signals(lambda send, _: (slow_peers.sleep_on(2, 200), send())):
+        with slow_peers.signals(lambda send, sem: (slow_peers.sleep_on(sem.team, 2, 200), send())):
             yield f"{name} that dawdles", *on_scalars(body, mesh, 1)
 
 

@@ -9,4 +9,5 @@ HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 TRANSFORMER = ROOT / "examples" / "transformer"
 # A script that the launcher starts does not find the modules beside it.
-PYTHONPATH = {"PYTHONPATH": os.pathsep.join(map(str, (HELPERS, TRANSFORMER)))}
+_PATH = [*map(str, (HELPERS, TRANSFORMER)), *filter(None, [os.environ.get("PYTHONPATH")])]
+PYTHONPATH = {"PYTHONPATH": os.pathsep.join(_PATH)}

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Generator
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.utils import inline_ptx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.semaphores import Semaphore
+from stretto.distributed.team import Team
 
 
 @contextlib.contextmanager
@@ -44,18 +44,18 @@ def sleep(microseconds: int) -> None:
     nanosleep()
 
 
-def sleep_on(device: int, microseconds: int) -> None:
-    """Inside a kernel for GPUs: `sleep`, on device `device` along "x" alone."""
-    pl.when(lax.axis_index("x") == device)(lambda: sleep(microseconds))
+def sleep_on(team: Team, device: int, microseconds: int) -> None:
+    """Inside a kernel for GPUs: `sleep`, on member `device` of the team alone."""
+    pl.when(team.device_id() == device)(lambda: sleep(microseconds))
 
 
 def dropping(device: int, name: str) -> contextlib.AbstractContextManager[None]:
-    """Device `device` along "x" never signals the semaphores that are called `name`."""
+    """Member `device` of the team never signals the semaphores that are called `name`."""
 
     def maybe(send, semaphore):
         if semaphore.site.semaphore != name:
             send()
         else:
-            pl.when(lax.axis_index("x") != device)(send)
+            pl.when(semaphore.team.device_id() != device)(send)
 
     return signals(maybe)

@@ -115,9 +115,8 @@ class _Dawdler:
 
     def signals(self, microseconds: int) -> contextlib.AbstractContextManager[None]:
         def late(send, semaphore):
-            del semaphore
             if self.device is not None:
-                slow_peers.sleep_on(self.device, microseconds)
+                slow_peers.sleep_on(semaphore.team, self.device, microseconds)
             send()
 
         return slow_peers.signals(late)

@@ -130,7 +130,7 @@ class TestKernelsOfOthers:
                 return count + 1
 
             count = lax.fori_loop(0, 2, step, 0)
-            received.signal(count, peer_id=successor)
+            received.signal(inc=count, peer_id=successor)
             received.wait(2)
 
         return kernel.launch(

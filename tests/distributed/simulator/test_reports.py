@@ -208,7 +208,7 @@ def launched(mistake: str):
     [
         ("slot", "waits for barrier slots[0]"),
         ("arrival", "barrier loaded expects 1 arrivals"),
-        ("store", "reads rows in shared memory of device"),
+        ("store", "race on rows in shared memory of device"),
         ("signal", "waits for semaphore from_other[1] >= 1"),
         ("wait", "race on inbox_ref of device"),
         ("wait", "semaphore from_other[1] of device 0 ends at 1"),
