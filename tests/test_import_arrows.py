@@ -32,6 +32,7 @@ USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author 
 PRIVATE_JAX = (
     "distributed/jax_callbacks.py",
     "distributed/jax_compat.py",
+    "distributed/jax_first_runs.py",
     "distributed/jax_heap.py",
     "distributed/jax_kernels.py",
     "distributed/jax_lowering.py",

@@ -1,9 +1,10 @@
 """Collectives on CPU devices that XLA connects through gloo, without gloo's reduce-scatter.
 
 That one overwrites numbers which it is still sending, so results of some megabytes are wrong now
-and then, without an error (jax-ml/jax#40830; seen on JAX 0.11.2, in 15 of 40 runs). Its sum is
-right. So a reduce-scatter is a sum here, of which a device keeps its part, and so is the derivative
-of an all-gather, of which JAX would make a reduce-scatter.
+and then, without an error (jax-ml/jax#40830). With jaxlib 0.11.2, 15 of 40 runs on eight devices in
+pairs were, each part 16 MiB; gloo's sum was right in 40 of 40. So a reduce-scatter is a sum here,
+of which a device keeps its part, and so is the derivative of an all-gather, of which JAX would make
+a reduce-scatter.
 """
 
 from __future__ import annotations
