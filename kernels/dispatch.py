@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed import jax_options, simulator, topology
+from stretto.distributed import clique, jax_options, simulator, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels import nodes, tables
 from stretto.kernels.checks import check_backend
@@ -177,6 +177,8 @@ def _choose(
         return Choice(problem=problem, backend="xla", reason="it was asked for")
     if problem.devices == 1:
         return Choice(problem=problem, backend="xla", reason="a team of one has nobody to talk to")
+    if (unordered := clique.order_obstacle_of_trace()) is not None:
+        return _fall_back(problem, backend, unordered)
     split = topology.split(axes)
     if split.outer:
         return _choose_across_nodes(problem, backend, kernel, config, split)

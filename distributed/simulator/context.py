@@ -203,6 +203,8 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
+    if call.unordered is not None and kernel.communicates:
+        raise NotImplementedError(f"kernel {call.name}: {call.unordered}")
 
     def receive(visit: jax_callbacks.Visit) -> None:
         _current().rendezvous_of(kernel).come(visit.position, visit)

@@ -73,6 +73,11 @@ class KernelCall:
         """Prepares the body, so that what the simulator does not know is told at once."""
         _ = self._prepared
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it asks where its device is among others, or reaches another one."""
+        return self._prepared[0].communicates
+
     def run(
         self, operands: list[list[np.ndarray]], settings: Settings, report: Report
     ) -> list[list[np.ndarray]]:
