@@ -27,7 +27,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, scf
 
-from stretto.distributed import jax_callbacks, jax_lowering, mailbox
+from stretto.distributed import clique, jax_callbacks, jax_lowering, mailbox
 
 # --- A wait with a time limit ---------------------------------------------------------------------
 # Pallas' `semaphore_wait` spins for ever. This primitive takes its operands (a semaphore ref with
@@ -237,6 +237,7 @@ class LoweredKernel:
       axis_names, axis_sizes: axes of the device mesh, or of the clique in it that the kernel runs
         on; none outside of `shard_map`.
       turned: they count their devices from the end (`clique`).
+      unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
       refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
@@ -250,6 +251,7 @@ class LoweredKernel:
     axis_names: tuple[Hashable, ...]
     axis_sizes: tuple[int, ...]
     turned: bool
+    unordered: str | None
     out_avals: Sequence[Any]
     aliases: dict[int, int]
     refusal: Callable[[], jax_lowering.Refusal | None]
@@ -300,6 +302,8 @@ def lower_kernel_for_cpu(
             axis_names=tuple(shape),
             axis_sizes=tuple(shape.values()),
             turned=members is not None and members[0] > members[-1],
+            # A clique's order has been looked at.
+            unordered=_order_obstacle(device_mesh) if members is None else None,
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
             refusal=functools.partial(jax_lowering.refusal, ctx, params),
@@ -318,6 +322,10 @@ def lower_kernel_for_cpu(
         hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
     )
     return jax_callbacks.emit(ctx, callback, position, operands)
+
+
+def _order_obstacle(mesh: Any) -> str | None:
+    return clique.order_obstacle(mesh) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def _at_members(

@@ -37,6 +37,7 @@ PRIVATE_JAX = (
     "distributed/jax_kernels.py",
     "distributed/jax_lowering.py",
     "distributed/jax_marks.py",
+    "distributed/jax_meshes.py",
     "distributed/jax_options.py",
     "distributed/jax_programs.py",
     "distributed/jax_store.py",

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from stretto.benchmarks.errors import BenchmarkError
+from stretto.kernels.operations import OPERATIONS
+
+KERNELS_HELP = f"{', '.join(OPERATIONS)}; or all."
+SETS = dict.fromkeys(name for record in OPERATIONS.values() for name in record.examples.sets)
+SHAPES_HELP = (
+    f"Shape sets ({', '.join(SETS)}) or sizes (8192x8192x28672, 8192x8192), comma separated."
+)
 
 
 def split(text: str) -> tuple[str, ...]:

@@ -15,11 +15,12 @@ from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.commands import compare, document, show
-from stretto.benchmarks.commands.arguments import counts_of, split
+from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
 from stretto.benchmarks.commands.start import progress, start_devices
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.pages import plots, report, terminal, timeline
+from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.peers.torch_peers import TorchHelper
 from stretto.benchmarks.predict import estimates, trace
 from stretto.benchmarks.sweeps import plan
@@ -29,6 +30,8 @@ from stretto.benchmarks.sweeps.sweep import Sweep, read_sweeps
 from stretto.benchmarks.timing.measure import Settings, first_line
 
 WIDTH = 100
+_ON_REQUEST = ", ".join(peer.name for peer in PEERS.values() if peer.on_request)
+PEERS_HELP = f"Who is timed, comma separated: {', '.join(PEERS)}; default: all but {_ON_REQUEST}."
 VERBS = {"show": show.main, "compare": compare.main, "document": document.main}
 
 
@@ -41,16 +44,17 @@ class BenchOptions:
     tables from them.
     """
 
-    kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
-    """Kernels to time, or `all`."""
-    shapes: str = ""
-    """Shape sets or sizes, comma separated: goals, square, llama-70b, 8192x8192x28672."""
+    kernels: Annotated[
+        tuple[str, ...],
+        Positional,
+        arg(metavar="[KERNEL ...]", help=f"Kernels to time: {KERNELS_HELP}"),
+    ] = ()
+    shapes: Annotated[str, arg(help=SHAPES_HELP)] = ""
     devices: str = ""
     """Device counts, comma separated; default: powers of two up to all, on a CPU all."""
     dtypes: str = "bfloat16"
     """Element types, comma separated: bfloat16, float16, float32."""
-    peers: str = ""
-    """Who is timed, comma separated; default: everybody."""
+    peers: Annotated[str, arg(help=PEERS_HELP)] = ""
     scaling: str = ""
     """`weak` multiplies the rows by the device count; `strong` keeps the problem."""
     config: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None

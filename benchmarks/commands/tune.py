@@ -15,7 +15,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.commands.arguments import counts_of, split
+from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
 from stretto.benchmarks.commands.start import progress, start_devices
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements import machine, results, tuned_file
@@ -42,13 +42,15 @@ class TuneOptions:
     that was interrupted.
     """
 
-    kernels: Annotated[tuple[str, ...], Positional, arg(metavar="[KERNEL ...]")] = ()
-    """The kernels to tune, or `all`."""
+    kernels: Annotated[
+        tuple[str, ...],
+        Positional,
+        arg(metavar="[KERNEL ...]", help=f"Kernels to tune: {KERNELS_HELP}"),
+    ] = ()
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
     """Measure nothing; take the times in these results of `stretto bench --json`, each in the
     configuration that was run. Needs no GPU."""
-    shapes: str = "goals,llama-70b,square"
-    """Shape sets or sizes, comma separated."""
+    shapes: Annotated[str, arg(help=SHAPES_HELP)] = "goals,llama-70b,square"
     devices: str = ""
     """Device counts, comma separated; default: powers of two up to all, on a CPU all."""
     dtypes: str = "bfloat16"

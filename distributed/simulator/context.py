@@ -217,6 +217,8 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
+    if call.unordered is not None and kernel.communicates:
+        raise NotImplementedError(f"kernel {call.name}: {call.unordered}")
     if _must_lower() and not kernel.flaws:
         refusal = call.refusal()
         if refusal is not None:

@@ -79,6 +79,11 @@ class KernelCall:
         kernel, _ = self._prepared
         self.flaws += over_limits(kernel, self.jaxpr)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it asks where its device is among others, or reaches another one."""
+        return self._prepared[0].communicates
+
     def run(
         self, operands: list[list[np.ndarray]], settings: Settings, report: Report
     ) -> list[list[np.ndarray]]:

@@ -12,7 +12,7 @@ from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.races import Access
 from stretto.distributed.simulator.semaphores import Semaphore
 from stretto.distributed.simulator.sites import Site
-from stretto.distributed.simulator.views import as_axes, plan_view
+from stretto.distributed.simulator.views import plan_view
 from stretto.distributed.simulator.waiting import Wait
 
 
@@ -109,7 +109,7 @@ def _semaphore_signal(compiler: Compiler, eqn: Any) -> Step:
 def _semaphore_signal_multicast(compiler: Compiler, eqn: Any) -> Step:
     ref, transforms, amount = _semaphore_arguments(eqn)
     view, site = plan_view(compiler, ref, transforms), _note_signal(compiler, ref)
-    view.multicast = as_axes(eqn.params["collective_axes"])
+    view.multicast = compiler.multicast_axes(eqn.params["collective_axes"])
     amount_of = compiler.reader(amount)
 
     def step(task: Any, env: list) -> Generator:

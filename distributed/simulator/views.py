@@ -261,18 +261,13 @@ def plan_view(compiler: Any, ref_atom: Any, transforms: Any) -> ViewPlan:
         elif name == "PeerMemRef":
             plan.peer = compiler.device_reader(transform.device_id, transform.device_id_type)
         elif name == "MulticastRef":
-            plan.multicast = as_axes(transform.collective_axes)
+            plan.multicast = compiler.multicast_axes(transform.collective_axes)
         elif name == "ClusterRefTransform":
             slots = tuple(compiler.reader(i) for i in transform.idxs)
             plan.cluster = (tuple(transform.dims), slots)
         else:
             raise UnsupportedKernelError(f"ref transform {name} is not supported")
     return plan
-
-
-def as_axes(axes: Any) -> tuple:
-    """Axis names as a tuple."""
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def _untiled(shape: tuple, tiling: tuple) -> tuple:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import jax_options, simulator, topology
+from stretto.distributed import clique, jax_options, simulator, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels.choice import costs, tables
 from stretto.kernels.choice.choice import Choice
@@ -72,6 +72,8 @@ def _choose(
         return Choice(problem=problem, backend="xla", reason="it was asked for")
     if problem.devices == 1 and operation.communicates:
         return Choice(problem=problem, backend="xla", reason="one device needs no communication")
+    if operation.communicates and (unordered := clique.order_obstacle_of_trace()) is not None:
+        return _fall_back(problem, backend, unordered)
     split = topology.split(axes)
     if split.outer:
         return _choose_across_nodes(operation, problem, backend, config, split)
