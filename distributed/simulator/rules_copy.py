@@ -10,6 +10,7 @@ from stretto.distributed.simulator.copies import Copy, load_body, store_body
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule
+from stretto.distributed.simulator.reductions import check_copied
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.views import ViewPlan, plan_view
 from stretto.distributed.simulator.waiting import Wait
@@ -34,6 +35,8 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     source = plan_view(compiler, eqn.invars[0], src)
     target = plan_view(compiler, eqn.invars[1], dst)
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
+    if reduction is not None:
+        check_copied(reduction, eqn.invars[0].aval.dtype)
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.allocations import is_semaphore
-from stretto.distributed.simulator.copies import REDUCTIONS
+from stretto.distributed.simulator.arithmetic import widen
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
-from stretto.distributed.simulator.rules_arrays import widen
+from stretto.distributed.simulator.reductions import REDUCTIONS
 from stretto.distributed.simulator.semaphores import SemaphoreArray
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.views import as_axes, plan_view
