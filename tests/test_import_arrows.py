@@ -35,6 +35,7 @@ PRIVATE_JAX = (
     "distributed/jax_heap.py",
     "distributed/jax_kernels.py",
     "distributed/jax_options.py",
+    "distributed/jax_pallas_call.py",
     "distributed/jax_programs.py",
     "distributed/jax_store.py",
 )

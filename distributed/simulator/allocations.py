@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
+from stretto.distributed.simulator.arithmetic import bit_width
 from stretto.distributed.simulator.barriers import BarrierArray
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer, poison
+
+_WHY_NOT = {
+    "tmem": ", which is Blackwell's, and the simulator is of Hopper",
+    "gmem": " of anything but semaphores, which Mosaic GPU refuses; return it as one more result",
+}
 
 
 @dataclass(frozen=True)
@@ -19,10 +26,11 @@ class Allocation:
     Attributes:
       kind: "shared", "union", "barrier", "semaphore" or "registers".
       name: what reports call it.
-      shape: logical shape (bytes of a union).
+      shape: logical shape (cells of a union).
       dtype: of the elements; None for barriers and semaphores.
       arrivals: of a barrier.
       cluster_axes: of a cluster barrier.
+      cells_per_byte: of a union (`Buffer.cells_per_byte`).
     """
 
     kind: str
@@ -31,6 +39,7 @@ class Allocation:
     dtype: Any = None
     arrivals: int = 0
     cluster_axes: tuple = ()
+    cells_per_byte: int = 1
 
 
 def is_semaphore(aval: Any) -> bool:
@@ -44,7 +53,7 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
     if kind == "WGMMAAbstractAccumulatorRef":
         return Allocation("registers", name, aval.shape, aval.dtype)
     if kind == "AbstractRefUnion":
-        return Allocation("union", name, aval.shape, np.int8)
+        return _union(aval, name)
     if is_semaphore(aval):
         return Allocation("semaphore", name, aval.shape)
     dtype = aval.dtype
@@ -60,7 +69,18 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
         return Allocation("shared", name, aval.shape, np.dtype(dtype))
     if space == "regs":
         return Allocation("registers", name, aval.shape, np.dtype(dtype))
-    raise UnsupportedKernelError(f"an allocation in memory space {space}")
+    raise UnsupportedKernelError(f"an allocation in memory space {space}{_WHY_NOT.get(space, '')}")
+
+
+def _union(aval: Any, name: str) -> Allocation:
+    """Room for several refs in turn, with a cell for each element of the smallest type."""
+    if str(aval.memory_space) != "smem":
+        space = str(aval.memory_space)
+        raise UnsupportedKernelError(f"a union in memory space {space}{_WHY_NOT.get(space, '')}")
+    bits = min((bit_width(ref.dtype) for ref in jax.tree.leaves(aval.refs)), default=8)
+    cells = max(8 // bits, 1)
+    (size,) = aval.shape
+    return Allocation("union", name, (size * cells,), np.int8, cells_per_byte=cells)
 
 
 def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
@@ -72,7 +92,7 @@ def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
         return BarrierArray(spec.name, spec.shape, expected, machine.scheduler, key, axes)
     return Buffer(
         poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,
-        block=block.index, key=key, written=False, is_union=spec.kind == "union",
+        block=block.index, key=key, written=False, cells_per_byte=spec.cells_per_byte,
     )  # fmt: skip
 
 
@@ -87,7 +107,7 @@ def like(machine: Any, block: Any, ref: Any) -> Any:
     return Buffer(
         poison(ref.data.shape, ref.data.dtype), name=ref.name, space="smem",
         device=block.device.index, block=block.index, key=ref.key, written=False,
-        is_union=ref.is_union,
+        cells_per_byte=ref.cells_per_byte,
     )  # fmt: skip
 
 
@@ -95,4 +115,5 @@ def shared_bytes(allocation: Any) -> int:
     """Shared memory that a buffer or barriers take."""
     if isinstance(allocation, BarrierArray):
         return 8 * len(allocation.items)
-    return allocation.data.nbytes
+    data = allocation.data
+    return data.size * bit_width(data.dtype) // (8 * allocation.cells_per_byte)

@@ -23,13 +23,11 @@ def is_float(dtype: Any) -> bool:
 
 
 def bit_width(dtype: Any) -> int:
-    """Bits of an element: of 4-bit types, which numpy keeps in a byte each, 4."""
+    """Bits of an element in memory: of 4-bit types, which numpy keeps in a byte each, 4."""
     dtype = np.dtype(dtype)
-    if dtype.kind == "b":
-        return 1
-    if is_float(dtype):
-        return jnp.finfo(dtype).bits
-    return jnp.iinfo(dtype).bits
+    if dtype.kind in "biuf":
+        return dtype.itemsize * 8
+    return (jnp.finfo if is_float(dtype) else jnp.iinfo)(dtype).bits
 
 
 def whole_bytes(x: np.ndarray) -> np.ndarray:

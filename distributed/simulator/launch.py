@@ -10,8 +10,10 @@ import numpy as np
 
 from stretto.distributed.simulator import (  # noqa: F401  (the rules register themselves)
     rules_arrays,
+    rules_async_store,
     rules_control,
     rules_copy,
+    rules_loops,
     rules_memory,
     rules_mma,
     rules_scope,
@@ -30,6 +32,7 @@ from stretto.distributed.simulator.machine import Device, Machine
 from stretto.distributed.simulator.memory import Buffer, poison
 from stretto.distributed.simulator.mesh import DeviceMesh
 from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
+from stretto.distributed.simulator.refusals import check_primitives
 from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
@@ -65,6 +68,7 @@ class KernelCall:
                 f"kernel {self.name} takes semaphores as operands; the simulator knows those that a"
                 " kernel allocates itself."
             )
+        check_primitives(self.name, self.jaxpr)
         sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
         kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
         return kernel, Compiler(kernel, self.jaxpr).program

@@ -25,12 +25,15 @@ class Buffer:
       key: what names the same allocation on every device (or, in shared memory, in every block).
       data: the elements, in logical order: tiling and swizzling change no element's value, so they
         are not modelled.
-      writes: int32, the id of the last write to each element (of a union: to each byte).
+      writes: int32, the id of the last write to each element (of a union: to each cell).
       reads: int32, the id of the set of reads since that write; 0 is the empty set.
-      is_union: the buffer is raw bytes that several refs share.
+      cells_per_byte: elements that stand for one byte; more than one in a union of refs of which
+        some have elements below a byte, so that each of these has a cell of its own.
     """
 
-    __slots__ = ("block", "data", "device", "is_union", "key", "name", "reads", "space", "writes")
+    __slots__ = (
+        "block", "cells_per_byte", "data", "device", "key", "name", "reads", "space", "writes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Buffer:
         block: int | None,
         key: Any,
         written: bool,
-        is_union: bool = False,
+        cells_per_byte: int = 1,
     ):
         self.data = data
         self.name = name
@@ -50,7 +53,7 @@ class Buffer:
         self.device = device
         self.block = block
         self.key = key
-        self.is_union = is_union
+        self.cells_per_byte = cells_per_byte
         self.writes = np.full(data.shape, INITIAL if written else UNWRITTEN, np.int32)
         self.reads = np.zeros(data.shape, np.int32)
 
@@ -97,7 +100,7 @@ class Region:
         self._base(self.buffer.data, False)[self.index] = value
 
     def write_ids(self) -> np.ndarray:
-        """Ids of the last writes of the elements (with one more axis for a union's bytes)."""
+        """Ids of the last writes of the elements (with one more axis for a union's cells)."""
         return self._base(self.buffer.writes, True)[self.index]
 
     def read_ids(self) -> np.ndarray:

@@ -235,8 +235,3 @@ def matmul(a: np.ndarray, b: np.ndarray, out_dtype: Any) -> np.ndarray:
                 piece = np.matmul(a[i : i + step, k : k + step], b[k : k + step, j : j + step])
                 out[i : i + step, j : j + step] += piece
     return out.astype(out_dtype, copy=False)
-
-
-@rule("inline_mgpu")
-def _inline_mgpu(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("inline_mgpu holds device code that only a GPU can run")

@@ -188,8 +188,3 @@ def _part_index(shape: tuple, part: int, count: int) -> tuple:
 @rule("commit_smem")
 def _commit_smem(compiler: Compiler, eqn: Any) -> Step:
     return False, lambda task, env: task.commit()
-
-
-@rule("async_store_smem", "wait_gmem_to_smem")
-def _unsupported(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("not supported")

@@ -10,7 +10,6 @@ import numpy as np
 
 from stretto.distributed.simulator.allocations import is_semaphore
 from stretto.distributed.simulator.arithmetic import widen
-from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
 from stretto.distributed.simulator.reductions import REDUCTIONS
@@ -183,8 +182,3 @@ def _multimem_load_reduce(compiler: Compiler, eqn: Any) -> Step:
         env[out] = _as_value(np.asarray(reduce(combine, parts)).astype(dtype))
 
     return True, step
-
-
-@rule("masked_load", "masked_swap")
-def _masked(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("masked loads and stores, which Mosaic GPU does not lower either")

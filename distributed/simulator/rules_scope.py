@@ -16,7 +16,7 @@ from stretto.distributed.simulator.allocations import (
 )
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer
-from stretto.distributed.simulator.program import Compiler, Step, rule
+from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
 from stretto.distributed.simulator.sites import assigned_name
 from stretto.distributed.simulator.tasks import Task
 from stretto.distributed.simulator.waiting import Wait, wake
@@ -158,7 +158,10 @@ def _run_state(compiler: Compiler, eqn: Any) -> Step:
             task.acquire_one(*matmul)
         task.matmuls.clear()
         for slot, out, ref in zip(ins, outs, refs, strict=True):
-            env[out] = ref.data if ref is not env[slot] else ref
+            if ref is env[slot]:
+                env[out] = ref
+            else:
+                env[out] = ref.data if ref.data.ndim else to_scalar(ref.data)
 
     return True, step
 

@@ -102,6 +102,17 @@ def _split(compiler: Compiler, eqn: Any) -> Step:
     return False, step
 
 
+@rule("unstack")
+def _unstack(compiler: Compiler, eqn: Any) -> Step:
+    (source,), outs, axis = compiler.ins(eqn), compiler.outs(eqn), eqn.params["axis"]
+
+    def step(task: Any, env: list) -> None:
+        for out, part in zip(outs, np.moveaxis(env[source], axis, 0), strict=True):
+            env[out] = to_scalar(np.asarray(part)) if np.ndim(part) == 0 else part
+
+    return False, step
+
+
 @rule("pad")
 def _pad(compiler: Compiler, eqn: Any) -> Step:
     config = eqn.params["padding_config"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.distributed.simulator.arithmetic import bit_width
 from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer, Region
 
@@ -83,7 +84,7 @@ class ViewPlan:
         shape = buffer.data.shape
         if self.alias is not None:
             shape = self.alias[1]
-            steps.append(_alias_step(*self.alias))
+            steps.append(_alias_step(*self.alias, buffer.cells_per_byte))
         dims: list | None = None
         for kind, arg in self.steps:
             if kind == "index":
@@ -178,14 +179,14 @@ def _index_step(index: tuple) -> Callable:
     return lambda array, bookkeeping: array[index]
 
 
-def _alias_step(dtype: np.dtype, shape: tuple, offset: int) -> Callable:
-    size = int(np.prod(shape)) * dtype.itemsize
+def _alias_step(dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int) -> Callable:
+    first, count = offset * cells_per_byte, int(np.prod(shape))
+    cells = max(bit_width(dtype) * cells_per_byte // 8, 1)
 
     def step(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
-        part = array[offset : offset + size]
-        if bookkeeping:  # One mark a byte: the last axis is the bytes of an element.
-            return part.reshape((*shape, dtype.itemsize))
-        return part.view(dtype).reshape(shape)
+        if bookkeeping:  # One mark a cell: the last axis is the cells of an element.
+            return array[first : first + count * cells].reshape((*shape, cells))
+        return array[first : first + count * dtype.itemsize].view(dtype).reshape(shape)
 
     return step
 
