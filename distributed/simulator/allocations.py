@@ -26,7 +26,7 @@ class Allocation:
     Attributes:
       kind: "shared", "union", "barrier", "semaphore" or "registers".
       name: what reports call it.
-      shape: logical shape (cells of a union).
+      shape: logical shape (bytes of a union).
       dtype: of the elements; None for barriers and semaphores.
       arrivals: of a barrier.
       cluster_axes: of a cluster barrier.
@@ -73,14 +73,13 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
 
 
 def _union(aval: Any, name: str) -> Allocation:
-    """Room for several refs in turn, with a cell for each element of the smallest type."""
+    """Room for several refs in turn, with a mark for each element of the smallest type."""
     if str(aval.memory_space) != "smem":
         space = str(aval.memory_space)
         raise UnsupportedKernelError(f"a union in memory space {space}{_WHY_NOT.get(space, '')}")
     bits = min((bit_width(ref.dtype) for ref in jax.tree.leaves(aval.refs)), default=8)
     cells = max(8 // bits, 1)
-    (size,) = aval.shape
-    return Allocation("union", name, (size * cells,), np.int8, cells_per_byte=cells)
+    return Allocation("union", name, aval.shape, np.int8, cells_per_byte=cells)
 
 
 def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
@@ -115,5 +114,4 @@ def shared_bytes(allocation: Any) -> int:
     """Shared memory that a buffer or barriers take."""
     if isinstance(allocation, BarrierArray):
         return 8 * len(allocation.items)
-    data = allocation.data
-    return data.size * bit_width(data.dtype) // (8 * allocation.cells_per_byte)
+    return allocation.data.size * bit_width(allocation.data.dtype) // 8

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from stretto.distributed.simulator.packing import PackedView
+
 UNWRITTEN = 0
 """Id of the write record of memory that nobody has written since it was allocated."""
 
@@ -27,8 +29,8 @@ class Buffer:
         are not modelled.
       writes: int32, the id of the last write to each element (of a union: to each cell).
       reads: int32, the id of the set of reads since that write; 0 is the empty set.
-      cells_per_byte: elements that stand for one byte; more than one in a union of refs of which
-        some have elements below a byte, so that each of these has a cell of its own.
+      cells_per_byte: marks that a union keeps of each of its bytes; more than one if it has refs
+        whose elements are below a byte, so that each element has a mark of its own.
     """
 
     __slots__ = (
@@ -54,8 +56,9 @@ class Buffer:
         self.block = block
         self.key = key
         self.cells_per_byte = cells_per_byte
-        self.writes = np.full(data.shape, INITIAL if written else UNWRITTEN, np.int32)
-        self.reads = np.zeros(data.shape, np.int32)
+        cells = data.shape if cells_per_byte == 1 else (data.size * cells_per_byte,)
+        self.writes = np.full(cells, INITIAL if written else UNWRITTEN, np.int32)
+        self.reads = np.zeros(cells, np.int32)
 
     def describe(self) -> str:
         """The buffer in words."""
@@ -97,7 +100,14 @@ class Region:
 
     def set(self, value: Any) -> None:
         """Writes the elements."""
-        self._base(self.buffer.data, False)[self.index] = value
+        if self.steps and isinstance(self.steps[0], PackedView):
+            elements = part = self.steps[0](self.buffer.data, False)
+            for step in self.steps[1:]:
+                part = step(part, False)
+            part[self.index] = value
+            self.steps[0].write_back(self.buffer.data, elements)
+        else:
+            self._base(self.buffer.data, False)[self.index] = value
 
     def write_ids(self) -> np.ndarray:
         """Ids of the last writes of the elements (with one more axis for a union's cells)."""

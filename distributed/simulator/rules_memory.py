@@ -33,6 +33,8 @@ def load_region(task: Any, region: Region, site: Site, what: str = "read") -> np
     if buffer.space == "gmem":
         task.machine.touch(buffer.device, access)
         task.machine.count_link(buffer.device, task.device.index, value.nbytes)
+    else:
+        task.machine.touch_shared(buffer, access, task.block)
     return value
 
 
@@ -48,6 +50,8 @@ def store_region(
             task.machine.touch(buffer.device, access)
             size = np.size(value) * buffer.data.itemsize
             task.machine.count_link(task.device.index, buffer.device, size)
+        else:
+            task.machine.touch_shared(buffer, access, task.block)
     region.set(value)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from stretto.distributed.simulator.arithmetic import bit_width
 from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer, Region
+from stretto.distributed.simulator.packing import PackedView, is_packed
 
 # Layout only: they move elements within a buffer and change none.
 _LAYOUT = {"UntilingTransform", "UnswizzleRef", "MemorySpaceCastTransform", "IdentityTransform"}
@@ -180,13 +180,15 @@ def _index_step(index: tuple) -> Callable:
 
 
 def _alias_step(dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int) -> Callable:
-    first, count = offset * cells_per_byte, int(np.prod(shape))
-    cells = max(bit_width(dtype) * cells_per_byte // 8, 1)
+    if is_packed(dtype):
+        return PackedView(dtype, shape, offset, cells_per_byte)
+    size = int(np.prod(shape)) * dtype.itemsize
 
     def step(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
-        if bookkeeping:  # One mark a cell: the last axis is the cells of an element.
-            return array[first : first + count * cells].reshape((*shape, cells))
-        return array[first : first + count * dtype.itemsize].view(dtype).reshape(shape)
+        if bookkeeping:  # The last axis is the marks of an element.
+            marks = array[offset * cells_per_byte : (offset + size) * cells_per_byte]
+            return marks.reshape((*shape, dtype.itemsize * cells_per_byte))
+        return array[offset : offset + size].view(dtype).reshape(shape)
 
     return step
 

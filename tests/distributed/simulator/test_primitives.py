@@ -174,3 +174,21 @@ def test_state_has_its_type(dtype):
 
     wanted = {"bool": 0, "int32": -1, "uint32": 1, "bfloat16": -4, "float32": -4}[dtype]
     np.testing.assert_array_equal(run(body), np.where(X + 1 > 3, X + 1, wanted))
+
+
+def test_state_gives_back_what_its_body_returns():
+    """Mosaic GPU puts what the body returns in the place of the first values."""
+
+    def body(x_ref, out_ref):
+        def multiply(accumulator):
+            return lax.fori_loop(0, 3, lambda _, y: y + accumulator[...], accumulator[...])
+
+        def both(refs):
+            refs[1][...] += 100
+            return refs[0][...] + 1
+
+        first = pl.run_state(multiply)(plgpu.ACC.init(jnp.ones((64, 64), F32)))[0, 0]
+        returned, remaining = pl.run_state(both)((x_ref[...], x_ref[...] * 2))
+        out_ref[...] = first * returned + 1000 * remaining
+
+    np.testing.assert_array_equal(run(body), 4 * (X + 1) + 1000 * X)

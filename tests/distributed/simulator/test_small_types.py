@@ -57,6 +57,28 @@ def test_union_of_small_elements_and_others_in_turn():
     np.testing.assert_array_equal(out, 2 * X + 8)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_small_elements_share_bytes(dtype):
+    """The first is in the lowest bits, as another ref of the union shows."""
+    bits = int(dtype[-1])
+    per_byte = 8 // bits
+
+    def body(x_ref, out_ref, union):
+        small, whole = union
+        small[...] = x_ref[...].astype(jnp.int32).astype(dtype)
+        small[pl.ds(4, 4)] = x_ref[pl.ds(8, 4)].astype(jnp.int32).astype(dtype)
+        out_ref[...] = whole[...].astype(jnp.float32)
+
+    refs = plgpu.SMEM(X.shape, dtype), plgpu.SMEM((X.size // per_byte,), jnp.uint8)
+    out_type = jax.ShapeDtypeStruct((X.size // per_byte,), jnp.float32)
+    out, report = run(body, [plgpu.RefUnion(*refs)], out=out_type)
+    assert report.ok, str(report)
+    stored = X.astype(np.int64) % (1 << bits)
+    stored[4:8] = stored[8:12]
+    weights = 1 << (bits * np.arange(per_byte))
+    np.testing.assert_array_equal(out, stored.reshape(-1, per_byte) @ weights)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_refs_of_a_union_share_memory(waits):
     """A store through one, while a copy still reads through the other, is a race."""

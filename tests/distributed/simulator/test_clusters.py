@@ -1,4 +1,4 @@
-"""`plgpu.async_store_smem`: registers go to another block's shared memory, and land later."""
+"""Blocks of a cluster reach into each other's shared memory: `cluster_ref`, `async_store_smem`."""
 
 from __future__ import annotations
 
@@ -138,3 +138,26 @@ def test_the_barrier_is_that_of_the_target():
     with pytest.raises(DeadlockError, match="device 0 block 1") as error:
         run(body)
     assert "nobody has arrived in this phase" in str(error.value)
+
+
+@pytest.mark.parametrize("meets", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_block_must_not_end_while_another_looks(meets, seed):
+    """Its values are there all the same: whether it has ended by then is a matter of luck."""
+
+    def body(x_ref, out_ref, smem, cluster_barrier, landed):
+        me = lax.axis_index("c")
+        smem[...] = x_ref[me]
+        plgpu.barrier_arrive(cluster_barrier)
+        plgpu.barrier_wait(cluster_barrier)
+        out_ref[me] = plgpu.cluster_ref(smem, {"c": 1 - me})[...]
+        if meets:
+            plgpu.barrier_arrive(cluster_barrier)
+            plgpu.barrier_wait(cluster_barrier)
+
+    out, report = run(body, seed=seed)
+    np.testing.assert_array_equal(out, X[::-1])
+    assert report.kinds() == (set() if meets else {"after end"}), str(report)
+    if not meets:
+        assert "shared memory of device 0 block" in str(report.findings[0])
+        assert 'out_ref[me] = plgpu.cluster_ref(smem, {"c": 1 - me})[...]' in str(report)
