@@ -37,6 +37,7 @@ PRIVATE_JAX = (
     "distributed/jax_lowering.py",
     "distributed/jax_marks.py",
     "distributed/jax_options.py",
+    "distributed/jax_pallas_call.py",
     "distributed/jax_programs.py",
     "distributed/jax_store.py",
 )
