@@ -34,6 +34,7 @@ PRIVATE_JAX = (
     "distributed/jax_compat.py",
     "distributed/jax_heap.py",
     "distributed/jax_kernels.py",
+    "distributed/jax_lowering.py",
     "distributed/jax_options.py",
     "distributed/jax_programs.py",
     "distributed/jax_store.py",
