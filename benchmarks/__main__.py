@@ -2,6 +2,6 @@
 
 import sys
 
-from stretto.benchmarks.command import main
+from stretto.benchmarks.commands.bench import main
 
 sys.exit(main(sys.argv[1:]))

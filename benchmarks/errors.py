@@ -12,4 +12,4 @@ class UnavailableError(Exception):
 
 
 class DeviceLostError(Exception):
-    """The devices answer no more (a kernel trapped); the sweep ends, what was measured is kept."""
+    """The devices stopped responding (a kernel trapped); the sweep ends, its results are kept."""

@@ -69,14 +69,36 @@ def mesh_of_gpus(
       axis_names: one for each dimension.
       target: a file of `configs/targets/`, without its ending.
       processes: how many processes the GPUs are divided among.
+
+    Raises:
+      ValueError: an unknown target.
+      RuntimeError: the compiler is not installed, or JAX has not loaded it.
     """
+    known = sorted(path.stem for path in TARGETS.glob("*.txtpb"))
+    if target not in known:
+        raise ValueError(f"target={target!r} must be one of {', '.join(known)}.")
     size = int(np.prod(shape))
-    description = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=(TARGETS / f"{target}.txtpb").read_text(),
-        topology=f"1x{processes}x{size // processes}",
-    )
+    try:
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=(TARGETS / f"{target}.txtpb").read_text(),
+            topology=f"1x{processes}x{size // processes}",
+        )
+    except NotImplementedError as error:
+        raise RuntimeError(_why_not(target)) from error
     return jax.sharding.Mesh(np.array(description.devices).reshape(shape), tuple(axis_names))
+
+
+def _why_not(target: str) -> str:
+    if not is_available():
+        return (
+            f"compiling for {target} needs packages that are not installed: `uv sync --group aot`"
+            " installs them, `uv run --group aot ...` for one command."
+        )
+    return (
+        f"compiling for {target} needs the plugin for GPUs, which JAX has not loaded: without GPUs"
+        " set JAX_PLATFORMS=cpu before JAX is first used; otherwise see what JAX wrote above."
+    )
 
 
 def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledProgram:

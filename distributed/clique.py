@@ -13,14 +13,14 @@ job has several cliques, kernels count theirs from the end (`team.counting_from_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from stretto.distributed import topology
+from stretto.distributed import jax_meshes, topology
 from stretto.distributed.topology import Domain
 
 
@@ -63,14 +63,33 @@ def check_order(mesh: Mesh, name: str) -> None:
     A kernel names its peers by their place in the mesh and XLA by their ids; JAX translates
     nothing between the two, so a permuted mesh would read the wrong peer's rows.
     """
+    if (obstacle := order_obstacle(mesh)) is not None:
+        raise NotImplementedError(f"kernel {name}: {obstacle} Or pass backend='xla'.")
+
+
+def order_obstacle(mesh: Mesh) -> str | None:
+    """Why no kernel serves a mesh of devices in this order, or None if some may."""
     ids = [device.id for device in mesh.devices.flat]
-    known = sorted(device.id for device in mesh.devices.flat[0].client.devices())
-    wanted = known[: mesh.size]
-    if ids != wanted:
-        raise NotImplementedError(
-            f"kernel {name}: the mesh holds its devices in the order {ids}; it must be {wanted}."
-            " Make the mesh with jax.make_mesh, or pass backend='xla'."
-        )
+    return _order_obstacle(ids, mesh.devices.flat[0].client.devices())
+
+
+def order_obstacle_of_trace() -> str | None:
+    """The same for the enclosing mesh while a program is traced, as far as it is known."""
+    ids = jax_meshes.unordered_ids()
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if ids is None or device is None:
+        return None
+    return _order_obstacle(list(ids), topology.devices_of_job(device.platform))
+
+
+def _order_obstacle(ids: list[int], devices: Sequence[Any]) -> str | None:
+    wanted = sorted(device.id for device in devices)[: len(ids)]
+    if ids == wanted:
+        return None
+    return (
+        f"the mesh holds its devices in the order {ids}; it must be {wanted}. Make the mesh with"
+        " jax.make_mesh, of the first devices."
+    )
 
 
 def clique_of(mesh: Mesh, axes: tuple[Hashable, ...], name: str) -> Clique:

@@ -36,13 +36,17 @@ def _when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
 class Place:
     """Where a piece of a pull lies: in `sources[source]`, from (`row`, `column`) on.
 
-    `key` is whatever the kernel wants to know of it, such as the semaphore that counts it.
+    Attributes:
+      source, row, column: see above.
+      key: whatever the kernel wants to know of it, such as the semaphore that counts it.
+      to: (row, column) that it goes to in the destination, if they are not those of the source.
     """
 
     source: Int
     row: Int
     column: Int
     key: Any = None
+    to: tuple[Int, Int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +56,9 @@ class Pull:
     A piece goes through a slot of shared memory. While one is stored the next ones are on their
     way: a slot is filled again as soon as the store before last is over.
 
-    A piece that reaches over the edge of its array is cut off, both ways, but only if it is
-    narrower than the array or the array has no further dimensions: Mosaic GPU copies a contiguous
-    window in one go, up to the end of the whole ref.
+    A piece that reaches over the edge of its array is cut off, both ways. It must not be contiguous
+    in `destination` then, as one row is, or rows as wide as the array: it would run on past the
+    edge (`windows`), and `kernel.launch` refuses it.
 
     Attributes:
       pieces: how many this block fetches.
@@ -101,9 +105,9 @@ class Pull:
         if self.arrived is not None:
             self.arrived(self.place(i))
 
-    def _window(self, ref: Any, place: Place) -> Any:
+    def _window(self, ref: Any, row: Int, column: Int) -> Any:
         _, rows, columns = self.buffers.shape
-        return ref.at[pl.ds(place.row, rows), pl.ds(place.column, columns)]
+        return ref.at[pl.ds(row, rows), pl.ds(column, columns)]
 
     def _fetch(self, i: jax.Array) -> None:
         place = self.place(i)
@@ -112,14 +116,15 @@ class Pull:
 
             @pl.when(place.source == index)
             def _(ref=ref):
-                window = self._window(ref, place)
+                window = self._window(ref, place.row, place.column)
                 plgpu.copy_gmem_to_smem(window, self.buffers.at[slot], self.barriers.at[slot])
 
     def _keep(self, i: jax.Array) -> None:
         place = self.place(i)
         slot = rem(i, self.buffers.shape[0])
         plgpu.barrier_wait(self.barriers.at[slot])
-        window = self._window(self.destination(place.source), place)
+        row, column = (place.row, place.column) if place.to is None else place.to
+        window = self._window(self.destination(place.source), row, column)
         plgpu.copy_smem_to_gmem(self.buffers.at[slot], window)
 
 
@@ -127,7 +132,8 @@ class Pull:
 class Push:
     """One warpgroup of every block sends local arrays to where they are wanted.
 
-    A piece is loaded once and stored to all of its destinations from there.
+    A piece is loaded once and stored to all of its destinations from there. Pieces are contiguous,
+    so their rows have to divide those of a destination that is part of a larger array (`windows`).
 
     Attributes:
       sources: local `[rows, columns]` refs.

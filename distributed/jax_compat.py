@@ -27,7 +27,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, scf
 
-from stretto.distributed import jax_callbacks, jax_lowering, mailbox
+from stretto.distributed import clique, jax_callbacks, jax_lowering, mailbox
 
 # --- A wait with a time limit ---------------------------------------------------------------------
 # Pallas' `semaphore_wait` spins for ever. This primitive takes its operands (a semaphore ref with
@@ -70,7 +70,6 @@ def bounded_wait(
         args_tree=args_tree,
         decrement=decrement,
         scope=scope,
-        sem_name=site.semaphore,
         site=site,
         across_devices=across_devices,
     )
@@ -88,8 +87,7 @@ def _bounded_wait_abstract_eval(*avals, args_tree, **_):
     return [], {pallas_primitives.sem_effect}
 
 
-def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, sem_name, site, across_devices):
-    del sem_name  # Stands in the site too; of its own for the simulator.
+def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, site, across_devices):
     num_operands = args_tree.num_leaves
     sem, transforms, value = jax.tree.unflatten(args_tree, args[:num_operands])
     sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, ctx.avals_in[:num_operands])
@@ -238,6 +236,8 @@ class LoweredKernel:
       interpret, compiler_params: what `plgpu.kernel` was given under these names.
       axis_names, axis_sizes: axes of the device mesh, or of the clique in it that the kernel runs
         on; none outside of `shard_map`.
+      turned: they count their devices from the end (`clique`).
+      unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
       refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
@@ -250,12 +250,14 @@ class LoweredKernel:
     compiler_params: Any
     axis_names: tuple[Hashable, ...]
     axis_sizes: tuple[int, ...]
+    turned: bool
+    unordered: str | None
     out_avals: Sequence[Any]
     aliases: dict[int, int]
     refusal: Callable[[], jax_lowering.Refusal | None]
 
 
-type KernelIntercept = Callable[[LoweredKernel], Callable[..., Any] | None]
+type KernelIntercept = Callable[[LoweredKernel], Callable[[jax_callbacks.Visit], None] | None]
 
 _kernel_intercept: list[KernelIntercept] = []
 
@@ -264,9 +266,9 @@ def install_kernel_interception(intercept: KernelIntercept) -> None:
     """Has `intercept` see every Mosaic GPU kernel that is lowered for CPU from now on.
 
     Args:
-      intercept: from a kernel to the host function that runs it, which is called on each device
-        with the device's position on those axes (row-major) and its operands, and returns its
-        results; or to None, to lower the kernel as JAX does.
+      intercept: from a kernel to the host function that runs it, which is called for each device
+        with its `Visit`, at its position on those axes (row-major); or to None, to lower the kernel
+        as JAX does.
     """
     if not _kernel_intercept:
         # A cached lowering would be made in a function of its own, out of the calls' order.
@@ -281,8 +283,9 @@ def lower_kernel_for_cpu(
 ):
     """The lowering of `mpmd_map` for CPU: a callback, or what JAX makes of it.
 
-    `members` are the positions in the program's mesh of the devices that the kernel runs on, in
-    their order; all of them by default.
+    `members` are the positions in the program's mesh of the devices that the kernel runs on, as it
+    counts them: in their order or, in a kernel that counts from the end, in the other; all of them
+    by default.
     """
     meshes, jaxprs = params["meshes"], params["jaxprs"]
     callback = None
@@ -298,6 +301,9 @@ def lower_kernel_for_cpu(
             compiler_params=params["compiler_params"],
             axis_names=tuple(shape),
             axis_sizes=tuple(shape.values()),
+            turned=members is not None and members[0] > members[-1],
+            # A clique's order has been looked at.
+            unordered=_order_obstacle(device_mesh) if members is None else None,
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
             refusal=functools.partial(jax_lowering.refusal, ctx, params),
@@ -311,19 +317,25 @@ def lower_kernel_for_cpu(
     if callback is None:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
     if members is not None:
-        callback = _at_members(callback, members)
+        callback = _at_members(callback, sorted(members))
     position = (
         hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
     )
     return jax_callbacks.emit(ctx, callback, position, operands)
 
 
-def _at_members(callback: Callable[..., Any], members: Sequence[int]) -> Callable[..., Any]:
+def _order_obstacle(mesh: Any) -> str | None:
+    return clique.order_obstacle(mesh) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def _at_members(
+    callback: Callable[[jax_callbacks.Visit], None], members: Sequence[int]
+) -> Callable[[jax_callbacks.Visit], None]:
     """`callback`, called with positions in a mesh that are then counted among `members`."""
     numbers = {position: number for number, position in enumerate(members)}
 
-    def call(position: Any, *operands: Any) -> Any:
-        return callback(numbers[int(position)], *operands)
+    def call(visit: jax_callbacks.Visit) -> None:
+        callback(dataclasses.replace(visit, position=numbers[visit.position]))
 
     return call
 

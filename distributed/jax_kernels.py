@@ -11,9 +11,10 @@ mesh: members are numbered from 0, as JAX demands. Then the operation is told wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +28,9 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import heap, jax_compat, jax_options, mailbox
+from stretto.distributed import edges, heap, jax_compat, jax_marks, jax_options, mailbox
 from stretto.distributed.clique import Clique, check_order, clique_of
+from stretto.distributed.simulator.sites import site_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
 team_kernel_p.multiple_results = True
@@ -47,19 +49,45 @@ class TeamKernelInfo:
     turned: bool = False
 
 
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Kernels are traced inside it.
+
+    Values are not typed as varying over mesh axes. Integers have 32 bits, whatever `jax_enable_x64`
+    says: Mosaic GPU's operations ask for them, and Python's numbers would have 64.
+    """
+    with config._check_vma(False), jax.enable_x64(False):
+        yield
+
+
 def bind_team_kernel(
-    fun: Callable, operands: Sequence[jax.Array], info: TeamKernelInfo
+    jaxpr: jax_core.ClosedJaxpr, operands: Sequence[jax.Array], info: TeamKernelInfo
 ) -> list[jax.Array]:
-    """Traces `fun`, a call of `plgpu.kernel` on `operands`, and makes it one operation."""
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with config._check_vma(False):
-        jaxpr = jax.make_jaxpr(fun)(*structs)
+    """Makes a traced call of `plgpu.kernel` one operation of the program, on `operands`."""
     if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
         raise ValueError(
             f"kernel {info.name}: its body uses a traced value from outside; compute the value"
             " inside the body, or pass it as an operand."
         )
+    edges.check_stores(jaxpr, info.name)
+    _check_places(jaxpr, info)
     return team_kernel_p.bind(*operands, jaxpr=_unwrapped(jaxpr), info=info)
+
+
+def _check_places(jaxpr: jax_core.ClosedJaxpr, info: TeamKernelInfo) -> None:
+    """Raises ValueError for a body that takes its device's place from `lax.axis_index`.
+
+    A kernel may count its devices from the end (`clique`), which its team knows and JAX does not.
+    """
+    axes = frozenset(jax.sharding.get_abstract_mesh().axis_names)
+    for eqn in jax_marks.unmarked_places(jaxpr, axes):
+        axis = eqn.params["axis_name"]
+        raise ValueError(
+            f"kernel {info.name}: lax.axis_index({axis!r}) need not be this device's place in the"
+            " mesh, since kernels count devices from the end in jobs of several nodes; inside the"
+            f" body take team.device_id() or team.neighbour(), for the team's axes {info.axes}, or"
+            f" pass the index as an operand. It is at {site_of(eqn)}"
+        )
 
 
 def _unwrapped(jaxpr: jax_core.ClosedJaxpr) -> jax_core.ClosedJaxpr:

@@ -61,7 +61,8 @@ def launch(
     are used again, block 0 waits for all peers (`handshake`).
 
     Args:
-      body: the kernel.
+      body: the kernel. Its numbers are of 32 bits where it does not say otherwise, also under
+        `jax_enable_x64`.
       *operands: arrays, this device's shards.
       name: of the kernel, in reports and profiles.
       team: whom it talks to; None for a kernel on one device.
@@ -90,9 +91,11 @@ def launch(
 
     Raises:
       ValueError: a number of blocks that cannot be resident together; `warps_that_meet` that is
-        negative or without a team.
+        negative or without a team; bulk stores that may run on past an edge (`windows`).
+      NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
     _check_resident(name, num_blocks)
+    _check_widths(name, operands, out_type, symmetric)
     if warps_that_meet < 0 or (warps_that_meet and team is None):
         raise ValueError(
             f"kernel {name}: warps_that_meet={warps_that_meet} must not be negative, and needs a"
@@ -107,7 +110,8 @@ def launch(
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
     axes = team.axes if team is not None else ()
-    info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and clique.are_several())
+    turned = clique.are_several() or simulator.counts_from_the_end()
+    info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and turned)
 
     @counting_from_the_end(info.turned)
     @functools.wraps(body)  # So that the simulator finds the buffers' names.
@@ -148,7 +152,10 @@ def launch(
         compiler_params=_compiler_params(compiler_params, together and opens_itself),
         interpret=interpret,
     )
-    outs = jax_kernels.bind_team_kernel(call, operands, info)[: len(out_type)]
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with jax_kernels.tracing():
+        traced = jax.make_jaxpr(call)(*structs)
+    outs = jax_kernels.bind_team_kernel(traced, operands, info)[: len(out_type)]
     # XLA would run a kernel twice whose result goes into a loop's stack and is used besides: once
     # for the use, and once more to write it into the stack itself (its dynamic-slice fusion).
     outs = lax.optimization_barrier(outs)
@@ -258,6 +265,17 @@ def _leaves_room(num_blocks: int) -> bool:
     """
     count = _multiprocessors_of_device()
     return num_blocks <= count - max(1, count // 16)
+
+
+def _check_widths(name: str, *groups: Sequence[Any]) -> None:
+    for kind, group in zip(("operand", "result", "symmetric buffer"), groups, strict=True):
+        for index, x in enumerate(group):
+            if x.dtype.itemsize > 4:
+                raise NotImplementedError(
+                    f"kernel {name}: {kind} {index} is {x.dtype}; elements must not be wider than"
+                    " 32 bits. Cast it, or pass two words of each with"
+                    " lax.bitcast_convert_type(x, jnp.uint32)."
+                )
 
 
 def _check_resident(name: str, num_blocks: int) -> None:

@@ -36,7 +36,7 @@ def where(condition: bool | jax.Array, a: Int, b: Int) -> Int:
     return lax.select(condition, jnp.int32(a), jnp.int32(b))
 
 
-def share(total: int, part: Int, parts: int) -> Int:
+def share(total: Int, part: Int, parts: int) -> Int:
     """How many of `total` items worker `part` of `parts` gets when item `i` goes to `i % parts`."""
     return div(total + parts - 1 - part, parts)
 

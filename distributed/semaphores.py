@@ -16,7 +16,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, jax_heap, settings
+from stretto.distributed import jax_compat, jax_heap, jax_marks, settings
 from stretto.distributed.mailbox import Site
 from stretto.distributed.team import Team, are_turned
 
@@ -35,6 +35,7 @@ class SemaphoreArray:
     """
 
     shape: tuple[int, ...] = ()
+    _: dataclasses.KW_ONLY
     local: bool = False
     heap_word: int | None = None
 
@@ -59,8 +60,10 @@ class Semaphore:
         """`sem.at[i, j]`: one semaphore of the array."""
         return _Indexer(self)
 
-    def signal(self, inc: int | jax.Array = 1, *, peer_id: int | jax.Array | None = None) -> None:
+    def signal(self, *, inc: int | jax.Array = 1, peer_id: int | jax.Array | None = None) -> None:
         """Adds `inc`, on member `peer_id` of the team or, without it, on this device (release).
+
+        Both have to be named: a number alone might be either.
 
         Raises:
           ValueError: a peer's semaphore is signalled and the array is `local`.
@@ -128,6 +131,7 @@ def allocate(
     """
     if spec.heap_word is None:
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
+        jax_marks.name_semaphores(ref, name)
     else:
         ref = jax_heap.semaphores(spec.shape, spec.heap_word, name=name, turned=are_turned())
     if awaits_start:

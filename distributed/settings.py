@@ -47,6 +47,7 @@ def start_limit_s() -> float:
 
     Set by the environment variable `STRETTO_START_LIMIT_S` (default 1800), like the limit of other
     waits; it is so much longer because between kernels a process may load data or save its state.
+    Processes on CPUs wait as long before their first collective (`jax_first_runs`).
 
     Raises:
       ValueError: the variable holds anything but a number of seconds that is not negative.

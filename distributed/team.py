@@ -13,16 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed import jax_heap
+from stretto.distributed import jax_heap, jax_marks
 from stretto.distributed.axes import AxisNames, canonical_axes
 
-# Set while the body of a kernel is traced that counts its devices from the other end (`clique`).
-_mirrored = contextvars.ContextVar("mirrored", default=False)
+# Set while the body of a kernel is traced: whether it counts its devices from the other end
+# (`clique`). None outside.
+_mirrored: contextvars.ContextVar[bool | None] = contextvars.ContextVar("mirrored", default=None)
 
 
 @contextlib.contextmanager
 def counting_from_the_end(enabled: bool) -> Generator[None]:
-    """Inside, the devices' places along mesh axes are those of a mesh that is turned around."""
+    """Around the body of a kernel while it is traced.
+
+    If `enabled`, the devices' places along mesh axes are those of a mesh that is turned around.
+    """
     token = _mirrored.set(enabled)
     try:
         yield
@@ -32,7 +36,7 @@ def counting_from_the_end(enabled: bool) -> Generator[None]:
 
 def are_turned() -> bool:
     """Whether the kernel whose body is being traced counts its devices from the end."""
-    return _mirrored.get()
+    return bool(_mirrored.get())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +80,13 @@ class Team:
         A kernel that asks for its place along a mesh axis is one that XLA connects to others,
         which a team of one must not be.
         """
-        return jnp.int32(0) if self.is_alone else self._turned(lax.axis_index(self.axes))
+        return jnp.int32(0) if self.is_alone else self._turned(self._place())
 
     def neighbour(self, offset: int) -> jax.Array:
         """Id of the member `offset` places further on the ring; `offset` may be negative."""
         if offset % self.size == 0:
             return self.device_id()
-        return lax.rem(self.device_id() + offset % self.size, self.size)
+        return lax.rem(self.device_id() + offset % self.size, jnp.int32(self.size))
 
     def address(self, device_id: int | jax.Array) -> dict:
         """How Pallas' remote operations name member `device_id`.
@@ -95,10 +99,19 @@ class Team:
 
     def slot(self, device_id: int | jax.Array) -> jax.Array:
         """The slot of member `device_id` in the `heap`; inside a kernel only."""
-        return jax_heap.slot(self.address(device_id), turned=_mirrored.get())
+        return jax_heap.slot(self.address(device_id), turned=are_turned())
+
+    def _place(self) -> jax.Array:
+        """Along the axes, as the kernel counts that is being traced."""
+        if _mirrored.get() is None:
+            return lax.axis_index(self.axes)
+        place, *others = (jax_marks.place(lax.axis_index(axis)) for axis in self.axes)
+        for axis, index in zip(self.axes[1:], others, strict=True):
+            place = place * lax.axis_size(axis) + index
+        return place
 
     def _turned(self, place: int | jax.Array) -> Any:
-        return self.size - 1 - place if _mirrored.get() else place
+        return self.size - 1 - place if are_turned() else place
 
     @functools.cached_property
     def peer_offsets(self) -> tuple[int, ...]:

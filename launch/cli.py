@@ -13,8 +13,11 @@ from stretto.launch.errors import LaunchError
 _COMMANDS = {
     "run": ("stretto.launch.command_run", "start a script in the processes of a job"),
     "doctor": ("stretto.launch.doctor.command", "what this machine can do, and what is wrong"),
-    "bench": ("stretto.benchmarks.command", "measure kernels and show the time they could take"),
-    "tune": ("stretto.benchmarks.tune_command", "find the best configuration of a kernel here"),
+    "bench": (
+        "stretto.benchmarks.commands.bench",
+        "measure kernels and show the time they could take",
+    ),
+    "tune": ("stretto.benchmarks.commands.tune", "find the best configuration of a kernel here"),
     "simulate": ("stretto.launch.simulate", "run a script's kernels in the simulator on a CPU"),
 }
 

@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         devices=options.devices,
         seeds=range(options.seed, options.seed + options.seeds),
         schedule=options.schedule,
+        from_the_end=True if options.reversed else None,
         core_count=options.blocks,
         detect_races=not options.no_races,
         check_hardware=not options.no_hardware,
@@ -46,7 +47,8 @@ def simulate(
     seed: int = 0,
     seeds: Sequence[int] | None = None,
     devices: int = 4,
-    schedule: str = "random",
+    schedule: str = "rotating",
+    from_the_end: bool | None = None,
     core_count: int = 4,
     detect_races: bool = True,
     check_hardware: bool = True,
@@ -60,7 +62,8 @@ def simulate(
       seed: of the order of steps.
       seeds: run once with each of these instead, and stop at the first that fails.
       devices: CPU devices that the script sees.
-      schedule: "random", "round_robin" or "pct".
+      schedule: "random", "round_robin", "pct", or "rotating": one or the other, by the seed.
+      from_the_end: kernels count their devices from the end; None leaves it to the seed.
       core_count: blocks that kernels launch where they ask for the number of multiprocessors.
       detect_races: look for data races.
       check_hardware: report kernels that no H100 runs. They are the same for every seed, so that
@@ -80,37 +83,54 @@ def simulate(
     _use_cpu_devices(devices)
     from stretto.distributed import simulator
 
-    seeds, launches = [seed] if seeds is None else seeds, 0
+    seeds, launches, failures = [seed] if seeds is None else seeds, 0, 0
     for one in seeds:
         report, status = None, 0
+        turned = _counts_from_the_end(one) if from_the_end is None else from_the_end
         try:
             with simulator.simulate(
                 seed=one,
                 schedule=schedule,  # pyright: ignore[reportArgumentType]  (argparse has checked)
+                from_the_end=turned,
                 core_count=core_count,
                 detect_races=detect_races,
                 check_hardware=check_hardware and one == seeds[0],
                 trace=trace is not None,
             ) as report:
                 status = _run(script, args)
-        except simulator.SimulationError as error:
-            # The report tells what is wrong, unless the run ended before it had anything to tell.
-            what = "failed" if report is not None and not report.ok else str(error)
-            _say(f"stretto simulate: seed {one}: {what}")
+                if status:
+                    report.fail(f"the script ended with status {status}")
+        except simulator.SimulationError:
+            if report is None:
+                raise
+            _say(f"stretto simulate: seed {one} failed; --seed {one} runs it again")
             status = 1
         except Exception as error:
             _show(error, script)
+            if report is not None and report.launches:
+                _say(f"{report.title}: the script ended so; --seed {one} runs it again")
             return 1
         if report is not None:
-            _tell(report, failed=status != 0, among_others=len(seeds) > 1)
+            _tell(report, among_others=len(seeds) > 1)
+            failures += report.nested_failures
             launches += report.launches + report.nested_launches
             if trace is not None and report.trace is not None:
                 report.trace.save(trace)
         if status or not launches:
             return status or NOTHING_SIMULATED
     if len(seeds) > 1:
-        _say(f"{len(seeds)} seeds, {launches} kernel launches: nothing wrong found")
+        found = f"{failures} of the script's own simulations found something wrong"
+        found = found if failures else "nothing wrong found"
+        _say(f"{len(seeds)} seeds, {launches} kernel launches: {found}")
     return 0
+
+
+def _counts_from_the_end(seed: int) -> bool:
+    """Whether kernels count their devices from the end in a run with `seed`: two of four do.
+
+    So each schedule of the rotation, which is the other one for the next seed, has both.
+    """
+    return seed // 2 % 2 == 1
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -121,20 +141,24 @@ def _check(options: argparse.Namespace) -> None:
             raise LaunchError(f"{name} {value} must be at least 1")
 
 
-def _tell(report: Report, *, failed: bool, among_others: bool) -> None:
+def _tell(report: Report, *, among_others: bool) -> None:
     """Says what one seed found: in a line, if others follow and it found nothing wrong."""
-    seed = f"simulation, seed {report.seed}"
     if report.launches and among_others and report.ok:
         seen = f"; --seed {report.seed} alone shows its warnings" if report.warnings else ""
-        _say(f"{seed}: {report.launches} kernel launches, nothing wrong found{seen}")
+        _say(f"{report.title}: {report.launches} kernel launches, nothing wrong found{seen}")
     elif report.launches or not report.ok:
         _say(str(report))
     elif report.nested_launches:
-        _say(f"{seed}: {report.nested_launches} kernel launches, in the script's own simulations")
-    elif not failed:
+        failures = report.nested_failures
+        found = f": {failures} of them found something wrong" if failures else ""
         _say(
-            f"{seed}: no kernel was simulated; print(stretto.explain(...)) beside a call says what"
-            " serves it, and why"
+            f"{report.title}: {report.nested_launches} kernel launches, in the script's own"
+            f" simulations{found}"
+        )
+    else:
+        _say(
+            f"{report.title}: no kernel was simulated; print(stretto.explain(...)) beside a call"
+            " says what serves it, and why"
         )
 
 
@@ -201,9 +225,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds (%(default)s)")
     parser.add_argument(
         "--schedule",
-        choices=("random", "round_robin", "pct"),
-        default="random",
-        help="order of steps; pct favours rare ones (%(default)s)",
+        choices=("rotating", "random", "round_robin", "pct"),
+        default="rotating",
+        help="order of steps; pct favours rare ones; rotating is pct for even seeds, random for odd"
+        " ones (%(default)s)",
+    )
+    parser.add_argument(
+        "--reversed",
+        action="store_true",
+        help="count devices from the end for all seeds, as kernels do in jobs of several nodes"
+        " (without it: for two of every four seeds, from the third on)",
     )
     parser.add_argument(
         "--blocks",

@@ -18,7 +18,7 @@ import pytest
 GPU_TESTS = Path(__file__).parent / "gpu"
 CPU_DEVICES = 8
 REHEARSED_GPUS = 4
-GPU_TEST_LIMIT_S = 180
+PROCESSES_TIMES_GPUS = 12
 
 with contextlib.suppress(ImportError):  # tests/gpu does without it
     import hypothesis
@@ -63,6 +63,15 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: fewer processes the more GPUs they share, on all of which a kernel takes turns."""
+    gpus = _number_of_gpus()
+    if not gpus or config.getoption("--rehearse") or not _only_gpu_tests(config):
+        return None  # xdist's own choice
+    return max(1, min(PROCESSES_TIMES_GPUS // gpus, len(os.sched_getaffinity(0))))
+
+
 @pytest.fixture(autouse=True)
 def only_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated kernels are not lowered for GPUs as well: it takes long, and tests/aot does it."""
@@ -74,10 +83,6 @@ def only_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if GPU_TESTS in item.path.parents and not config.getoption("--rehearse"):
-            # A thread of its own ends the process: a signal does not reach one that waits for a
-            # GPU. A test's own limit, if it has one, comes first.
-            item.add_marker(pytest.mark.timeout(GPU_TEST_LIMIT_S, method="thread"))
         if GPU_TESTS in item.path.parents and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):

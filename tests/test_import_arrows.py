@@ -32,9 +32,12 @@ USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author 
 PRIVATE_JAX = (
     "distributed/jax_callbacks.py",
     "distributed/jax_compat.py",
+    "distributed/jax_first_runs.py",
     "distributed/jax_heap.py",
     "distributed/jax_kernels.py",
     "distributed/jax_lowering.py",
+    "distributed/jax_marks.py",
+    "distributed/jax_meshes.py",
     "distributed/jax_options.py",
     "distributed/jax_programs.py",
     "distributed/jax_store.py",
@@ -114,6 +117,32 @@ def environment_reads(source: str, path: str) -> list[str]:
     ]
 
 
+# For each room of kernels/: which of the others it may import.
+ROOMS: dict[str, set[str]] = {
+    "problem": set(),
+    "xla": {"problem"},
+    "operation": {"problem"},
+    "engine": {"problem"},
+    "collectives": {"operation", "problem"},
+    "fused": {"engine", "collectives", "operation", "problem", "xla"},
+    "nodes": {"fused", "collectives", "operation", "problem", "xla"},
+    "choice": {"operation", "problem"},
+    "operations": {"choice", "nodes", "fused", "collectives", "operation", "problem", "xla"},
+}
+
+
+def rooms_entered(source: str, path: str) -> list[str]:
+    """Where the file at `path`, in a room of kernels/, imports from a room that it may not."""
+    room = Path(path).parts[1].removesuffix(".py")
+    found = []
+    for module, _ in imports(source, path):
+        top, *rest = module.split(".")
+        is_ours = [top, *rest[:1]] == ["stretto", "kernels"] and len(rest) > 1
+        if is_ours and rest[1] not in ROOMS[room] | {room}:
+            found.append(f"{path} imports {module}")
+    return found
+
+
 FILES = [
     str(path.relative_to(ROOT))
     for folder in FOLDERS
@@ -182,3 +211,18 @@ def test_private_jax_is_caught(source: str) -> None:
 @pytest.mark.parametrize("source", ["import os\nos.environ['A']", "import os\nos.getenv('A')"])
 def test_environment_read_is_caught(source: str) -> None:
     assert environment_reads(source, "kernels/x.py")
+
+
+KERNEL_FILES = [file for file in FILES if file.startswith("kernels/") and file.count("/")]
+
+
+@pytest.mark.parametrize("file", [f for f in KERNEL_FILES if f != "kernels/__init__.py"])
+def test_file_keeps_to_its_room(file: str) -> None:
+    found = rooms_entered((ROOT / file).read_text(), file)
+    assert not found, "\n".join(found)
+
+
+def test_a_way_back_up_is_found() -> None:
+    source = "from stretto.kernels.operations import matmuls"
+    assert rooms_entered(source, "kernels/engine/fuse.py")
+    assert not rooms_entered(source, "kernels/operations/collectives.py")

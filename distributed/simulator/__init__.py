@@ -1,6 +1,11 @@
 """Runs multi-GPU kernels on a CPU, and finds their deadlocks and races. See docs/simulator.md."""
 
-from stretto.distributed.simulator.context import SimulatorParams, is_simulating, simulate
+from stretto.distributed.simulator.context import (
+    SimulatorParams,
+    counts_from_the_end,
+    is_simulating,
+    simulate,
+)
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.errors import (
     DeadlockError,
@@ -25,6 +30,7 @@ __all__ = [
     "SimulatorParams",
     "StepLimitError",
     "UnsupportedKernelError",
+    "counts_from_the_end",
     "is_simulating",
     "simulate",
 ]

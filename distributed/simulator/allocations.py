@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,10 @@ def _names(jaxpr: Any) -> list[str]:
     names = [n for n in names if n is not None]
     if len(names) != count:
         return [f"scratch {i}" for i in range(count)]
-    return [str(n).split(".")[-1].split("[")[0] if count == 1 else str(n) for n in names]
+    # "kwargs['name']" is what JAX calls a body's parameter that it does not find in its signature,
+    # which `stretto.distributed.kernel` gives more than JAX passes.
+    names = [re.sub(r"^kwargs\['(\w+)'\]", r"\1", str(n)) for n in names]
+    return [n.split(".")[-1].split("[")[0] if count == 1 else n for n in names]
 
 
 def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from stretto.distributed.simulator.alignment import misalignments
 from stretto.distributed.simulator.clocks import Clock, knows
+from stretto.distributed.simulator.engine import Taken
 from stretto.distributed.simulator.limits import REGISTERS
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.races import Access
@@ -102,6 +103,17 @@ class Checks:
             site,
             name=barrier.name,
         )
+
+    def stray(self, copy: Any, taken: Taken) -> None:
+        """A copy takes more than the window that it is given, or something else."""
+        if taken.stray:
+            self._find(
+                "stray copy",
+                f"{copy.describe()} at {copy.site} takes {taken.stray} elements outside of its"
+                f" window, in {taken.region.describe()}: {taken.why}. Take windows of which a whole"
+                " number fits into the array.",
+                copy.site,
+            )
 
     def registers(self, block: Any, site: Site) -> None:
         """The warpgroups of a block ask for registers, of which there may be too few.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Generator
 from typing import Any, Literal
@@ -12,19 +13,24 @@ import jax
 
 from stretto.distributed import jax_callbacks, jax_compat, jax_lowering
 from stretto.distributed.simulator.cost_model import CostModel
-from stretto.distributed.simulator.errors import SimulationError, UnsupportedKernelError
+from stretto.distributed.simulator.errors import (
+    DeadlockError,
+    FindingError,
+    SimulationError,
+    UnsupportedKernelError,
+)
 from stretto.distributed.simulator.launch import KernelCall
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.mesh import DeviceMesh
 from stretto.distributed.simulator.refusals import flaw_of
-from stretto.distributed.simulator.rendezvous import Rendezvous
+from stretto.distributed.simulator.rendezvous import Activity, Rendezvous
 from stretto.distributed.simulator.report import Report
-from stretto.distributed.simulator.settings import Settings
+from stretto.distributed.simulator.settings import Settings, schedule_of
 from stretto.distributed.simulator.trace import Trace
 
-# (core_count, check_hardware). Part of the key of JAX's caches, so that nothing traced or lowered
-# for the simulator is used outside, nor the other way round. It does not hold the seed: a new seed
-# needs no new compilation.
+# (core_count, check_hardware, from_the_end). Part of the key of JAX's caches, so that nothing that
+# is traced or lowered for the simulator is used outside, nor the other way round. It does not hold
+# the seed: a new seed needs no new compilation.
 _is_simulating = jax.make_user_context(default_value=None)
 
 
@@ -34,21 +40,40 @@ class _Simulation:
     def __init__(self, settings: Settings, report: Report):
         self.settings = settings
         self.report = report
-        self.error: Exception | None = None
-        self.rendezvous: dict[KernelCall, Rendezvous] = {}
-        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+        self._rendezvous: dict[KernelCall, Rendezvous] = {}
         self._making = threading.Lock()
+        self._running = threading.Lock()
+        self._activity = Activity()
 
     def rendezvous_of(self, kernel: KernelCall) -> Rendezvous:
         """Where the devices meet for `kernel`, in this simulation alone."""
         with self._making:
-            mesh = kernel.mesh
-            place = Rendezvous(kernel.name, mesh.num_devices, mesh.describe)
-            return self.rendezvous.setdefault(kernel, place)
+            if kernel not in self._rendezvous:
+                self._rendezvous[kernel] = Rendezvous(
+                    kernel.name,
+                    kernel.mesh.num_devices,
+                    kernel.mesh.describe,
+                    functools.partial(self._run, kernel),
+                    self._note_error,
+                    timeout=self.settings.rendezvous_timeout,
+                    activity=self._activity,
+                )
+            return self._rendezvous[kernel]
+
+    def _run(self, kernel: KernelCall, number: int, operands: list[list[Any]]) -> list[list[Any]]:
+        with self._running:
+            settings = self.settings.for_launch(kernel.name, number)
+            return kernel.run(operands, settings, self.report)
+
+    def _note_error(self, error: BaseException) -> None:
+        self.error = self.error or error
+        if not isinstance(error, DeadlockError | FindingError):  # These the report has.
+            self.report.fail(f"{type(error).__name__}: {error}")
 
 
-# Callbacks run on XLA's threads, so what they use is global, not per thread. A program that was
-# still running when its `simulate` ended finishes under the settings it started with.
+# Devices come on XLA's threads, so what they use is global, not per thread. A program that another
+# thread had running when its `simulate` ended finishes under the settings it started with.
 _active: list[_Simulation] = []
 _last: list[_Simulation] = []
 # Kernels with `interpret=SimulatorParams()` that run before any `simulate` share this one.
@@ -67,7 +92,8 @@ class SimulatorParams:
 def simulate(
     *,
     seed: int = 0,
-    schedule: Literal["random", "round_robin", "pct", "time"] = "random",
+    schedule: Literal["rotating", "random", "round_robin", "pct", "time"] = "rotating",
+    from_the_end: bool = False,
     detect_races: bool = True,
     resident_blocks: int = 132,
     core_count: int = 4,
@@ -86,8 +112,10 @@ def simulate(
 
     Args:
       seed: of the order of steps. The same seed gives the same run, bit for bit.
-      schedule: "random", "round_robin", "pct" (favours orders that are rare) or "time" (the order
-        of the cost model's clock).
+      schedule: "random", "round_robin", "pct" (favours orders that are rare), "time" (the order of
+        the cost model's clock), or "rotating": "pct" for even seeds, "random" for odd ones.
+      from_the_end: kernels of `kernel.launch` count their devices from the end, as they do in a job
+        of several nodes.
       detect_races: look for data races, and for what may come after a peer's end.
       resident_blocks: blocks that a device runs at once.
       core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
@@ -111,12 +139,13 @@ def simulate(
     """
     if core_count < 1:
         raise ValueError(f"core_count={core_count} must be at least 1.")
-    report = Report(seed=seed)
+    order = "time" if cost_model is not None else schedule_of(seed, schedule)
+    report = Report(seed=seed, schedule=order, from_the_end=from_the_end)
     if trace:
         report.trace = Trace(is_timed=cost_model is not None)
     settings = Settings(
         seed=seed,
-        schedule="time" if cost_model is not None else schedule,
+        schedule=order,
         detect_races=detect_races,
         check_hardware=check_hardware,
         on_finding=on_finding,
@@ -128,19 +157,24 @@ def simulate(
     simulation = _Simulation(settings, report)
     _active.append(simulation)
     try:
-        with _is_simulating((core_count, check_hardware)), jax_compat.cpu_core_count(core_count):
+        setting = core_count, check_hardware, from_the_end
+        with _is_simulating(setting), jax_compat.cpu_core_count(core_count):
             try:
                 yield report
             finally:
-                _finish_running_programs()
+                jax_callbacks.finish_programs()
     except Exception as error:
         if simulation.error is not None and not isinstance(error, SimulationError):
             raise simulation.error from error
+        if error is not simulation.error:  # The others have been noted.
+            report.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
         _active.remove(simulation)
         if _active:
-            _active[-1].report.nested_launches += report.launches + report.nested_launches
+            outer = _active[-1].report
+            outer.nested_launches += report.launches + report.nested_launches
+            outer.nested_failures += (not report.ok) + report.nested_failures
         _last[:] = [simulation]
     if simulation.error is not None:
         raise simulation.error
@@ -151,25 +185,22 @@ def is_simulating() -> bool:
     return _is_simulating.value is not None
 
 
+def counts_from_the_end() -> bool:
+    """Whether kernels that are traced here are to count their devices from the end."""
+    return is_simulating() and _is_simulating.value[2]
+
+
 def _must_lower() -> bool:
     """Whether a kernel for the simulator is lowered for GPUs, too."""
     setting = _is_simulating.value
     return jax_lowering.is_possible() and (setting is None or setting[1])
 
 
-def _finish_running_programs() -> None:
-    """Waits for what has been dispatched, so that it runs under this context's settings."""
-    for array in jax.live_arrays():
-        with contextlib.suppress(Exception):  # A failed program's error has been kept already.
-            array.block_until_ready()
-    jax_callbacks.finish_programs()
-
-
 def _intercept(call: jax_compat.LoweredKernel) -> Any:
     """The callback that stands for a kernel call, or None to leave the call alone."""
     if not is_simulating() and not isinstance(call.interpret, SimulatorParams):
         return None
-    mesh = DeviceMesh(call.axis_names, call.axis_sizes)
+    mesh = DeviceMesh(call.axis_names, call.axis_sizes, turned=call.turned)
     if jax.process_count() > 1 and mesh.num_devices > jax.local_device_count():
         raise UnsupportedKernelError(
             f"kernel {call.name} runs on {mesh.num_devices} devices, of which this process has"
@@ -186,28 +217,17 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
     )
     kernel.prepare()
+    if call.unordered is not None and kernel.communicates:
+        raise NotImplementedError(f"kernel {call.name}: {call.unordered}")
     if _must_lower() and not kernel.flaws:
         refusal = call.refusal()
         if refusal is not None:
             kernel.flaws.append(flaw_of(refusal, call.name, call.jaxpr))
 
-    def callback(device: Any, *operands: Any) -> list[Any]:
-        simulation = _current()
+    def receive(visit: jax_callbacks.Visit) -> None:
+        _current().rendezvous_of(kernel).come(visit.position, visit)
 
-        def run(number: int, all_operands: list[list[Any]]) -> list[list[Any]]:
-            with simulation.lock:
-                settings = simulation.settings.for_launch(kernel.name, number)
-                return kernel.run(all_operands, settings, simulation.report)
-
-        rendezvous = simulation.rendezvous_of(kernel)
-        timeout = simulation.settings.rendezvous_timeout
-        try:
-            return rendezvous.meet(int(device), list(operands), run, timeout)
-        except Exception as error:
-            simulation.error = simulation.error or error
-            raise
-
-    return callback
+    return receive
 
 
 def _current() -> _Simulation:

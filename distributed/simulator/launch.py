@@ -79,6 +79,11 @@ class KernelCall:
         kernel, _ = self._prepared
         self.flaws += over_limits(kernel, self.jaxpr)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it asks where its device is among others, or reaches another one."""
+        return self._prepared[0].communicates
+
     def run(
         self, operands: list[list[np.ndarray]], settings: Settings, report: Report
     ) -> list[list[np.ndarray]]:
@@ -141,7 +146,8 @@ class KernelCall:
         report.statistics.matmul_busy_seconds += busy
         new = report.findings[known:]
         if new and settings.on_finding == "raise":
-            text = f"kernel {self.name}, seed {settings.seed}: " + "\n".join(map(str, new))
+            run = f"kernel {self.name}, seed {settings.seed} ({settings.schedule})"
+            text = f"{run}: " + "\n".join(map(str, new))
             raise _with_report(FindingError(text), report)
 
     def _fill(self, device: Device, operands: list[np.ndarray]) -> None:

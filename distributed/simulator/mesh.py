@@ -13,15 +13,26 @@ class DeviceMesh:
     Args:
       names: axis names.
       sizes: axis sizes.
+      turned: the kernel counts its devices from the end along every axis. Coordinates and device
+        ids are the kernel's, devices those of the mesh.
     """
 
-    def __init__(self, names: Sequence[Hashable], sizes: Sequence[int]):
+    def __init__(self, names: Sequence[Hashable], sizes: Sequence[int], *, turned: bool = False):
         self.names = tuple(names)
         self.sizes = tuple(sizes)
         self.num_devices = math.prod(self.sizes)
+        self._turned = turned
 
     def coords(self, device: int) -> dict[Hashable, int]:
         """Coordinates of `device`, by axis."""
+        return self._split(self.called(device))
+
+    def called(self, number: int) -> int:
+        """The device that the kernel calls `number`, and the other way round."""
+        is_turned = self._turned and 0 <= number < self.num_devices
+        return self.num_devices - 1 - number if is_turned else number
+
+    def _split(self, device: int) -> dict[Hashable, int]:
         out = {}
         for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             device, out[name] = divmod(device, size)
@@ -34,7 +45,7 @@ class DeviceMesh:
         device = 0
         for index, size in zip(coords, self.sizes, strict=True):
             device = device * size + index
-        return device
+        return self.called(device)
 
     def linear_from_axes(self, own: int, axes: dict[Hashable, int]) -> int:
         """The device named by some axes; the others are those of device `own`.
@@ -65,5 +76,5 @@ class DeviceMesh:
         """Device in words."""
         if len(self.names) < 2:
             return f"device {device}"
-        where = ", ".join(f"{n}={i}" for n, i in self.coords(device).items())
+        where = ", ".join(f"{n}={i}" for n, i in self._split(device).items())
         return f"device {device} ({where})"

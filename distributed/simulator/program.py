@@ -79,14 +79,18 @@ class KernelInfo:
       name: the kernel's name.
       mesh: the Pallas mesh: grid, cluster and threads.
       axis_sizes: sizes of the axes of the device mesh, in order.
+      communicates: it asks where its device is among others, or reaches another one.
       num_globals: how many semaphore arrays `get_global` has asked for.
+      semaphore_names: the names that the kernel gives to semaphores, by their tags.
       signal_sites: for each semaphore tag, the lines that signal it.
     """
 
     name: str
     mesh: Any
     axis_sizes: dict[Any, int]
+    communicates: bool = False
     num_globals: int = 0
+    semaphore_names: dict[Any, str] = field(default_factory=dict)
     signal_sites: dict[Any, list[Site]] = field(default_factory=dict)
 
 
@@ -177,6 +181,7 @@ class Compiler:
 
     def device_reader(self, device_id: Any, id_type: Any) -> Callable[[Any, Env], int]:
         """A function of (task, env) to the linear index of the device that `device_id` names."""
+        self.kernel.communicates = True
         if isinstance(device_id, dict):
             axes = [(k, self.reader(v)) for k, v in device_id.items()]
             return lambda task, env: task.machine.mesh.linear_from_axes(
@@ -187,10 +192,15 @@ class Compiler:
             return lambda task, env: task.machine.mesh.linear([int(r(env)) for r in readers])
         read = self.reader(device_id)
         if getattr(id_type, "value", "mesh") == "logical" or len(self.kernel.axis_sizes) <= 1:
-            return lambda task, env: int(read(env))
+            return lambda task, env: task.machine.mesh.called(int(read(env)))
         raise UnsupportedKernelError(
             f"a bare device id needs a mesh of one axis, not {list(self.kernel.axis_sizes)}"
         )
+
+    def multicast_axes(self, axes: Any) -> tuple:
+        """The axes along which an equation reaches every device, as a tuple."""
+        self.kernel.communicates = True
+        return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
     def is_used(self, variable: Any) -> bool:
         """Whether anything reads `variable`."""

@@ -1,108 +1,157 @@
-"""Where the devices of a mesh meet: each brings its operands, the last runs the launch for all."""
+"""Where the devices of a mesh meet: each brings operands, the last starts the launch for all."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.distributed.simulator.errors import RendezvousError
 
+if TYPE_CHECKING:
+    from stretto.distributed.jax_callbacks import Visit
 
-class _Meeting:
-    """One launch: who has come, and what came of it."""
+type Launch = Callable[[int, list[list[Any]]], list[list[Any]]]
+
+
+class Activity:
+    """How long nothing has happened in a simulation: no device came, no launch ran."""
 
     def __init__(self) -> None:
-        self.operands: dict[int, list] = {}
-        self.results: list[list] | None = None
-        self.error: BaseException | None = None
-        self.running = False
+        self._lock = threading.Lock()
+        self._running = 0
+        self._last = time.monotonic()
 
-    @property
-    def is_over(self) -> bool:
-        return self.results is not None or self.error is not None
+    def note(self, *, started: int = 0) -> None:
+        """Something has happened; `started` is 1 where a launch starts, -1 where it ends."""
+        with self._lock:
+            self._running += started
+            self._last = time.monotonic()
+
+    def quiet_seconds(self) -> float:
+        """Seconds since something happened."""
+        with self._lock:
+            return 0.0 if self._running else time.monotonic() - self._last
+
+
+class _Meeting:
+    """One launch: who has come, and the error if somebody did not."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.visits: dict[int, Visit] = {}
+        self.error: RendezvousError | None = None
+        self.timer: threading.Timer | None = None
 
 
 class Rendezvous:
     """The meetings of one kernel call.
 
-    XLA runs each device of a program in a thread of its own, and a callback holds that thread; it
-    has at least one for each device, so all can wait here. A device takes part in the launches of
-    one call in order, so its n-th visit belongs to the n-th meeting.
+    Nobody waits in a meeting: a device leaves its operands, and its program goes on once the launch
+    is over. So no thread that the others need is ever held, however few XLA has. The last device
+    to come starts the launch in a thread of its own, and each device goes on in one of its own.
+
+    A meeting is known by the run of the program and the place of the call in it. A device is at a
+    place once at a time, so whoever comes there next belongs to the same turn of a loop.
 
     Args:
       name: of the kernel.
       num_devices: how many must come.
       describe: a device in words.
+      launch: runs the kernel, from the number of the launch at its place and the operands of all
+        devices to their results.
+      failed: told the error of a launch, before any device is.
+      timeout: seconds without any activity after which a device that is missing is given up.
+      activity: of the whole simulation.
     """
 
-    def __init__(self, name: str, num_devices: int, describe: Callable[[int], str]):
+    def __init__(
+        self,
+        name: str,
+        num_devices: int,
+        describe: Callable[[int], str],
+        launch: Launch,
+        failed: Callable[[BaseException], None],
+        *,
+        timeout: float,
+        activity: Activity,
+    ):
         self._name = name
         self._num_devices = num_devices
         self._describe = describe
-        self._changed = threading.Condition()
-        self._visits = [0] * num_devices
-        self._meetings: dict[int, _Meeting] = {}
+        self._launch = launch
+        self._failed = failed
+        self._timeout = timeout
+        self._activity = activity
+        self._lock = threading.Lock()
+        self._numbers: Counter[int] = Counter()
+        self._meetings: dict[tuple[int, int], _Meeting] = {}
 
-    def meet(
-        self,
-        device: int,
-        operands: list[Any],
-        run: Callable[[int, list[list[Any]]], list[list[Any]]],
-        timeout: float,
-    ) -> list[Any]:
-        """Brings `operands` of `device`, and returns its results.
-
-        Args:
-          device: who comes.
-          operands: what it brings.
-          run: called once, by the last to come, with the number of the meeting and the operands of
-            all devices.
-          timeout: seconds to wait for the others to come (running does not count).
-
-        Raises:
-          RendezvousError: somebody did not come in time.
-          Exception: what `run` raised, on every device.
-        """
-        with self._changed:
-            number = self._visits[device]
-            self._visits[device] += 1
-            meeting = self._meetings.setdefault(number, _Meeting())
-            meeting.operands[device] = operands
-            is_last = len(meeting.operands) == self._num_devices and meeting.error is None
-            if is_last:
-                meeting.running = True
-        if is_last:
-            self._run(meeting, lambda operands: run(number, operands))
-        with self._changed:
-            self._changed.wait_for(lambda: meeting.is_over or meeting.running, timeout)
-            if not meeting.is_over and not meeting.running:
-                self._give_up(meeting, timeout)
-            self._changed.wait_for(lambda: meeting.is_over)
-            self._meetings.pop(number, None) if self._all_left(number) else None
+    def come(self, device: int, visit: Visit) -> None:
+        """`device` comes with its operands; returns at once."""
+        self._activity.note()
+        place = (visit.run, visit.site)
+        with self._lock:
+            meeting = self._meetings.get(place)
+            if meeting is None:
+                meeting = self._meetings[place] = _Meeting(self._numbers[visit.site])
+                self._numbers[visit.site] += 1
+                self._watch(meeting, self._timeout)
+            meeting.visits[device] = visit
+            is_complete = len(meeting.visits) == self._num_devices and meeting.error is None
+            if is_complete:
+                del self._meetings[place]
         if meeting.error is not None:
-            raise meeting.error
-        return meeting.results[device] if meeting.results is not None else []
+            visit.fail(meeting.error)
+        elif is_complete:
+            if meeting.timer is not None:
+                meeting.timer.cancel()
+            threading.Thread(target=self._run, args=(meeting,), daemon=True).start()
 
-    def _run(self, meeting: _Meeting, run: Callable) -> None:
-        results, error = None, None
+    def _run(self, meeting: _Meeting) -> None:
+        visits = [meeting.visits[d] for d in range(self._num_devices)]
+        self._activity.note(started=1)
         try:
-            results = run([meeting.operands[d] for d in range(self._num_devices)])
-        except BaseException as caught:
-            error = caught
-        with self._changed:
-            meeting.results, meeting.error = results, error
-            self._changed.notify_all()
+            results = self._launch(meeting.number, [visit.operands for visit in visits])
+        except BaseException as error:
+            self._fail(visits, error)
+            return
+        finally:
+            self._activity.note(started=-1)
+        *others, own = list(zip(visits, results, strict=True))
+        for visit, values in others:
+            threading.Thread(target=visit.leave, args=(values,), daemon=True).start()
+        own[0].leave(own[1])
 
-    def _give_up(self, meeting: _Meeting, timeout: float) -> None:
-        missing = [d for d in range(self._num_devices) if d not in meeting.operands]
-        meeting.error = RendezvousError(
-            f"kernel {self._name}: {', '.join(map(self._describe, missing))} did not come to it"
-            f" within {timeout:g} s, while {len(meeting.operands)} of {self._num_devices} devices"
-            " wait. Every device of the mesh must launch the same kernels in the same order; a"
-            " branch on a value that differs between devices breaks that."
-        )
-        self._changed.notify_all()
+    def _watch(self, meeting: _Meeting, seconds: float) -> None:
+        if self._num_devices > 1:
+            meeting.timer = threading.Timer(seconds, self._late, (meeting,))
+            meeting.timer.daemon = True
+            meeting.timer.start()
 
-    def _all_left(self, number: int) -> bool:
-        return all(v > number for v in self._visits)
+    def _late(self, meeting: _Meeting) -> None:
+        """Called when a meeting has lasted for the timeout, or a while longer."""
+        with self._lock:
+            if len(meeting.visits) == self._num_devices:
+                return
+            left = self._timeout - self._activity.quiet_seconds()
+            if left > 0:
+                self._watch(meeting, left)
+                return
+            missing = [d for d in range(self._num_devices) if d not in meeting.visits]
+            present = list(meeting.visits.values())
+            meeting.error = RendezvousError(
+                f"kernel {self._name}: {', '.join(map(self._describe, missing))} did not come to"
+                f" it within {self._timeout:g} s, while {len(present)} of {self._num_devices}"
+                " devices wait. Every device of the mesh must launch the same kernels in the same"
+                " order; a branch on a value that differs between devices breaks that. So does"
+                " another thread of this process that starts programs faster than they run."
+            )
+        self._fail(present, meeting.error)
+
+    def _fail(self, visits: list[Visit], error: BaseException) -> None:
+        self._failed(error)
+        for visit in visits:
+            visit.fail(error)

@@ -44,24 +44,33 @@ class Report:
 
     Attributes:
       seed: the seed of the run.
+      schedule: the order of steps that it ran in.
+      from_the_end: kernels of `kernel.launch` counted their devices from the end.
       findings: what would be wrong on a device: races, reads of uninitialised memory, and so on.
       warnings: what is legal but worth a look, such as semaphores left above zero.
       launches: number of kernel launches simulated, over all teams.
       nested_launches: those under a `simulate` inside this one, which has a report of its own.
+      nested_failures: how many such simulations found something wrong.
       output: lines that kernels printed with `debug_print`.
       statistics: bytes, copies, waits and steps, summed over the launches.
       trace: what every task did, if it was asked for.
       deadlock: the text of the deadlock, if there was one.
+      failure: what else ended the run before it was done, such as a fault of the kernel or an
+        exception of the script: nothing is known of what would have come.
     """
 
     seed: int = 0
+    schedule: str = "random"
+    from_the_end: bool = False
     findings: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
     launches: int = 0
     nested_launches: int = 0
+    nested_failures: int = 0
     output: list[str] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     deadlock: str | None = None
+    failure: str | None = None
     trace: Trace | None = None
     _seen: dict[Hashable, Finding] = field(default_factory=dict, repr=False)
 
@@ -77,19 +86,29 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong (warnings apart)."""
-        return not self.findings and self.deadlock is None
+        """Whether the run came to its end and nothing is wrong (warnings apart)."""
+        return not self.findings and self.deadlock is None and self.failure is None
+
+    def fail(self, failure: str) -> None:
+        """Notes what ended the run; the first counts."""
+        self.failure = self.failure or failure
+
+    @property
+    def title(self) -> str:
+        """Which run it is: what to ask for to have it again."""
+        turned = ", devices counted from the end" if self.from_the_end else ""
+        return f"simulation, seed {self.seed} ({self.schedule}{turned})"
 
     def kinds(self) -> set[str]:
         """The kinds of the findings."""
         return {f.kind for f in self.findings}
 
     def __str__(self) -> str:
-        lines = [f"simulation, seed {self.seed}: {self.launches} kernel launches"]
-        if self.deadlock:
-            lines.append(self.deadlock)
+        lines = [f"{self.title}: {self.launches} kernel launches"]
+        lines += [text for text in (self.deadlock, self.failure) if text]
         lines += [str(f) for f in (*self.findings, *self.warnings)]
         if self.ok:
             lines.append("nothing wrong found")
-        lines.append(str(self.statistics))
+        if self.launches:
+            lines.append(str(self.statistics))
         return "\n".join(lines)

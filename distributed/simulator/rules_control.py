@@ -173,9 +173,20 @@ def _scan(compiler: Compiler, eqn: Any) -> Step:
 @rule("axis_index")
 def _axis_index(compiler: Compiler, eqn: Any) -> Step:
     (out,), name = compiler.outs(eqn), eqn.params["axis_name"]
+    compiler.kernel.communicates |= name in compiler.kernel.axis_sizes
 
     def step(task: Any, env: list) -> None:
         env[out] = task.axis_index(name)
+
+    return False, step
+
+
+@rule("stretto_place")
+def _place(compiler: Compiler, eqn: Any) -> Step:
+    (index,), (out,) = compiler.ins(eqn), compiler.outs(eqn)
+
+    def step(task: Any, env: list) -> None:
+        env[out] = env[index]
 
     return False, step
 

@@ -8,12 +8,14 @@ from typing import Any
 from stretto.distributed.simulator.alignment import is_plain
 from stretto.distributed.simulator.barriers import pick
 from stretto.distributed.simulator.copies import Copy, load_body, store_body
-from stretto.distributed.simulator.errors import UnsupportedKernelError
+from stretto.distributed.simulator.engine import Taken, check_promise, taken
+from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.views import ViewPlan, plan_view
 from stretto.distributed.simulator.waiting import Wait
+from stretto.distributed.windows import Layout
 
 
 def _split(compiler: Compiler, eqn: Any, first: int) -> tuple[Any, Any, list, Callable | None]:
@@ -35,6 +37,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     source = plan_view(compiler, eqn.invars[0], src)
     target = plan_view(compiler, eqn.invars[1], dst)
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
+    layout = Layout.of(src)
     may_be_flat = reduction is None and is_plain(src)
     site = compiler.site
 
@@ -44,11 +47,13 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
                 _commit(task)
             return
         yield
-        targets = []
-        for buffer in target.owners(task, env):
-            region, overhang = target.clipped(buffer, env)
-            targets.append((region, None if overhang is None else overhang[1]))
+        takes = [
+            taken(target, buffer, env, layout, may_be_flat=reduction is None)
+            for buffer in target.owners(task, env)
+        ]
+        targets = [(t.region, None if t.overhang is None else t.overhang[1]) for t in takes]
         copy = Copy(task, site, targets[0][0])
+        task.machine.checks.stray(copy, takes[0])
         region = source.region(task, env)
         task.machine.checks.aligned(copy, region, targets[0][0], may_be_flat=may_be_flat)
         copy.check_commit(region, writes=False)
@@ -112,6 +117,7 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     tree = eqn.params["barrier_transforms_treedef"]
     barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
     axes = tuple(eqn.params["collective_axes"] or ())
+    layout, mode = Layout.of(dst), eqn.params.get("oob_mode")
     cuts_off = getattr(eqn.params["oob_mode"], "name", "ZEROS") == "ZEROS"
     may_be_flat = not cuts_off and is_plain(dst)
     site = compiler.site
@@ -122,10 +128,15 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
             _arrive_without_bytes(task, barrier, env, site)
             return
         copy = Copy(task, site, target.region(task, env))
+        loaded = taken(source, source.owner(task, env), env, layout, may_be_flat=False)
+        task.machine.checks.stray(copy, loaded)
+        broken = check_promise(mode, loaded.overhang)
+        if broken is not None:
+            raise KernelFaultError(broken)
         if axes:
-            _start_multicast(task, copy, (source, target, barrier), env, axes)
+            _start_multicast(task, copy, loaded, (target, barrier), env, axes)
         else:
-            _start_load(task, copy, (source, target, barrier), env, may_be_flat)
+            _start_load(task, copy, loaded, (target, barrier), env, may_be_flat)
 
     return True, step
 
@@ -139,33 +150,38 @@ def _arrive_without_bytes(task: Any, barrier: ViewPlan, env: list, site: Site) -
 def _start_load(
     task: Any,
     copy: Copy,
-    views: tuple[ViewPlan, ViewPlan, ViewPlan],
+    loaded: Taken,
+    views: tuple[ViewPlan, ViewPlan],
     env: list,
     may_be_flat: bool,
 ) -> None:
-    source, target, barrier = views
-    region, fill = source.clipped(source.owner(task, env), env)
+    target, barrier = views
     destination = target.region(task, env)
     array = barrier.owner(task, env)
     item = array.items[pick(barrier, array, env)]
-    task.machine.checks.aligned(copy, destination, region, may_be_flat=may_be_flat)
+    task.machine.checks.aligned(copy, destination, loaded.region, may_be_flat=may_be_flat)
     copy.check_commit(destination, writes=True)
     num_bytes = destination.get().nbytes
     item.expect(num_bytes)
     item.arrive(task, copy.site)
-    copy.start(load_body(copy, region, fill, [(destination, item)], num_bytes))
+    copy.start(load_body(copy, loaded.region, loaded.overhang, [(destination, item)], num_bytes))
     task.machine.pending_loads.append(copy)
 
 
 def _start_multicast(
-    task: Any, copy: Copy, views: tuple[ViewPlan, ViewPlan, ViewPlan], env: list, axes: tuple
+    task: Any,
+    copy: Copy,
+    loaded: Taken,
+    views: tuple[ViewPlan, ViewPlan],
+    env: list,
+    axes: tuple,
 ) -> None:
     """Each block of the cluster loads its part of the source and sends it to all of them."""
-    source, target, barrier = views
+    target, barrier = views
+    region, fill = loaded.region, loaded.overhang
     machine = task.machine
     blocks = machine.cluster_blocks(task.block, axes)
     part, count = blocks.index(task.block), len(blocks)
-    region, fill = source.clipped(source.owner(task, env), env)
     own, array = target.owner(task, env), barrier.owner(task, env)
     index = pick(barrier, array, env)
     whole = target.within(own, env)

@@ -16,7 +16,7 @@ from stretto.distributed.simulator.program import Compiler, Step, rule, to_scala
 from stretto.distributed.simulator.rules_arrays import widen
 from stretto.distributed.simulator.semaphores import SemaphoreArray
 from stretto.distributed.simulator.sites import Site
-from stretto.distributed.simulator.views import as_axes, plan_view
+from stretto.distributed.simulator.views import plan_view
 
 
 def _transforms(eqn: Any, first: int, tree: Any) -> Any:
@@ -157,7 +157,7 @@ def _atomic_store(compiler: Compiler, eqn: Any) -> Step:
 def _multimem_store(compiler: Compiler, eqn: Any) -> Step:
     tree = eqn.params["transforms_tree"]
     view = plan_view(compiler, eqn.invars[1], _transforms(eqn, 2, tree))
-    view.multicast = as_axes(eqn.params["collective_axes"])
+    view.multicast = compiler.multicast_axes(eqn.params["collective_axes"])
     value, site = compiler.slot(eqn.invars[0]), compiler.site
 
     def step(task: Any, env: list) -> Generator:
@@ -171,7 +171,7 @@ def _multimem_store(compiler: Compiler, eqn: Any) -> Step:
 @rule("multimem_load_reduce")
 def _multimem_load_reduce(compiler: Compiler, eqn: Any) -> Step:
     view = plan_view(compiler, eqn.invars[0], _transforms(eqn, 1, eqn.params["tree"]))
-    view.multicast = as_axes(eqn.params["collective_axes"])
+    view.multicast = compiler.multicast_axes(eqn.params["collective_axes"])
     (out,), site = compiler.outs(eqn), compiler.site
     combine = REDUCTIONS[eqn.params["reduction_op"]]
     dtype = np.dtype(eqn.outvars[0].aval.dtype)

@@ -100,12 +100,13 @@ def _get_global(compiler: Compiler, eqn: Any) -> Step:
         raise UnsupportedKernelError(f"get_global of {what}")
     number = compiler.kernel.num_globals
     compiler.kernel.num_globals += 1
-    name = assigned_name(compiler.site) or f"global semaphore {number}"
     (out,) = compiler.outs(eqn)
-    compiler.tags[eqn.outvars[0]] = (name, "global", number)
-    shape = what.shape
+    compiler.tags[eqn.outvars[0]] = tag = ("global", number)
+    written = assigned_name(compiler.site) or f"global semaphore {number}"
+    names, shape = compiler.kernel.semaphore_names, what.shape
 
     def step(task: Any, env: list) -> None:
+        name = names.get(tag, written)
         env[out] = task.machine.semaphores(task.device, ("global", number), name, shape)
 
     return False, step

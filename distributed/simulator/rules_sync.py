@@ -12,7 +12,7 @@ from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.races import Access
 from stretto.distributed.simulator.semaphores import Semaphore
 from stretto.distributed.simulator.sites import Site
-from stretto.distributed.simulator.views import as_axes, plan_view
+from stretto.distributed.simulator.views import plan_view
 from stretto.distributed.simulator.waiting import Wait
 
 
@@ -80,6 +80,12 @@ def _signal_step(
     return True, step
 
 
+@rule("stretto_name")
+def _name(compiler: Compiler, eqn: Any) -> None:
+    """Allocations are named when they are made, which is later."""
+    compiler.kernel.semaphore_names[compiler.tag(eqn.invars[0])] = eqn.params["name"]
+
+
 @rule("stretto_slot")
 def _slot(compiler: Compiler, eqn: Any) -> Step:
     device_id = eqn.params["tree"].unflatten(eqn.invars)
@@ -103,7 +109,7 @@ def _semaphore_signal(compiler: Compiler, eqn: Any) -> Step:
 def _semaphore_signal_multicast(compiler: Compiler, eqn: Any) -> Step:
     ref, transforms, amount = _semaphore_arguments(eqn)
     view, site = plan_view(compiler, ref, transforms), _note_signal(compiler, ref)
-    view.multicast = as_axes(eqn.params["collective_axes"])
+    view.multicast = compiler.multicast_axes(eqn.params["collective_axes"])
     amount_of = compiler.reader(amount)
 
     def step(task: Any, env: list) -> Generator:
@@ -171,7 +177,6 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
         compiler.reader(rest[0]) if rest else lambda env: eqn.params["decrement"]
     )
     scope = eqn.params.get("memory_scope") or eqn.params.get("scope") or "sys"
-    given_name = eqn.params.get("sem_name")
     tag, kernel = compiler.tag(ref), compiler.kernel
 
     def helpers(semaphore: Semaphore) -> str:
@@ -185,8 +190,6 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
         yield
         array = view.owner(task, env)
         semaphore = array.items[pick(view, array, env)]
-        if given_name and array.name != given_name:
-            array.rename(given_name)
         wanted = int(value_of(env))
         statistics = task.machine.report.statistics
         statistics.waits += 1

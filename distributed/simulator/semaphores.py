@@ -152,9 +152,3 @@ class SemaphoreArray:
         self.key = key
         self.persistent = persistent
         self.ids = id_buffer(name, shape)
-
-    def rename(self, name: str) -> None:
-        """Gives the semaphores the name that the kernel has for them."""
-        for i, item in enumerate(self.items):
-            item.name = f"{name}[{i}]" if self.ids.data.shape else name
-        self.name = name

@@ -12,6 +12,14 @@ from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.scheduler import ORDERS
 from stretto.distributed.simulator.trace import Trace
 
+ROTATION = ("pct", "random")
+"""The schedules that take turns under "rotating": what one rarely finds the other often does."""
+
+
+def schedule_of(seed: int, schedule: str = "rotating") -> str:
+    """The schedule that a run with `seed` has: `schedule`, or the seed's turn of the rotation."""
+    return ROTATION[seed % len(ROTATION)] if schedule == "rotating" else schedule
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -30,7 +38,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.schedule not in ORDERS:
-            raise ValueError(f"schedule={self.schedule!r} is not one of {sorted(ORDERS)}.")
+            known = sorted([*ORDERS, "rotating"])
+            raise ValueError(f"schedule={self.schedule!r} is not one of {known}.")
         if self.on_finding not in ("raise", "record"):
             raise ValueError(f'on_finding={self.on_finding!r} is neither "raise" nor "record".')
         if self.limits.resident_blocks < 1:

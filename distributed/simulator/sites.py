@@ -97,8 +97,8 @@ def site_of_error(error: BaseException) -> Site:
 
 
 def assigned_name(site: Site) -> str | None:
-    """The variable that the source line at `site` assigns to, if it is a plain assignment."""
-    match = re.match(r"([A-Za-z_]\w*)\s*=[^=]", site.text)
+    """The variable that the source line at `site` assigns a call's result to, if it is so plain."""
+    match = re.match(r"([A-Za-z_]\w*)\s*=\s*[\w.]+\(", site.text)
     return match.group(1) if match else None
 
 

@@ -102,8 +102,31 @@ class ViewPlan:
             steps.append(step)
         if dims is None:
             return Region(buffer, tuple(steps), Ellipsis), None
-        index, overhang, whole = _finish(dims, shape)
-        return Region(buffer, tuple(steps), index), None if overhang is None else (whole, overhang)
+        return _bounded(buffer, steps, dims, shape)
+
+    def plain_window(self, buffer: Buffer, env: list) -> list | None:
+        """The window in coordinates of `buffer`: for each dimension an int or [start, size, 1].
+
+        None if it is anything else, such as rows of a list, or the whole.
+        """
+        if self.alias is not None or {kind for kind, _ in self.steps} != {"index"}:
+            return None
+        dims: list = [[0, n, 1] for n in buffer.data.shape]
+        for _, arg in self.steps:
+            dims = _compose(dims, buffer.data.shape, arg, env)
+        plain = all(isinstance(d, int) or (isinstance(d, list) and d[2] == 1) for d in dims)
+        return dims if plain else None
+
+    def bounded(self, buffer: Buffer, dims: list) -> tuple[Region, tuple | None]:
+        """What `clipped` returns, of a window as `plain_window` has it."""
+        return _bounded(buffer, [], dims, buffer.data.shape)
+
+
+def _bounded(
+    buffer: Buffer, steps: list[Callable], dims: list, shape: tuple
+) -> tuple[Region, tuple | None]:
+    index, overhang, whole = _finish(dims, shape)
+    return Region(buffer, tuple(steps), index), None if overhang is None else (whole, overhang)
 
 
 def _compose(dims: list | None, shape: tuple, indexer: list, env: list) -> list:
@@ -238,18 +261,13 @@ def plan_view(compiler: Any, ref_atom: Any, transforms: Any) -> ViewPlan:
         elif name == "PeerMemRef":
             plan.peer = compiler.device_reader(transform.device_id, transform.device_id_type)
         elif name == "MulticastRef":
-            plan.multicast = as_axes(transform.collective_axes)
+            plan.multicast = compiler.multicast_axes(transform.collective_axes)
         elif name == "ClusterRefTransform":
             slots = tuple(compiler.reader(i) for i in transform.idxs)
             plan.cluster = (tuple(transform.dims), slots)
         else:
             raise UnsupportedKernelError(f"ref transform {name} is not supported")
     return plan
-
-
-def as_axes(axes: Any) -> tuple:
-    """Axis names as a tuple."""
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def _untiled(shape: tuple, tiling: tuple) -> tuple:

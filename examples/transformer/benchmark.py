@@ -39,8 +39,8 @@ from rates import HEADER, describe_times, show
 from timing import measure
 
 import stretto as st
-from stretto.benchmarks.compiling import Compiler
-from stretto.benchmarks.machine import describe
+from stretto.benchmarks.measurements.machine import describe
+from stretto.benchmarks.timing.compiling import Compiler
 
 
 class Case(NamedTuple):

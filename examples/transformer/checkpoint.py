@@ -6,6 +6,9 @@ Arrays are restored to the mesh of the run that reads them, which may be another
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,37 @@ def run_folder(root: Path, name: str, *, resume: bool) -> Path:
     return root.absolute() / f"{name}-{number}"
 
 
+def read(
+    folder: Path, shapes_of: Callable[[dict[str, Any]], TrainState]
+) -> tuple[dict[str, Any], TrainState]:
+    """What a run is made of, and its newest checkpoint; leaves the folder as it is.
+
+    Args:
+      folder: of a run, which may still go on.
+      shapes_of: of what the run is made of, makes the arrays' shapes, with their shardings.
+
+    Raises:
+      ValueError: there is no checkpoint.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; pass the folder of a run of train.py.")
+    options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+    with contextlib.closing(ocp.CheckpointManager(folder.absolute(), options=options)) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{folder} holds no checkpoint; pass the folder of a run of train.py.")
+        args = ocp.args.Composite(about=ocp.args.JsonRestore())
+        about = manager.restore(step, args=args)["about"]
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes_of(about)))
+        return about, manager.restore(step, args=args)["state"]
+
+
 class Checkpoints:
     """The checkpoints of one run; the newest two are kept. Every process makes the same calls.
 
     A checkpoint is written under another name, and renamed when it is whole, so what a crash leaves
-    half written is no checkpoint. The next run removes it.
+    half written is no checkpoint. The next run removes it: call `close`, whatever a run ends with,
+    lest it removes one that is still being written.
 
     Args:
       folder: of the run, on a file system that all processes share.
@@ -50,7 +79,8 @@ class Checkpoints:
     def __init__(self, folder: Path, about: dict[str, Any]):
         self.folder = folder
         self._about = about
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+        _remove_unfinished(folder)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     def newest(self) -> int | None:
@@ -87,3 +117,14 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until everything is written."""
         self._manager.close()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes what a crash has left half written, before anything else is done with the folder.
+
+    Orbax has a thread for this (`cleanup_tmp_directories`), which only a save waits for: a run that
+    makes none would end while it still removes.
+    """
+    if jax.process_index() == 0:
+        for path in folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+            shutil.rmtree(path)

@@ -1,10 +1,10 @@
 """List the collectives of the compiled training step: which, how many, over whom, and from where.
 
     python examples/transformer/collectives.py --dp 2 --tp 2
-    python examples/transformer/collectives.py --config 7b-layer --tp 4 --target h100
+    uv run --group aot python examples/transformer/collectives.py --config 7b-layer --target h100
 
-The step is compiled for CPU devices or, with `--target`, for GPUs that need not be there (see
-CONTRIBUTING.md for the packages). docs/models.md explains each line.
+The step is compiled for CPU devices or, with `--target`, for GPUs that need not be there: the group
+`aot` holds their compiler. docs/models.md explains each line.
 """
 
 from __future__ import annotations
@@ -85,22 +85,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compiles the step and prints the table."""
     parser = argparse.ArgumentParser(description="List the collectives of the training step.")
     parser.add_argument("--config", choices=config.SIZES, default="tiny")
-    parser.add_argument("--dp", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, help="default: 1, or 2 if --tp is not given either")
+    parser.add_argument("--tp", type=int, help="default: 1, or 2 if --dp is not given either")
     parser.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto")
     parser.add_argument("--target", help="a GPU to compile for, such as h100")
     args = parser.parse_args(argv)
     sizes, training = config.SIZES[args.config], config.TRAININGS[args.config]
+    neither = args.dp is None and args.tp is None
+    dp, tp = (2, 2) if neither else (args.dp or 1, args.tp or 1)
+    sizes.check_fits(dp, tp, training.batch)
+    jax.config.update("jax_platforms", "cpu")  # Nothing runs, even if there are GPUs.
     if args.target:
-        mesh = aot.mesh_of_gpus((args.dp, args.tp), parallel.AXES, target=args.target)
+        mesh = aot.mesh_of_gpus((dp, tp), parallel.AXES, target=args.target)
     else:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.dp * args.tp)
-        mesh = parallel.make_mesh(args.dp, args.tp)
+        jax.config.update("jax_num_cpu_devices", dp * tp)
+        mesh = parallel.make_mesh(dp, tp)
     dtype = "bfloat16" if args.target else "float32"
     how = config.Execution(backend=args.backend, dtype=dtype)
-    sizes.check_fits(args.dp, args.tp, training.batch)
     found = collectives(compiled_step(mesh, sizes, training, how).as_text() or "")
+    if not found:
+        print(f"A step on {dp} x {tp} (dp x tp) devices sends nothing; pass more of them.")
+        return
     print("  n  where            what                          over    results on a device")
     for (where, kind, over, results), count in sorted(found.items()):
         print(f"{count:3d}  {where:15}  {kind:28}  {over:6}  {results}")

@@ -16,7 +16,7 @@ import parallel
 from jax.sharding import Mesh
 
 import stretto as st
-from stretto.kernels import dispatch
+from stretto.kernels.choice import choose
 
 PARTS = ("forward", "gradients", "remat", "step")
 BACKENDS = ("xla", "auto", "pallas", "silent")
@@ -126,6 +126,6 @@ def lower(
         function = jax.jit(make(mesh, sizes, how))
         takes = parallel.weight_shapes(mesh, sizes, how.dtype)
     stand_in = Silent if backend == "silent" else st
-    with mock.patch.object(model, "st", stand_in), dispatch.recorded() as choices:
+    with mock.patch.object(model, "st", stand_in), choose.recorded() as choices:
         traced = function.trace(takes, rows, rows)
     return traced.lower(), sorted(set(map(str, choices)))

@@ -7,7 +7,7 @@ import dataclasses
 import config
 import numpy as np
 
-from stretto.benchmarks.spread import median_ratio, spread
+from stretto.benchmarks.measurements.spread import median_ratio, spread
 
 PEAK_TFLOPS = 989.0  # of an H100, 16 bit, without sparsity
 

@@ -1,15 +1,15 @@
-"""Device time of compiled steps: several are queued, and the moments they complete are noted."""
+"""Device time of compiled steps, measured as `stretto bench` measures a call."""
 
 from __future__ import annotations
 
-import itertools
-import random
-import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
 import jax
 import numpy as np
+
+from stretto.benchmarks.timing.timers import LoopTimer
+from stretto.benchmarks.timing.turns import in_turns
 
 
 class Runs(Protocol):
@@ -25,33 +25,23 @@ def measure[Key: Hashable](
 ) -> dict[Key, list[float]]:
     """Milliseconds of each program: medians of `runs` queued runs, one for each round.
 
-    In each round all take their turn, in random order.
+    In each round all take their turn, in random order. On a CPU runs are not queued, for programs
+    in flight together may wait for each other.
     """
     queued = jax.devices()[0].platform != "cpu"
-    order = random.Random(0)
-    times: dict[Key, list[float]] = {key: [] for key in programs}
-    for _ in range(rounds):
-        for key in order.sample(list(programs), len(programs)):
-            times[key].append(float(np.median(visit(programs[key], runs, queued))))
-    return times
+    timers = [LoopTimer(_step(one), None, (), calls=1, queued=queued) for one in programs.values()]
+    found = in_turns(timers, rounds * runs, per_visit=runs)
+    return {
+        key: (np.median(np.reshape(samples, (rounds, runs)), axis=1) / 1e3).tolist()
+        for key, samples in zip(programs, found, strict=True)
+    }
 
 
-def visit(program: Runs, samples: int, queued: bool) -> list[float]:
-    """`samples` times of one run, in milliseconds.
+def _step(program: Runs) -> Callable[[jax.Array | None], tuple[jax.Array, None]]:
+    """A run as `LoopTimer` takes it: its result says when it has completed."""
 
-    The first run's time is dropped: it holds the dispatch and the change from another program.
-    On a CPU runs are not queued, for programs in flight together may wait for each other.
-    """
-    losses, marks = [], []
-    for _ in range(samples + 1):
-        losses.append(program.run())
-        if not queued:
-            marks.append(_completion(losses[-1]))
-    if queued:
-        marks = [_completion(loss) for loss in losses]
-    return [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+    def step(token: jax.Array | None) -> tuple[jax.Array, None]:
+        del token  # Runs follow each other on the device by themselves.
+        return program.run(), None
 
-
-def _completion(loss: jax.Array) -> float:
-    loss.block_until_ready()
-    return time.perf_counter()
+    return step

@@ -10,6 +10,7 @@ goes on from the newest of the newest run, bit for bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import resource
@@ -202,15 +203,14 @@ def main(argv: list[str] | None = None) -> list[float]:
     )
     run.say(f"weights: {weights:,}, text: {len(run.corpus.training):,} bytes")
 
-    checkpoints = Checkpoints(folder, run.about())
-    if checkpoints.newest() is None:
-        state = initial_state(mesh, run.sizes, run.training)
-    else:
-        state = checkpoints.restore(state_shapes(mesh, run.sizes, run.training))
-        run.say(f"going on after step {int(state.step)} of {folder}")
-    run.say("  step      loss    tokens/s  memory GB")
-    state, losses = train(run, state, checkpoints)
-    checkpoints.close()
+    with contextlib.closing(Checkpoints(folder, run.about())) as checkpoints:
+        if checkpoints.newest() is None:
+            state = initial_state(mesh, run.sizes, run.training)
+        else:
+            state = checkpoints.restore(state_shapes(mesh, run.sizes, run.training))
+            run.say(f"going on after step {int(state.step)} of {folder}")
+        run.say("  step      loss    tokens/s  memory GB")
+        state, losses = train(run, state, checkpoints)
     run.say(f"checkpoints: {folder}")
     if args.sample:
         text = sample(mesh, run.sizes, how, state.weights, count=args.sample)

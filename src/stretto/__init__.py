@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
     from stretto.distributed.mailbox import kernel_errors
     from stretto.distributed.simulator import simulate
-    from stretto.kernels.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-    from stretto.kernels.explain import explain
-    from stretto.kernels.operations import (
+    from stretto.kernels.choice.explain import explain
+    from stretto.kernels.operations.collectives import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        reduce_scatter,
+    )
+    from stretto.kernels.operations.grouped_matmul import grouped_matmul
+    from stretto.kernels.operations.matmuls import (
         all_gather_matmul,
         matmul_all_reduce,
         matmul_reduce_scatter,
@@ -34,6 +40,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "explain",
+    "grouped_matmul",
     "initialize",
     "kernel_errors",
     "matmul_all_reduce",
@@ -45,30 +52,31 @@ __all__ = [
 # Public name: the module it lives in.
 _MODULES = {
     "KernelTimeoutError": "stretto.distributed.errors",
-    "all_gather": "stretto.kernels.collectives",
-    "all_gather_matmul": "stretto.kernels.operations",
-    "all_reduce": "stretto.kernels.collectives",
-    "all_to_all": "stretto.kernels.collectives",
-    "explain": "stretto.kernels.explain",
+    "all_gather": "stretto.kernels.operations.collectives",
+    "all_gather_matmul": "stretto.kernels.operations.matmuls",
+    "all_reduce": "stretto.kernels.operations.collectives",
+    "all_to_all": "stretto.kernels.operations.collectives",
+    "explain": "stretto.kernels.choice.explain",
+    "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.startup",
     "kernel_errors": "stretto.distributed.mailbox",
-    "matmul_all_reduce": "stretto.kernels.operations",
-    "matmul_reduce_scatter": "stretto.kernels.operations",
-    "reduce_scatter": "stretto.kernels.collectives",
+    "matmul_all_reduce": "stretto.kernels.operations.matmuls",
+    "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
+    "reduce_scatter": "stretto.kernels.operations.collectives",
     "simulate": "stretto.distributed.simulator",
 }
 
 
 exclude_kernels_from_command_buffers()
 if "jax" in sys.modules:
-    importlib.import_module("stretto.kernels.operations")
+    importlib.import_module("stretto.kernels.operations.matmuls")
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "initialize":  # by scripts whose process had imported this package before JAX
-        importlib.import_module("stretto.kernels.operations")
+        importlib.import_module("stretto.kernels.operations.matmuls")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -15,6 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from folders import HELPERS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from window_cases import CASES
 
 from stretto.distributed import aot
 
@@ -22,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"
 )
 
-SCRIPT = Path(__file__).with_name("compile_cases.py")
+SCRIPT = HELPERS / "compile_cases.py"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 REGISTERS = 65536
 # Instructions that reach global memory but for bulk copies, with their scope and order.
@@ -33,11 +37,13 @@ READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
 COPIED = re.compile(r"= \(?(?!s32)\w+\[[\d,]+\][^=]*? copy(?:-start)?\(")
 
 
-def compile_case(case: str, folder: Path, timeout_s: float = 280) -> list[dict]:
+def compile_case(
+    case: str, folder: Path, timeout_s: float = 280, script: Path = SCRIPT
+) -> list[dict]:
     """Compiles a case; each entry is a program with its `label`, `hlo` and `kernels`."""
     file = folder / "compiled.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), case, str(file)],
+        [sys.executable, str(script), case, str(file)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -46,7 +52,7 @@ def compile_case(case: str, folder: Path, timeout_s: float = 280) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = json.loads(file.read_text())
-    assert compiled and all(program["kernels"] for program in compiled)
+    assert compiled and all("mosaic_gpu_v2" in program["hlo"] for program in compiled)
     return compiled
 
 
@@ -125,6 +131,28 @@ def test_an_epilogue_costs_no_spills(tmp_path):
     check(compile_case("epilogue", tmp_path), warpgroups=3, local=True)
 
 
+def test_other_parts_cost_no_spills(tmp_path):
+    """Tiles and contractions read at run time, gates and addends of those, and another fold."""
+    for program in compile_case("other parts", tmp_path):
+        (kernel,) = program["kernels"]
+        assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
+        assert not kernel["warnings"], program["label"]
+        assert kernel["registers"] == 168 and "wgmma.mma_async" in kernel["ptx"]
+
+
+def test_another_main_loop_for_another_architecture(tmp_path):
+    """The kernels' files are the same: only the main loop they are given is not."""
+    compiled = compile_case("on Blackwell", tmp_path)
+    threads = {"local_matmul": 256, "all_gather_matmul": 384}  # One has five warps beside 128.
+    assert [program["label"] for program in compiled] == list(threads)
+    for program in compiled:
+        (kernel,) = program["kernels"]
+        assert f".maxntid {threads[program['label']]}," in kernel["ptx"]
+        assert ".target sm_100a" in kernel["ptx"] and "tcgen05.mma" in kernel["ptx"]
+        assert not kernel["spill_bytes"] and not kernel["stack_bytes"]
+        assert not kernel["warnings"]
+
+
 @pytest.mark.slow
 def test_waits_without_a_limit_have_no_clock_and_no_trap(tmp_path):
     for program in compile_case("no limit", tmp_path):
@@ -161,6 +189,24 @@ def test_collectives(tmp_path):
             alone.add(program["label"])
             assert "s32" not in program["hlo"], "there is something for XLA to zero"
     assert {"all_gather", "all_to_all", "all_reduce in one shot"} <= alone
+
+
+# All are lowered, so that each has kernels: two for each type that is gathered and exchanged.
+@pytest.mark.parametrize(("case", "kernels"), [("types", 2 * 7), ("x64", 5 + 2 + 2 * 3)])
+def test_what_is_lowered(case, kernels, tmp_path):
+    lowered = compile_case(case, tmp_path, script=SCRIPT.with_name("lower_cases.py"))
+    assert sum(program["hlo"].count("@mosaic_gpu_v2") for program in lowered) == kernels
+
+
+FLAT_STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+
+
+def test_which_stores_are_flat(tmp_path):
+    """As `distributed.windows` has it, which the simulator and the check of stores rest on."""
+    flat, others = compile_case("windows", tmp_path)
+    count = sum(case.flat for case in CASES.values())
+    assert flat["kernels"][0]["ptx"].count(FLAT_STORE) == count > 5
+    assert FLAT_STORE not in others["kernels"][0]["ptx"]
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ import random
 
 import pytest
 
-from stretto.benchmarks import figures
-from stretto.benchmarks.operations import OPERATIONS, Case
-from stretto.benchmarks.peers import PEERS
-from stretto.benchmarks.results import SCHEMA, Machine, Missing, Results, Timed
-from stretto.benchmarks.shapes import shapes_of
-from stretto.benchmarks.spread import spread
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.cases.shapes import shapes_of
+from stretto.benchmarks.measurements import figures
+from stretto.benchmarks.measurements.results import SCHEMA, Machine, Missing, Results, Timed
+from stretto.benchmarks.measurements.spread import spread
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.kernels.operations import OPERATIONS
 
 # Over the floor.
 _PACE = {
@@ -27,23 +28,23 @@ _PACE = {
 
 
 def _times(case: Case, rng: random.Random) -> dict[str, float]:
-    matmul = case.flops / 760e6
-    link = case.sent_bytes / 350e3
+    matmul = case.work.flops / 760e6
+    link = case.work.sent_bytes / 350e3
     floor = max(matmul, link)
     times = {name: floor * pace + 5 for name, pace in _PACE.items()}
-    if case.flops:
+    if case.work.flops:
         times |= {"matmul": matmul, "communication": link * 1.1 + 5}
         times["own-matmul"] = matmul * 1.03
     return {name: time * rng.uniform(0.99, 1.01) for name, time in times.items()}
 
 
-def measurement_of(kernel: str, shape, devices: int, rng: random.Random, slower: float = 1.0):
-    case = Case(operation=OPERATIONS[kernel], shape=shape, dtype="bfloat16", devices=devices)
+def measurement_of(operation, sizes, devices: int, rng: random.Random, slower: float = 1.0):
+    case = Case(operation=operation, sizes=sizes, dtype="bfloat16", devices=devices)
     measurement = figures.begin(case, 1)
     for name, time in _times(case, rng).items():
         peer = PEERS[name]
-        if (not case.flops and name in ("own-matmul", "xla-windowed", "jax-pallas")) or (
-            devices == 1 and name not in ("fused", "xla", "matmul", "own-matmul")
+        if (not case.work.flops and name in ("own-matmul", "xla-windowed", "jax-pallas")) or (
+            case.devices == 1 and name not in ("fused", "xla", "matmul", "own-matmul")
         ):
             measurement.missing.append(Missing(peer=name, reason="there is no such thing here"))
             continue
@@ -72,11 +73,11 @@ def make_results():
     def make(slower: float = 1.0, speed: bool = True, kernels=tuple(OPERATIONS)) -> Results:
         rng = random.Random(0)
         measurements = [
-            measurement_of(kernel, shape, devices, rng, slower)
-            for kernel in kernels
+            measurement_of(operation, sizes, devices, rng, slower)
+            for operation in map(OPERATIONS.__getitem__, kernels)
             for devices in (1, 2, 4)
-            for shape in shapes_of("goals", kernel, devices)
-            if devices > 1 or OPERATIONS[kernel].product_blocks is not None
+            for sizes in shapes_of("goals", operation, devices)
+            if devices > 1 or len(sizes) > 2
         ]
         return Results(
             schema=SCHEMA,

@@ -4,81 +4,118 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from bench_cases import case_of
 
 from stretto.benchmarks import across_nodes
-from stretto.benchmarks import across_nodes_peers as peers
-from stretto.benchmarks.shapes import parse_shape
+from stretto.benchmarks.cases.meshes import mesh_of_nodes
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.peers.across_nodes import HIERARCHICAL, peers_across_nodes
+from stretto.benchmarks.peers.peers import MATMUL
+from stretto.benchmarks.timing import programs
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.operands import Operands
+from stretto.distributed import settings
+from stretto.kernels.operations import OPERATIONS
 
-OPERATIONS = tuple(across_nodes.DEFAULT_SHAPES)
+BETWEEN = [one for one in OPERATIONS.values() if one.between_nodes is not None]
+LABELS = ["XLA flat", "XLA hierarchical", "matmul alone"]
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_versions_agree(op):
+@pytest.mark.parametrize("operation", HIERARCHICAL, ids=lambda operation: operation.name)
+def test_versions_agree(operation):
     """Also in the order of rows, on two nodes of four."""
-    mesh = across_nodes.mesh_of(2)
-    shape = parse_shape("64x64x64" if "matmul" in op else "64x64", op)
+    mesh = mesh_of_nodes(2)
+    case = case_of(operation.name, "x".join(["64"] * len(operation.sizes)), 8, "bfloat16")
     out = {}
-    for name, body, blocks in peers.versions(op, shape, mesh.size, "xla", [1]):
-        if name == peers.ALONE:
-            continue
-        operands = across_nodes.operands_of(blocks, mesh)
-        program = jax.shard_map(
-            body, mesh=mesh, in_specs=P(peers.BOTH), out_specs=P(peers.BOTH), check_vma=False
-        )
-        out[name] = np.asarray(jax.jit(program)(*operands), np.float32)
-    flat = out.pop(peers.FLAT)
+    with Compiler() as compiler, settings.nodes_of(4):
+        operands = Operands(mesh, case.dtype, compiler)
+        for peer in peers_across_nodes("xla", [1]):
+            if peer.role != MATMUL:
+                (candidate,) = peer.candidates_for(case, mesh)
+                result = programs.run_once(candidate, mesh, operands.sets(candidate, 1)[0])
+                out[peer.label] = np.asarray(result, np.float32)
+    flat = out.pop("XLA flat")
     assert len(out) == 2 and np.abs(flat).max() > 1
     for found in out.values():
         np.testing.assert_allclose(found, flat, rtol=0.03, atol=0.03 * np.abs(flat).max())
 
 
+def test_every_operation_with_a_version_between_nodes_is_timed():
+    assert across_nodes.Options().operations.split(",") == [one.name for one in BETWEEN]
+    assert set(HIERARCHICAL) == set(BETWEEN)
+
+
+def run(**options):
+    across_nodes.main(across_nodes.Options(rounds=1, **options))
+
+
 def test_what_it_writes(tmp_path, capsys):
     path = tmp_path / "across.json"
-    across_nodes.main(
-        across_nodes.Options(
-            operations="all_gather_matmul", shapes="64x64x64", rounds=1, backend="xla", json=path
-        )
-    )
+    run(operations="all_gather_matmul", shapes="64x64x64", backend="xla", json=path)
     written = json.loads(path.read_text())
     assert written["devices_per_node"] == 4 and written["machine"]["num_devices"] == 8
     (result,) = written["results"]
-    assert result["versions"].keys() == {
-        *(peers.FLAT, peers.HIERARCHY, peers.ALONE),
-        *(f"Stretto, {count} pieces" for count in (1, 2, 4)),
-    }
-    for name, found in result["versions"].items():
+    versions = result["versions"]
+    assert list(versions) == [*LABELS, "Stretto, 1 pieces"]
+    for name, found in versions.items():
         assert 0 < found["p10"] <= found["median"] <= found["p90"]
-        assert ("difference" in found) == (name != peers.ALONE)
+        assert ("difference" in found) == (name not in ("XLA flat", "matmul alone"))
     assert capsys.readouterr().out.startswith("all_gather_matmul 64x64x64 (us): XLA flat ")
+
+
+def named(on_gpu=True, **options):
+    cases = across_nodes.cases_of(across_nodes.Options(**options), 8, on_gpu)
+    return [(case.operation.name, case.shape) for case in cases]
+
+
+def test_each_operation_takes_the_shapes_that_are_its_own():
+    operations = "all_gather_matmul,all_reduce"
+    assert named(operations=operations, shapes="64x32x64,256x64,tiny") == [
+        *(("all_gather_matmul", shape) for shape in ("64x32x64", "256x128x128", "128x256x192")),
+        *(("all_reduce", shape) for shape in ("256x64", "64x32", "256x128")),
+    ]
+
+
+def test_every_operation_has_shapes_small_ones_on_cpus():
+    for on_gpu, rows in ((True, 16384), (False, 256)):
+        found = named(on_gpu)
+        assert list(dict.fromkeys(name for name, _ in found)) == [one.name for one in BETWEEN]
+        assert max(int(shape.split("x")[0]) for _, shape in found) == rows
+
+
+def test_on_cpus_it_rehearses_without_being_told(tmp_path):
+    path = tmp_path / "across.json"
+    across_nodes.main(across_nodes.Options(operations="all_gather", json=path))
+    results = json.loads(path.read_text())["results"]
+    assert [result["shape"] for result in results] == ["64x32", "256x128"]
+    assert all("median" in one for result in results for one in result["versions"].values())
 
 
 def test_what_cannot_be_compiled_is_told(capsys):
     """And does not keep the others from being timed."""
-    options = across_nodes.Options(
-        operations="all_gather", shapes="64x64", rounds=1, backend="pallas", pieces="1"
-    )
-    across_nodes.main(options)
-    assert "Stretto, 1 pieces: BackendUnavailableError: all_gather:" in capsys.readouterr().out
+    run(operations="all_gather", shapes="64x64", backend="pallas", pieces="1")
+    line = capsys.readouterr().out
+    assert "Stretto, 1 pieces: all_gather: backend='pallas' cannot serve this call" in line
+    assert line.startswith("all_gather 64x64 (us): XLA flat ")
 
 
-def test_nodes_must_divide_the_devices():
-    with pytest.raises(ValueError, match="nodes=3 must divide the 8 devices"):
-        across_nodes.mesh_of(3)
-
-
-def test_calls_are_made_one_after_another():
-    """All of them, the next on what the last one's result depends on."""
-    calls = []
-
-    def body(x):
-        jax.debug.callback(lambda: calls.append(1), ordered=False)
-        return x + 1
-
-    token, out = jax.jit(across_nodes.looped(body, 5))(jnp.zeros((1, 1)), jnp.ones((2, 2)))
-    jax.effects_barrier()
-    assert len(calls) == 5 and float(token[0, 0]) == 10 and (out == 2).all()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 3}, "nodes=3 must divide the 8 devices"),
+        ({"operations": "all_gather,gather"}, "kernel 'gather' is not one of"),
+        ({"shapes": "64x64,64x64x64", "operations": "all_gather"}, "all_gather takes MxN"),
+        ({"shapes": "64x64", "operations": "all_gather_matmul"}, "all_gather_matmul takes MxKxN"),
+        ({"shapes": "huge"}, r"shape 'huge' is neither a set \(tiny, .*\) nor sizes"),
+        ({"shapes": "64x0"}, "has a size of 0"),
+        ({"shapes": "60x64", "operations": "all_gather"}, "m=60 is not a multiple of 8; pass"),
+        ({"shapes": "64x64x60", "operations": "all_gather_matmul"}, "n=60 is not a multiple of 8"),
+        ({"shapes": "64x60x64", "operations": "matmul_all_reduce"}, "k=60 is not a multiple of 8"),
+        ({"pieces": "one"}, "'one' are not like 1,2,4"),
+    ],
+)
+def test_misuse(options, message):
+    with pytest.raises((BenchmarkError, ValueError), match=message):
+        run(**options)

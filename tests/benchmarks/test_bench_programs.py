@@ -8,19 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_cases import case_of
 from jax.sharding import NamedSharding
 
-from stretto.benchmarks import programs, timing
-from stretto.benchmarks.compiling import Compiler
-from stretto.benchmarks.measure import mesh_of
-from stretto.benchmarks.operations import OPERATIONS, Case
-from stretto.benchmarks.peers import PEERS
-from stretto.benchmarks.programs import COLUMNS, ROWS, Candidate, Operands
-from stretto.benchmarks.shapes import Shape
+from stretto.benchmarks.cases.candidate import Candidate
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.cases.meshes import joined, mesh_of
+from stretto.benchmarks.cases.shapes import shapes_of
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.timing import programs
+from stretto.benchmarks.timing import timers as timing
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.operands import Operands
 from stretto.distributed import aot
+from stretto.kernels.operation import Operand
+from stretto.kernels.operations import OPERATIONS
 
 DEVICES = 4
 BLOCK = (8, 16)
+OPERAND = Operand(shape=BLOCK)
 
 
 def operands_of(mesh, dtype, seed=0) -> Operands:
@@ -28,7 +34,7 @@ def operands_of(mesh, dtype, seed=0) -> Operands:
 
 
 def relative_error(ours, theirs, mesh) -> float:
-    out = jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=NamedSharding(mesh, ROWS))
+    out = jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=NamedSharding(mesh, joined(mesh)))
     error = programs.error_program(mesh, out).compile()
     return float(error(*(jax.device_put(x, out.sharding) for x in (ours, theirs))))
 
@@ -40,7 +46,7 @@ def mesh():
 
 def test_each_call_adds_its_results_corner_to_the_token(mesh):
     """Sets are used in turn, none is left out, and no call of the loop is dropped or merged."""
-    candidate = Candidate(body=lambda x: 2 * x, blocks=(BLOCK,))
+    candidate = Candidate(body=lambda x: 2 * x, operands=(OPERAND,))
     operands = operands_of(mesh, "float32")
     sets = operands.sets(candidate, 3)
     described = operands.describe(candidate)
@@ -56,12 +62,7 @@ def test_each_call_adds_its_results_corner_to_the_token(mesh):
 def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):
     """Compiled for GPUs: XLA merges no calls, hoists none, and starts none before the last."""
     mesh = aot.mesh_of_gpus((DEVICES,), ("x",))
-    case = Case(
-        operation=OPERATIONS["all_gather_matmul"],
-        shape=Shape(1024, 512, 2048),
-        dtype="bfloat16",
-        devices=DEVICES,
-    )
+    case = case_of(shape="1024x512x2048", devices=DEVICES, dtype="bfloat16")
     candidate = PEERS[peer].candidates(case, mesh)[0]
     described = Operands(mesh, "bfloat16", Compiler()).describe(candidate)
     program = programs.traced(candidate, mesh, described, num_sets=3, rounds=10).lower()
@@ -82,10 +83,10 @@ def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):
 
 
 def test_operands_differ_between_devices_and_places_but_not_between_runs(mesh):
-    first = np.asarray(operands_of(mesh, "float32").get(BLOCK, 0))
-    again = np.asarray(operands_of(mesh, "float32").get(BLOCK, 0))
-    other_place = np.asarray(operands_of(mesh, "float32").get(BLOCK, 1))
-    other_seed = np.asarray(operands_of(mesh, "float32", seed=1).get(BLOCK, 0))
+    first = np.asarray(operands_of(mesh, "float32").get(OPERAND, 0))
+    again = np.asarray(operands_of(mesh, "float32").get(OPERAND, 0))
+    other_place = np.asarray(operands_of(mesh, "float32").get(OPERAND, 1))
+    other_seed = np.asarray(operands_of(mesh, "float32", seed=1).get(OPERAND, 0))
     np.testing.assert_array_equal(first, again)
     for block in range(1, DEVICES):
         assert not np.array_equal(first[: BLOCK[0]], first[block * BLOCK[0] :][: BLOCK[0]])
@@ -95,7 +96,7 @@ def test_operands_differ_between_devices_and_places_but_not_between_runs(mesh):
 
 def test_one_sets_blocks_can_be_read_as_rows_or_as_columns(mesh):
     operands = operands_of(mesh, "bfloat16")
-    rows, columns = operands.get(BLOCK, 0, ROWS), operands.get(BLOCK, 0, COLUMNS)
+    rows, columns = operands.get(OPERAND, 0), operands.get(OPERAND, 0, 1)
     assert rows.shape == (DEVICES * BLOCK[0], BLOCK[1])
     assert columns.shape == (BLOCK[0], DEVICES * BLOCK[1])
     np.testing.assert_array_equal(
@@ -104,12 +105,12 @@ def test_one_sets_blocks_can_be_read_as_rows_or_as_columns(mesh):
 
 
 def test_whole_number_types(mesh):
-    values = np.asarray(operands_of(mesh, "int32").get(BLOCK, 0))
+    values = np.asarray(operands_of(mesh, "int32").get(OPERAND, 0))
     assert values.min() < 0 < values.max()
 
 
 def test_relative_error(mesh):
-    ours = operands_of(mesh, "float32").get(BLOCK, 0)
+    ours = operands_of(mesh, "float32").get(OPERAND, 0)
     assert relative_error(ours, ours, mesh) == 0
     # The worst device's, not the mean.
     worse = ours.at[-1].add(jnp.linalg.norm(ours[-BLOCK[0] :]) / np.sqrt(BLOCK[1]))
@@ -153,10 +154,10 @@ def test_a_timer_gives_times_of_a_call(monkeypatch):
 def test_operation_public_and_unfused_agree_on_a_cpu(mesh):
     """`backend="auto"` is XLA here, so this holds the wrapper to the reference, for every one."""
     for operation in OPERATIONS.values():
-        shape = Shape(64, 32, 16) if operation.product_blocks else Shape(64, 0, 16)
-        case = Case(operation=operation, shape=shape, dtype="float32", devices=DEVICES)
-        ours = Candidate(body=operation.public("auto"), blocks=case.blocks)
-        theirs = Candidate(body=operation.unfused, blocks=case.blocks)
+        sizes = shapes_of("tiny", operation, DEVICES)[0]
+        case = Case(operation=operation, sizes=sizes, dtype="float32", devices=DEVICES)
+        ours = Candidate(body=case.call("auto"), operands=case.operands)
+        theirs = Candidate(body=case.call("xla"), operands=case.operands)
         operands = operands_of(mesh, "float32").sets(ours, 1)[0]
         results = [programs.run_once(c, mesh, operands) for c in (ours, theirs)]
         assert relative_error(*results, mesh) < 1e-6, operation.name
@@ -164,9 +165,7 @@ def test_operation_public_and_unfused_agree_on_a_cpu(mesh):
 
 def test_the_windowed_peer_computes_the_same(mesh):
     for kernel in ("all_gather_matmul", "matmul_reduce_scatter"):
-        case = Case(
-            operation=OPERATIONS[kernel], shape=Shape(64, 32, 16), dtype="float32", devices=DEVICES
-        )
+        case = case_of(kernel, "64x32x16", DEVICES)
         windowed = PEERS["xla-windowed"].candidates(case, mesh)[0]
         unfused = PEERS["xla"].candidates(case, mesh)[0]
         operands = operands_of(mesh, "float32")

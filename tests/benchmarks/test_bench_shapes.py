@@ -2,54 +2,66 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
+from bench_cases import case_of
 
+import stretto
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.cases.meshes import AXIS, mesh_of
+from stretto.benchmarks.cases.shapes import (
+    operation_named,
+    parse_shape,
+    set_names,
+    shapes_of,
+    text_of,
+)
 from stretto.benchmarks.errors import UnavailableError
-from stretto.benchmarks.operations import OPERATIONS, Case, operation_named
-from stretto.benchmarks.shapes import KERNELS, SETS, Shape, parse_shape, shapes_of
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
 
 
-def case_of(kernel: str, shape: str, devices: int = 4, dtype: str = "bfloat16") -> Case:
-    return Case(
-        operation=OPERATIONS[kernel],
-        shape=parse_shape(shape, kernel),
-        dtype=dtype,
-        devices=devices,
-    )
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kernel", OPERATIONS)
+@pytest.mark.parametrize("name", set_names())
 def test_every_set_has_distinct_positive_shapes(kernel, name):
-    shapes = shapes_of(name, kernel, 4)
-    assert len(set(shapes)) == len(shapes)
-    assert all(shape.m > 0 and shape.n > 0 for shape in shapes)
+    operation = OPERATIONS[kernel]
+    shapes = shapes_of(name, operation, 4)
+    assert bool(shapes) == (name in operation.examples.sets)
+    assert len(set(map(text_of, shapes))) == len(shapes)
+    assert all(tuple(sizes) == operation.sizes for sizes in shapes)
+    assert all(size > 0 for sizes in shapes for size in sizes.values())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", OPERATIONS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["awkward", "awkward-few", "goals"])
 def test_these_sets_can_always_be_cut(kernel, devices, name):
-    for shape in shapes_of(name, kernel, devices):
-        if kernel == "all_to_all" and name == "goals" and shape.m % (devices * devices):
+    operation = OPERATIONS[kernel]
+    for sizes in shapes_of(name, operation, devices):
+        if kernel == "all_to_all" and name == "goals" and sizes["m"] % (devices * devices):
             continue
-        Case(operation=OPERATIONS[kernel], shape=shape, dtype="bfloat16", devices=devices).check()
+        Case(operation=operation, sizes=sizes, dtype="bfloat16", devices=devices).check()
+
+
+def texts_of(name, kernel, devices):
+    return [text_of(sizes) for sizes in shapes_of(name, OPERATIONS[kernel], devices)]
 
 
 def test_awkward_sizes_are_per_device():
-    assert Shape(4 * 63, 8, 4 * 136) in shapes_of("awkward", "all_gather_matmul", 4)
-    assert Shape(4 * 63, 4 * 8, 136) in shapes_of("awkward", "matmul_reduce_scatter", 4)
+    assert f"{4 * 63}x8x{4 * 136}" in texts_of("awkward", "all_gather_matmul", 4)
+    assert f"{4 * 63}x{4 * 8}x136" in texts_of("awkward", "matmul_reduce_scatter", 4)
 
 
 def test_reducing_kernels_contract_the_long_dimension():
-    assert Shape(8192, 8192, 28672) in shapes_of("llama-70b", "all_gather_matmul", 4)
-    assert Shape(8192, 28672, 8192) in shapes_of("llama-70b", "matmul_reduce_scatter", 4)
+    assert "8192x8192x28672" in texts_of("llama-70b", "all_gather_matmul", 4)
+    assert "8192x28672x8192" in texts_of("llama-70b", "matmul_reduce_scatter", 4)
 
 
 def test_a_spelt_shape():
-    assert parse_shape("8192x8192x28672", "all_gather_matmul") == Shape(8192, 8192, 28672)
-    assert parse_shape("64x32", "all_gather") == Shape(64, 0, 32)
-    assert str(Shape(64, 0, 32)) == "64x32"
+    gather_matmul, gather = OPERATIONS["all_gather_matmul"], OPERATIONS["all_gather"]
+    assert parse_shape("8192x4096x28672", gather_matmul) == {"m": 8192, "k": 4096, "n": 28672}
+    assert parse_shape("64x32", gather) == {"m": 64, "n": 32}
+    assert text_of({"m": 64, "n": 32}) == "64x32"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +76,7 @@ def test_a_spelt_shape():
 )
 def test_a_wrong_shape_says_what_is_wrong(text, kernel, message):
     with pytest.raises(ValueError, match=message):
-        parse_shape(text, kernel)
+        parse_shape(text, OPERATIONS[kernel])
 
 
 def test_an_unknown_kernel():
@@ -87,21 +99,43 @@ def test_an_unknown_kernel():
     ],
 )
 def test_blocks_and_bytes(kernel, shape, blocks, size, sent):
-    case = case_of(kernel, shape)
-    assert case.blocks == blocks
+    case = case_of(kernel, shape, 4, "bfloat16")
+    assert tuple(operand.shape for operand in case.operands) == blocks
     assert case.size == size
-    assert case.sent_bytes == sent
+    assert case.work.sent_bytes == sent
 
 
 def test_one_device_sends_nothing():
-    assert case_of("all_reduce", "64x32", devices=1).sent_bytes == 0
+    assert case_of("all_reduce", "64x32", devices=1).work.sent_bytes == 0
 
 
 def test_flops_are_one_devices():
-    assert case_of("all_gather_matmul", "64x32x16").flops == 2 * 64 * 32 * 4
-    assert case_of("matmul_all_reduce", "64x32x16").flops == 2 * 64 * 8 * 16
+    assert case_of("all_gather_matmul", "64x32x16", 4).work.flops == 2 * 64 * 32 * 4
+    assert case_of("matmul_all_reduce", "64x32x16", 4).work.flops == 2 * 64 * 8 * 16
 
 
 def test_a_shape_that_cannot_be_cut_is_unavailable():
     with pytest.raises(UnavailableError, match="m=30 is not a multiple of 4"):
-        case_of("all_gather_matmul", "30x32x16").check()
+        case_of("all_gather_matmul", "30x32x16", 4).check()
+
+
+@pytest.mark.parametrize("kernel", OPERATIONS)
+def test_a_case_is_the_problem_that_its_call_is(kernel):
+    """So that a table's entry, made from a case, is found by the calls that it was measured for."""
+    operation = OPERATIONS[kernel]
+    case = Case(
+        operation=operation,
+        sizes=shapes_of("tiny", operation, 4)[-1],
+        dtype="bfloat16",
+        devices=4,
+    )
+    keywords = operation.examples.keywords
+    operands = [jax.ShapeDtypeStruct(one.shape, one.dtype or case.dtype) for one in case.operands]
+    choices = []
+
+    def explained():
+        axes = (AXIS,) if operation.communicates else ()
+        choices.append(stretto.explain(operation.public, *operands, *axes, **keywords))
+
+    jax.jit(jax.shard_map(explained, mesh=mesh_of(4), in_specs=(), out_specs=None)).trace()
+    assert choices[0].problem == case.problem(Machine.of_mesh())

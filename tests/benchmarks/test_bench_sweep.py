@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import pathlib
 import sys
 
 import jax
 import pytest
+from bench_cases import case_of
 
-import stretto
-from stretto.benchmarks import command, memory, results, show, torch_peers, tune_command
-from stretto.benchmarks.compiling import Compiler
+from stretto.benchmarks.cases.candidate import Candidate
+from stretto.benchmarks.cases.meshes import mesh_of
+from stretto.benchmarks.commands import bench as command
+from stretto.benchmarks.commands import show
+from stretto.benchmarks.commands import tune as tune_command
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
-from stretto.benchmarks.measure import Settings, measure, mesh_of, take
-from stretto.benchmarks.operations import OPERATIONS, Case, Operation
-from stretto.benchmarks.options import Sweep, read_sweeps
-from stretto.benchmarks.peers import PEERS
-from stretto.benchmarks.programs import Candidate
-from stretto.benchmarks.shapes import Shape
-from stretto.benchmarks.sweep import expand
+from stretto.benchmarks.measurements import machine, results
+from stretto.benchmarks.peers import torch_peers
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.sweeps import run
+from stretto.benchmarks.sweeps.expand import expand
+from stretto.benchmarks.sweeps.sweep import Sweep, read_sweeps
+from stretto.benchmarks.timing import memory, prepare
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.measure import Settings, measure, take
 
 QUICK = Settings(repeats=2, rest_s=0.0)
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "bench"
-
-
-def case_of(kernel="all_gather_matmul", shape=None, devices=2) -> Case:
-    shape = shape or Shape(64, 32, 32)
-    return Case(operation=OPERATIONS[kernel], shape=shape, dtype="float32", devices=devices)
 
 
 def measured(peers, case=None, **settings):
@@ -38,7 +37,7 @@ def measured(peers, case=None, **settings):
 
 def peer_of(name, body, role="fused"):
     def candidates(case, mesh):
-        return [Candidate(body=body, blocks=case.blocks)]
+        return [Candidate(body=body, operands=case.operands)]
 
     return dataclasses.replace(PEERS["auto"], name=name, role=role, candidates=candidates)
 
@@ -165,7 +164,7 @@ def test_a_sweep_is_tried_out_with_small_shapes(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     options = ["all_gather_matmul", "--shapes", "llama-70b", "--devices", "2", "--repeats", "1"]
     options += ["--peers", "auto,xla", "--no-torch", "--rehearse", "--budget", "60"]
-    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.machine"), "_commit", str)
+    monkeypatch.setattr(machine, "_commit", str)
     assert command.main([*options, "--json", str(path), "--commit", "0123abc"]) == 0
     assert results.read(path).machine.commit == "0123abc"
     found = results.read(path).measurements
@@ -179,9 +178,9 @@ def test_peers_of_several_sweeps_are_timed_together():
         Sweep(kernels=("all_gather",), shapes=("64x32", "32x32"), devices=(2,), peers=(peer,))
         for peer in ("xla", "auto")
     ]
-    work = expand(sweeps, 4, on_gpu=False)
-    assert [item.case.shape.m for item in work] == [64, 32]
-    assert [[peer.name for peer in item.peers] for item in work] == [["xla", "auto"]] * 2
+    tasks = expand(sweeps, 4, on_gpu=False)
+    assert [item.case.sizes["m"] for item in tasks] == [64, 32]
+    assert [[peer.name for peer in item.peers] for item in tasks] == [["xla", "auto"]] * 2
 
 
 def test_a_sweep_file_with_a_wrong_field_names_it(tmp_path):
@@ -193,8 +192,8 @@ def test_a_sweep_file_with_a_wrong_field_names_it(tmp_path):
 
 def test_weak_scaling_grows_the_rows():
     sweep = Sweep(kernels=("all_gather",), shapes=("64x32",), devices=(1, 2, 4), scaling="weak")
-    work = expand([sweep], 4, on_gpu=False)
-    assert [(item.case.devices, item.case.shape.m) for item in work] == [
+    tasks = expand([sweep], 4, on_gpu=False)
+    assert [(item.case.devices, item.case.sizes["m"]) for item in tasks] == [
         (1, 64),
         (2, 128),
         (4, 256),
@@ -202,13 +201,11 @@ def test_weak_scaling_grows_the_rows():
 
 
 def test_a_shape_that_cannot_be_cut_is_recorded():
-    assert (
-        "m=65 is not a multiple of 2" in measured(["xla"], case_of(shape=Shape(65, 32, 32))).skipped
-    )
+    assert "m=65 is not a multiple of 2" in measured(["xla"], case_of(shape="65x32x32")).skipped
 
 
 def test_a_shape_that_does_not_fit_is_recorded_before_it_is_allocated():
-    huge = case_of(kernel="all_reduce", shape=Shape(1 << 20, 0, 1 << 20))
+    huge = case_of("all_reduce", f"{1 << 20}x{1 << 20}")
     found = measured(["xla"], huge)
     assert "it needs 57174.6 GB on each device" in found.skipped
     with pytest.raises(UnavailableError, match="GB are there"):
@@ -227,7 +224,7 @@ def test_one_failing_peer_leaves_the_others():
 
 
 def test_a_wrong_result_is_not_timed():
-    unfused = OPERATIONS["all_gather_matmul"].unfused
+    unfused = case_of().call("xla")
     wrong = peer_of("wrong", lambda lhs, rhs: unfused(lhs, rhs) * 1.01)
     found = measured([wrong, "xla"])
     assert [timed.peer for timed in found.timed] == ["xla"]
@@ -237,15 +234,15 @@ def test_a_wrong_result_is_not_timed():
 
 
 def test_the_fastest_candidate_is_kept(monkeypatch):
-    unfused = OPERATIONS["all_gather_matmul"].unfused
+    unfused = case_of().call("xla")
 
     def candidates(case, mesh):
         def slow(lhs, rhs):
             return sum(unfused(lhs + i, rhs) for i in range(64))
 
         return [
-            Candidate(body=slow, blocks=case.blocks, config="slow"),
-            Candidate(body=unfused, blocks=case.blocks, config="quick"),
+            Candidate(body=slow, operands=case.operands, config="slow"),
+            Candidate(body=unfused, operands=case.operands, config="quick"),
         ]
 
     several = dataclasses.replace(PEERS["jax-pallas"], candidates=candidates)
@@ -254,8 +251,8 @@ def test_the_fastest_candidate_is_kept(monkeypatch):
 
 def test_xlas_time_does_not_pass_for_our_kernels(monkeypatch):
     """`backend="pallas"` that in truth launches no kernel."""
-    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.prepare"), "is_gpu", bool)
-    ours = peer_of("fused", OPERATIONS["all_gather_matmul"].unfused)
+    monkeypatch.setattr(prepare, "is_gpu", bool)
+    ours = peer_of("fused", case_of().call("xla"))
     found = measured([ours], check=False)
     assert found.missing[0].reason == "the call launched no kernel of ours"
 
@@ -290,29 +287,23 @@ def test_lost_devices_end_the_run_and_keep_what_was_measured(tmp_path, monkeypat
     path = tmp_path / "r.json"
 
     def lose(prepared, *rest):
-        if prepared.case.shape.m == 32:
-            raise DeviceLostError("the devices answer no more")
+        if prepared.case.sizes["m"] == 32:
+            raise DeviceLostError("the devices stopped responding")
         return take(prepared, *rest)
 
-    monkeypatch.setattr(importlib.import_module("stretto.benchmarks.sweep"), "take", lose)
+    monkeypatch.setattr(run, "take", lose)
     options = ["all_gather", "--shapes", "64x32,32x32,16x32", "--devices", "2", "--repeats", "1"]
     options += ["--peers", "xla", "--no-torch", "--json", str(path)]
     assert command.main(options) == 1
-    assert "all_gather 32x32 bfloat16 on 2: the devices answer no more" in capsys.readouterr().err
+    reason = "all_gather 32x32 bfloat16 on 2: the devices stopped responding"
+    assert reason in capsys.readouterr().err
     first, lost = results.read(path).measurements
     assert (first.m, lost.m) == (64, 32)
     assert first.timed and not lost.timed
-    assert lost.skipped == "it lost the devices: the devices answer no more"
+    assert lost.skipped == "it lost the devices: the devices stopped responding"
     # Going on goes past it.
     assert command.main([*options, "--resume"]) == 0
     assert [m.m for m in results.read(path).measurements] == [64, 32, 16]
-
-
-def test_an_operation_that_is_not_built_is_named(monkeypatch):
-    monkeypatch.delitem(stretto._MODULES, "all_gather", raising=False)
-    monkeypatch.delitem(vars(stretto), "all_gather", raising=False)
-    found = measured(["auto", "xla"], case_of("all_gather", Shape(64, 0, 32)))
-    assert found.missing[0].reason == "stretto.all_gather is not built"
 
 
 @pytest.fixture
@@ -368,7 +359,3 @@ def test_without_pytorch_its_peers_are_named_as_missing(monkeypatch):
     helper = torch_peers.TorchHelper(None, on_gpu=False)
     found = measure(case_of(), [PEERS["torch"]], QUICK, helper)
     assert "PyTorch is not installed" in found.missing[0].reason
-
-
-def test_every_operation_is_described():
-    assert all(isinstance(operation, Operation) for operation in OPERATIONS.values())

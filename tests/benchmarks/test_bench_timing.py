@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from stretto.benchmarks.timing import LoopTimer
+from stretto.benchmarks.timing.timers import LoopTimer
+from stretto.benchmarks.timing.turns import in_turns
 
 RUN_S = 0.1
 
@@ -40,3 +41,44 @@ def test_time_of_runs_that_fill_the_queue(room: int) -> None:
     timer = LoopTimer(program, None, (), calls=10, queued=True)
     times = timer.visit(4)
     assert min(times) > 0.2 * RUN_S * 1e6 / 10
+
+
+class Counted:
+    """A timer of no device: its samples say how many visits there had been."""
+
+    calls = 1
+
+    def __init__(self, name: str, log: list[str], fails_at: int | None = None):
+        self.name, self.log, self.fails_at = name, log, fails_at
+        self.visits = 0
+
+    def visit(self, samples: int) -> list[float]:
+        if self.visits == self.fails_at:
+            raise RuntimeError(f"{self.name} failed")
+        self.visits += 1
+        self.log.append(self.name)
+        return [float(self.visits)] * samples
+
+
+def test_timers_take_turns_in_an_order_that_the_seed_gives() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        log: list[str] = []
+        timers = [Counted(name, log) for name in "abcdef"]
+        found = in_turns(timers, 7, seed=seed, per_visit=3)
+        assert found == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0]] * 6
+        rounds = [log[start : start + 6] for start in range(0, 18, 6)]
+        assert all(sorted(one) == list("abcdef") for one in rounds)
+        assert rounds[0] != rounds[1]
+        orders.append(log)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_timer_that_fails_leaves_the_others() -> None:
+    failures = []
+    timers = [Counted("a", []), Counted("b", [], fails_at=1)]
+    found = in_turns(timers, 4, per_visit=2, failed=lambda *failure: failures.append(failure))
+    assert found == [[1.0, 1.0, 2.0, 2.0], []]
+    assert [(place, str(error)) for place, error in failures] == [(1, "b failed")]
+    with pytest.raises(RuntimeError, match="b failed"):
+        in_turns([Counted("b", [], fails_at=0)], 1)

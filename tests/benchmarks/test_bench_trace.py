@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench_cases import case_of
 
-from stretto.benchmarks import command, predict, results, simulated, timeline, trace
+from stretto.benchmarks.commands import bench as command
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
-from stretto.benchmarks.operations import OPERATIONS, Case
-from stretto.benchmarks.shapes import Shape
+from stretto.benchmarks.measurements import results
+from stretto.benchmarks.pages import timeline
+from stretto.benchmarks.predict import estimates as predict
+from stretto.benchmarks.predict import simulated, trace
 from stretto.distributed.simulator.cost_model import CostModel
 
 
-def case_of(kernel="all_gather_matmul", shape=None, devices=2) -> Case:
-    shape = shape or Shape(256, 128, 256)
-    return Case(operation=OPERATIONS[kernel], shape=shape, dtype="bfloat16", devices=devices)
+def timed_case(shape="256x128x256", devices=2):
+    return case_of(shape=shape, devices=devices, dtype="bfloat16")
 
 
 def test_a_timeline_is_predicted_where_there_are_no_gpus(tmp_path, capsys):
@@ -87,8 +89,7 @@ def test_predictions_are_shown_beside_measurements_and_kept(tmp_path, capsys):
 
 def test_a_larger_problem_is_predicted_to_take_longer():
     small, large = (
-        predict.predict(case_of(shape=Shape(size, size, size)), "NVIDIA H100")
-        for size in (4096, 8192)
+        predict.predict(timed_case(f"{size}x{size}x{size}"), "NVIDIA H100") for size in (4096, 8192)
     )
     assert 0 < small.fused < large.fused
     assert 0 < small.xla < large.xla
@@ -96,30 +97,30 @@ def test_a_larger_problem_is_predicted_to_take_longer():
 
 def test_what_cannot_be_predicted():
     with pytest.raises(UnavailableError, match="not a multiple of 3"):
-        predict.predict(case_of(devices=3), "NVIDIA H100")
-    assert predict.predict_all([case_of(devices=3), case_of()], "NVIDIA H100")[0].devices == 2
+        predict.predict(timed_case(devices=3), "NVIDIA H100")
+    assert predict.predict_all([timed_case(devices=3), timed_case()], "NVIDIA H100")[0].devices == 2
     with pytest.raises(BenchmarkError, match="--predict 1 must be between 2 and 64"):
         predict.check_counts([8, 1])
 
 
-@pytest.mark.parametrize("shape", [Shape(2048, 8192, 4096), Shape(8192, 1024, 512)])
+@pytest.mark.parametrize("shape", ["2048x8192x4096", "8192x1024x512"])
 def test_the_simulator_predicts_from_a_small_problem(shape):
     """Near the longer of arithmetic (the first shape) and link (the second)."""
-    case = case_of(shape=shape)
+    case = timed_case(shape)
     scale = simulated.scale_of(case)
     assert scale.rows > 1
     model = CostModel()
-    arithmetic_us = 1e6 * case.flops / model.matmul_flops
-    link_us = 1e6 * case.sent_bytes / model.link_bandwidth
+    arithmetic_us = 1e6 * case.work.flops / model.matmul_flops
+    link_us = 1e6 * case.work.sent_bytes / model.link_bandwidth
     floor = max(arithmetic_us, link_us)
     assert floor < simulated.fused_us(case) < 1.5 * floor + 20
 
 
 def test_what_cannot_be_simulated():
     with pytest.raises(UnavailableError, match="only fused matmuls over several devices"):
-        simulated.fused_us(case_of(devices=1))
+        simulated.fused_us(timed_case(devices=1))
     with pytest.raises(UnavailableError, match="it needs 16 CPU devices and there are 8"):
-        simulated.fused_us(case_of(devices=16))
+        simulated.fused_us(timed_case(devices=16))
 
 
 def test_predictions_by_the_simulator_are_added_to_results(tmp_path, make_results, monkeypatch):

@@ -6,44 +6,22 @@ import dataclasses
 import json
 
 import pytest
+from bench_cases import case_of
 
-from stretto.benchmarks import results, tune_command, tuned_file
-from stretto.benchmarks.errors import BenchmarkError, UnavailableError
-from stretto.benchmarks.measure import Settings
-from stretto.benchmarks.operations import OPERATIONS, Case, Operation
-from stretto.benchmarks.shapes import Shape
-from stretto.benchmarks.tune import candidates_of, config_type_of, kernel_named, tune
-from stretto.kernels import tables
-from stretto.kernels.all_gather_matmul import Config
-from stretto.kernels.tables import Entry, Table
+from stretto.benchmarks.commands import tune as tune_command
+from stretto.benchmarks.errors import UnavailableError
+from stretto.benchmarks.measurements import results, tuned_file
+from stretto.benchmarks.timing.measure import Settings
+from stretto.benchmarks.timing.tune import configs_for, tune
+from stretto.kernels.choice import choose, tables
+from stretto.kernels.choice.tables import Entry, Table
+from stretto.kernels.fused.all_gather_matmul import Config
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations.matmuls import all_gather_matmul
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 QUICK = Settings(repeats=2, rest_s=0.0)
-
-
-def case_of(shape=None) -> Case:
-    return Case(
-        operation=OPERATIONS["all_gather_matmul"],
-        shape=shape or Shape(64, 32, 32),
-        dtype="float32",
-        devices=2,
-    )
-
-
-@pytest.fixture
-def configured(monkeypatch):
-    """Makes `Operation.public` depend on its config, a plain number: a factor on the result."""
-    unfused = OPERATIONS["all_gather_matmul"].unfused
-
-    def public(self, backend, config=None):
-        if config.factor == 0:
-            raise ValueError("factor=0 cannot be")
-
-        def slow(lhs, rhs):
-            return sum(unfused(lhs + i, rhs) for i in range(config.work)) * config.factor
-
-        return slow if config.work > 1 else lambda lhs, rhs: unfused(lhs, rhs) * config.factor
-
-    monkeypatch.setattr(Operation, "public", public)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +30,31 @@ class Fake:
     factor: float = 1.0
 
 
+def public(*operands, config=None, **keywords):
+    """An all-gather matmul whose time and result depend on its configuration."""
+    times = 1 if config is None else config.work
+    factor = 1.0 if config is None else config.factor
+    lhs, rhs, axis = operands
+    keywords["backend"] = "xla"
+    sums = (all_gather_matmul(lhs + i, rhs, axis, **keywords) for i in range(times))
+    return sum(sums) * factor
+
+
 def tuned(configs, **settings):
-    return tune(case_of(), configs, dataclasses.replace(QUICK, **settings), {"jax": "1"})
+    case = case_of()
+    case = dataclasses.replace(case, operation=dataclasses.replace(case.operation, public=public))
+    return tune(case, configs, dataclasses.replace(QUICK, **settings), {"jax": "1"})
 
 
-def test_the_fastest_right_configuration_is_kept(configured):
+def test_the_fastest_right_configuration_is_kept():
     entry = tuned([Fake(factor=1.1), Fake(work=64), Fake()])
     assert entry.config == {"work": 1, "factor": 1.0}
     assert entry.fused_us > 0
     assert entry.xla_us > 0
-    assert (entry.m, entry.k, entry.n, entry.devices) == (64, 32, 32, 2)
+    assert (entry.sizes, entry.devices) == ({"m": 64, "k": 32, "n": 32}, 2)
 
 
-def test_without_a_right_one_the_case_is_skipped(configured):
+def test_without_a_right_one_the_case_is_skipped():
     with pytest.raises(UnavailableError, match="its result is wrong"):
         tuned([Fake(factor=1.1), Fake(factor=1.2)])
 
@@ -74,9 +64,9 @@ def test_a_table_is_filled_and_gone_on_with(tmp_path, capsys):
     base = ["all_gather_matmul", "--devices", "2", "--output", str(path), "--repeats", "1"]
     assert tune_command.main([*base, "--shapes", "64x64x128"]) == 0
     first = tables.read(path)
-    assert [entry.m for entry in first.entries] == [64]
+    assert [entry.sizes["m"] for entry in first.entries] == [64]
     config = tables.config_from_data(Config, first.entries[0].config)
-    assert config in Config.candidates()
+    assert config in configs_for(case_of(shape="64x64x128", dtype="bfloat16"), Machine.of_mesh())
     capsys.readouterr()
     assert tune_command.main([*base, "--shapes", "64x64x128,128x64x128,63x64x128"]) == 0
     out = capsys.readouterr().out
@@ -84,7 +74,7 @@ def test_a_table_is_filled_and_gone_on_with(tmp_path, capsys):
     assert "skipped, m=63 is not a multiple of 2" in out
     second = tables.read(path)
     assert second.entries[0] == first.entries[0]
-    assert [entry.m for entry in second.entries] == [64, 128]
+    assert [entry.sizes["m"] for entry in second.entries] == [64, 128]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +112,7 @@ def test_what_is_written_is_read_back(tmp_path):
     entries = [
         Entry(
             op="all_gather_matmul",
-            m=m,
-            k=8192,
-            n=8192,
+            sizes={"m": m, "k": 8192, "n": 8192},
             dtype="bfloat16",
             devices=4,
             fused_us=1.5,
@@ -138,31 +126,22 @@ def test_what_is_written_is_read_back(tmp_path):
     for entry in entries:
         table = tuned_file.merged(table, entry)
     tuned_file.write(table, tmp_path / "t.toml")
-    assert [entry.m for entry in table.entries] == [512, 4096]
+    assert [entry.sizes["m"] for entry in table.entries] == [512, 4096]
     assert tables.read(tmp_path / "t.toml") == table
 
 
-def test_a_kernel_without_configurations_cannot_be_tuned():
-    with pytest.raises(BenchmarkError, match="has no configurations to tune"):
-        config_type_of("nothing")
+def test_what_is_tried_depends_on_the_problem():
+    case, machine = case_of(dtype="bfloat16"), Machine.of_kind("gpu", "NVIDIA H100")
+    configs = configs_for(case, machine)
+    assert len(set(configs)) == len(configs)
+    assert all(isinstance(config, Config) for config in configs)
+    long = configs_for(case_of(shape="8192x8192x8192", dtype="bfloat16"), machine)
+    assert configs != long
 
 
-def test_candidates_may_depend_on_the_problem_or_not():
-    problem = case_of().problem("gpu", "NVIDIA H100")
-
-    class OfProblem:
-        @staticmethod
-        def candidates(problem):
-            yield from (problem.m, problem.m, 7)
-
-    class OfAny:
-        @staticmethod
-        def candidates():
-            yield from (7, 8)
-
-    assert candidates_of(OfProblem, problem) == [64, 7]
-    assert candidates_of(OfAny, problem) == [7, 8]
-    assert all(c.whole or c.apart for c in candidates_of(Config, problem))  # of few rows
+def test_what_no_kernel_serves_is_not_tuned():
+    with pytest.raises(UnavailableError, match="float32"):
+        configs_for(case_of(dtype="float32"), Machine.of_kind("gpu", "NVIDIA H100"))
 
 
 def test_the_shipped_tables_can_be_read_and_fit_their_kernels():
@@ -170,13 +149,29 @@ def test_the_shipped_tables_can_be_read_and_fit_their_kernels():
         table = tables.read(path)
         assert tables.file_name(table.device_kind) == path.name
         for entry in table.entries:
-            tables.config_from_data(config_type_of(entry.op), entry.config).check(2)
+            check_fits(entry, table.device_kind)
+
+
+def check_fits(entry, kind):
+    """Raises unless an entry's configuration is one of the kernel that serves its problem."""
+    types = Types(lhs=entry.dtype, out=entry.dtype)
+    machine = Machine.of_kind("gpu", kind)
+    problem = Problem(
+        operation=entry.op,
+        sizes=entry.sizes,
+        types=types,
+        devices=entry.devices,
+        machine=machine,
+    )
+    kernel, obstacle = choose.serving(OPERATIONS[entry.op], problem)
+    assert obstacle is None
+    tables.config_from_data(kernel.Config, entry.config).check(problem)
 
 
 def test_a_table_is_made_from_what_the_benchmark_measured(tmp_path, make_results, capsys):
     found = make_results(kernels=("all_gather_matmul", "all_reduce"))
     for measurement in found.measurements:
-        kernel = kernel_named(measurement.kernel)
+        (kernel,) = OPERATIONS[measurement.kernel].kernels
         config = tables.config_to_data(kernel.Config())
         fused = measurement.of("fused")
         fused.backend, fused.config = "pallas", json.dumps(config)
@@ -191,7 +186,7 @@ def test_a_table_is_made_from_what_the_benchmark_measured(tmp_path, make_results
     table = tables.read(path)
     assert len(table.entries) == len(found.measurements) - 1
     for entry in table.entries:
-        tables.config_from_data(kernel_named(entry.op).Config, entry.config).check(2)
+        check_fits(entry, table.device_kind)
     gather = [e for e in table.entries if e.op == "all_gather_matmul" and e.devices == 4]
     assert all(entry.ratio < 1 and entry.versions["jax"] == "0.11.2" for entry in gather)
     # Entries that are there stay, unless asked otherwise.
@@ -209,10 +204,9 @@ def test_a_collective_is_tuned_too(tmp_path):
     options = ["all_gather", "--devices", "2", "--output", str(path), "--repeats", "1"]
     assert tune_command.main([*options, "--shapes", "64x64", "--candidates", "2"]) == 0
     (entry,) = tables.read(path).entries
-    assert (entry.m, entry.k, entry.n) == (32, 0, 64)
-    config_type = config_type_of("all_gather")
-    config = tables.config_from_data(config_type, entry.config)
-    assert config in list(config_type.candidates())[:2]
-    gather = OPERATIONS["all_gather"]
-    same = Case(operation=gather, shape=Shape(32, 0, 128), dtype="bfloat16", devices=2)
-    assert entry.distance(same.problem("gpu", "")) == 0  # as many bytes
+    assert entry.sizes == {"m": 32, "n": 64}
+    (kernel,) = OPERATIONS["all_gather"].kernels
+    config = tables.config_from_data(kernel.Config, entry.config)
+    assert config in list(kernel.candidates(None))[:2]
+    same = case_of("all_gather", "32x128", dtype="bfloat16").problem(Machine.of_mesh())
+    assert entry.distance(same) == 0  # as many bytes

@@ -16,7 +16,7 @@ from stretto.distributed import handshake, heap, jax_heap, kernel, settings
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError
 from stretto.distributed.team import Team
-from stretto.kernels import summation
+from stretto.kernels.collectives import summation
 
 ROWS, COLUMNS = 8, 128
 

@@ -19,6 +19,7 @@ LOWER = """
 import jax.numpy as jnp, stretto as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 from stretto.distributed import aot
+from stretto.distributed.errors import BackendUnavailableError
 mesh = aot.mesh_of_gpus((4,), ("x",))
 struct = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
 gather = lambda backend: jax.jit(jax.shard_map(
@@ -27,7 +28,7 @@ gather = lambda backend: jax.jit(jax.shard_map(
 print("auto", "mosaic" in gather("auto").lower(struct).as_text())
 try:
     gather("pallas").lower(struct)
-except st.kernels.dispatch.BackendUnavailableError as error:
+except BackendUnavailableError as error:
     print(error)
 """
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from folders import HELPERS, PYTHONPATH
 
 STRETTO_RUN = (sys.executable, "-m", "stretto.launch", "run")
 
@@ -48,12 +51,17 @@ for axes in (("gpu", "node"), "node"):
 """
 
 
-JOB = Path(__file__).parents[1] / "gpu" / "two_node_job.py"
+JOB = HELPERS / "two_node_job.py"
 
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [*STRETTO_RUN, *command], capture_output=True, text=True, timeout=280, check=False
+        [*STRETTO_RUN, *command],
+        env=os.environ | PYTHONPATH,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

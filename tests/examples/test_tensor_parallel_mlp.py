@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import pytest
 
+import stretto as st
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "tensor_parallel_mlp.py"
 TOLERANCE = 1e-4  # of the loss, in float32
@@ -82,6 +84,13 @@ def test_fused_kernels_train_the_same_in_the_simulator(example: ModuleType) -> N
     exact = expected("float32")
     assert abs(ours.loss - exact) <= 2 * abs(expected("bfloat16") - exact) + 1e-3
     assert ours.loss != exact
+
+
+def test_in_a_simulation_kernels_are_simulated(example: ModuleType, capsys) -> None:
+    """Operands have a type that they take, where no other is asked for."""
+    with st.simulate():
+        example.main(["--epochs", "0"])
+    assert "bfloat16 on 8 x cpu: simulator, because a simulation" in capsys.readouterr().out
 
 
 def test_weights_and_images_are_split(example: ModuleType) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
 
 import benchmark
 import breakdown
 import config
+import numpy as np
 import parallel
+import pytest
 import rates
 from breakdown import Span
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
-
 import data
+import numpy as np
 import parallel
+import pytest
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import sys
 from collections import Counter
-from pathlib import Path
-
-import jax
-import numpy as np
-import pytest
-from jax._src.cudnn import fused_attention_stablehlo
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import collectives
 import config
+import jax
+import numpy as np
 import parallel
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from step import initial_state
 from transformer_checks import (
     TRAINING,

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import config
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "transformer"))
-
-import config
 import parallel
+import pytest
+import sample as sampling
 import train
 from sample import sample
 from step import make_train_step
+
+import stretto as st
 
 EXAMPLE = Path(train.__file__).parent
 SIZES = config.Sizes(layers=1, hidden=32, heads=4, kv_heads=4, feed_forward=32, sequence=16)
@@ -67,8 +70,12 @@ def test_run_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*OPTIONS, "--dp", "2", "--tp", "2", "--sample", "0", "--checkpoints"]
-    whole = train.main([*options, str(tmp_path / "whole")])
+    whole = train.main([*options, str(tmp_path / "whole"), "--sample", "8"])
     assert len(whole) == 6
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert text.startswith("def ")
+    sampling.main([str(tmp_path / "whole" / "tiny-1"), "--count", "8"])
+    assert capsys.readouterr().out.splitlines()[-1] == text
     stopped = [*options, str(tmp_path / "stopped")]
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stop_at(patch, 5)
@@ -85,6 +92,48 @@ def test_run_goes_on_bit_for_bit(
     with pytest.raises(ValueError, match="was trained with batch=4 and this run has 8"):
         train.main([*stopped, "--resume", "--batch", "8"])
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["tiny-1"]
+
+
+def test_run_that_fails_has_written_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is renamed when the run closes its checkpoints, and not before."""
+    rename, close, closing = os.rename, train.Checkpoints.close, threading.Event()
+
+    def late(source, target, **options) -> None:
+        if Path(target).name == "4":
+            closing.wait(10)  # To the end of it, if none closes.
+        rename(source, target, **options)
+
+    def told(checkpoints: train.Checkpoints) -> None:
+        closing.set()
+        close(checkpoints)
+
+    monkeypatch.setattr(os, "rename", late)
+    monkeypatch.setattr(train.Checkpoints, "close", told)
+    stop_at(monkeypatch, 5)
+    with pytest.raises(Stop):
+        train.main([*OPTIONS, "--dp", "1", "--tp", "1", "--checkpoints", str(tmp_path)])
+    folder = tmp_path / "tiny-1"
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+
+
+def test_what_a_crash_has_left_is_gone_before_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "6.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    made = []
+    manager = ocp.CheckpointManager
+
+    def make(folder, **options):
+        made.append(half.exists())
+        return manager(folder, **options)
+
+    monkeypatch.setattr(ocp, "CheckpointManager", make)
+    with contextlib.closing(train.Checkpoints(tmp_path, {})) as checkpoints:
+        assert checkpoints.newest() is None
+    assert made == [False]
 
 
 JOB = """
@@ -138,6 +187,22 @@ def test_job_of_several_processes_ends_as_one_process_does(
     assert losses == pytest.approx(alone[-len(losses) :], rel=1e-4)
     assert len(losses) == (4 if fate == "crash" else steps)
     assert capsys.readouterr().out.splitlines()[-1] in done.stdout  # the text, too
+
+
+def test_text_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for folder, why in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no checkpoint")):
+        with pytest.raises(SystemExit, match=f"{folder} {why}; pass the folder of a run"):
+            sampling.main([str(folder)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_kernels_are_simulated_operands_have_a_type_that_they_take() -> None:
+    def dtype(backend: str) -> str:
+        return config.Execution.suited_to("cpu", backend).dtype
+
+    assert dtype("auto") == dtype("xla") == "float32" and dtype("simulator") == "bfloat16"
+    with st.simulate():
+        assert dtype("auto") == "bfloat16" and dtype("xla") == "float32"
 
 
 def test_text_is_the_same_on_every_mesh() -> None:

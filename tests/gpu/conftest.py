@@ -5,25 +5,34 @@ Checks that the tests of the kernels use as well, in the simulator, lie in `test
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import fused_cases as cases
 import jax
 import machine
+import patience
+import pytest
 import scale as scales
 import tally as tallies
 
 import stretto as st
+from stretto.distributed import settings
 
 HERE = Path(__file__).parent
 MOST_DEVICES = 8
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test on GPUs has a limit. Its own, if it has one, comes first."""
+    if config.getoption("--rehearse"):
+        return
+    # A thread ends the process: a signal does not reach one that waits for a GPU.
+    limit = pytest.mark.timeout(patience.shared(patience.TEST_S), method="thread")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(limit)
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +54,14 @@ def mesh(rehearsing: bool) -> jax.sharding.Mesh:
 @pytest.fixture
 def tally(record_property) -> tallies.Tally:
     return tallies.Tally(record_property)
+
+
+@pytest.fixture(autouse=True)
+def patient_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of this process, and of those that a test starts, wait as long as sharing asks."""
+    usual = settings.DEFAULT_WAIT_LIMIT_S
+    if settings.WAIT_LIMIT_VARIABLE not in os.environ:
+        monkeypatch.setenv(settings.WAIT_LIMIT_VARIABLE, str(patience.shared(usual)))
 
 
 @pytest.fixture(autouse=True)

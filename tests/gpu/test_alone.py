@@ -15,15 +15,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from folders import HELPERS
+from patience import shared
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
 
-SCRIPT = Path(__file__).with_name("alone.py")
-LIMIT_S = 2
-START_S = 120
+SCRIPT = HELPERS / "alone.py"
+LIMIT_S = shared(2)
+START_S = shared(120)
 DROPPED = [
     ("all_gather_matmul", "released"),
     ("all_gather_matmul", "received"),
@@ -107,10 +108,10 @@ def test_signals_that_never_come(tally) -> None:
     flaws = []
     with started(*(("dropped", *case) for case in DROPPED)) as programs:
         for program, (name, semaphore) in zip(programs, DROPPED, strict=True):
-            status, output, seconds = program.run(patience_s=LIMIT_S + 20)
+            status, output, seconds = program.run(patience_s=LIMIT_S + shared(20))
             if status == 0 or "right" in output:
                 flaws.append(f"{program.name} ended well: {output}")
-            if seconds > LIMIT_S + 10:
+            if seconds > LIMIT_S + shared(10):
                 flaws.append(f"{program.name} ended after {seconds:.1f} s")
             report = REPORT.format(name=name, semaphore=semaphore)
             if not re.search(report, program.errors()):
@@ -126,7 +127,7 @@ def test_programs_that_end_well(tally) -> None:
     flaws = []
     with started(("huge",), ("threads",), ("unfinished",)) as programs:
         for program in programs:
-            status, output, seconds = program.run(patience_s=60)
+            status, output, seconds = program.run(patience_s=shared(60))
             if status or output != "right\n":
                 flaws.append(
                     f"{program.name} ended with {status} after {seconds:.1f} s:\n"

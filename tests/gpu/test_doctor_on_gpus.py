@@ -8,13 +8,14 @@ import sys
 
 import jax
 import pytest
+from patience import shared
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
 
 
 def test_findings(tally) -> None:
     command = [sys.executable, "-m", "stretto.launch", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=shared(180))
     report = json.loads(done.stdout)
     findings = {finding["topic"]: finding for finding in report["findings"]}
     count = len(jax.devices())

@@ -7,10 +7,11 @@ import os
 import jobs
 import pytest
 import tally as tallies
+from patience import shared
 
 from stretto.launch.doctor.nccl import why_no_process_per_gpu
 
-LIMIT_S = 200
+LIMIT_S = shared(200)
 
 
 @pytest.mark.gpu(2)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
 import fused_cases as cases
 import pytest
 import subjects
 import verification
 from subjects import COLLECTIVES, SUBJECTS
 from verification import Problem
+
+from stretto.kernels.operations import OPERATIONS
 
 # Rows x columns of a device: less than a row of 512 bytes, odd, and 16 MB.
 SHAPES = [(1, 1), (3, 129), (64, 1000), (512, 4096)]
@@ -55,7 +55,7 @@ def test_gathers_along_other_dimensions(name, mesh, scale, tally) -> None:
 def test_every_config(name, mesh, scale, tally) -> None:
     """What the tuner may choose computes the same."""
     subject = SUBJECTS[name]
-    configs = list(importlib.import_module(f"stretto.kernels.{name}").Config.candidates())
+    configs = list(OPERATIONS[name].kernels[0].candidates(None))
     if scale.rehearsed:
         configs = configs[:1]
     sizes = subject.sizes_of(mesh.size, *scale.middling)

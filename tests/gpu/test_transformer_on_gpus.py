@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import pytest
 
 pytest.importorskip("flax", reason="the transformer is written in Flax")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import transformer_checks as checks
 from config import Execution, Sizes

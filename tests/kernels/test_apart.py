@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import fused_cases as cases
 import jax
@@ -13,12 +12,13 @@ import pytest
 from fused_cases import BF16, F32
 
 import stretto as st
+from stretto.kernels.operations import OPERATIONS
 
 DEVICES = 3
 
 
 def apart(name):
-    return importlib.import_module(f"stretto.kernels.{name}").Config(apart=True)
+    return OPERATIONS[name].kernels[0].Config(apart=True)
 
 
 def simulated(program, *operands, seed=0):
@@ -108,12 +108,11 @@ def test_sums_do_not_get_worse_with_the_number_of_devices():
 
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 def test_the_tuner_tries_it_for_few_rows_only(name):
-    module = importlib.import_module(f"stretto.kernels.{name}")
     for m, tried in ((64, True), (8192, False)):
         mesh = cases.mesh_of(2)
         with st.simulate():
             problem = explained(name, mesh, m).problem
-        configs = list(module.Config.candidates(problem))
+        configs = list(OPERATIONS[name].kernels[0].candidates(problem))
         assert configs[0].apart == tried and not any(c.apart for c in configs[1:])
 
 
@@ -126,8 +125,8 @@ def explained(name, mesh, m):
     ]
 
     def call(lhs, rhs):
-        found.append(st.explain(getattr(st, name), lhs, rhs, "x"))
-        return getattr(st, name)(lhs, rhs, "x", backend="xla")
+        found.append(st.explain(cases.OPERATIONS[name], lhs, rhs, "x"))
+        return cases.OPERATIONS[name](lhs, rhs, "x", backend="xla")
 
     jax.eval_shape(
         jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False),

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import fused_cases as cases
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from collective_checks import drawn, per_device, same_bits
 from fused_cases import BF16
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels import moving
+from stretto.kernels.collectives import arrays
 
-COPIED = ["bfloat16", "float16", "float32", "int8", "int16", "int32", "bool", "float8_e4m3fn"]
+COPIED = [
+    *("bfloat16", "float16", "float32", "int8", "int16", "int32", "bool", "float8_e4m3fn"),
+    *("complex64", "int4", "uint4", "int2", "float4_e2m1fn"),
+]
+# What XLA adds; it takes no other types for sums.
+SUMMED_BY_XLA = ["bool", "int8", "uint16", "uint32", "int4", "float8_e5m2", "complex64"]
 SUMMED = ["bfloat16", "float16", "float32", "int32"]
 
 
@@ -121,6 +129,21 @@ class TestSums:
                 scattered[device], x.astype(np.float32).sum(0).astype(x.dtype)[2 * device :][:2]
             )
 
+    @pytest.mark.parametrize("dtype", SUMMED_BY_XLA)
+    def test_what_is_left_to_lax(self, dtype, simulation):
+        x = drawn((2, 4, 6), dtype)
+
+        def both(x):
+            pairs = [(st.all_reduce(x, "x"), lax.psum(x, "x"))]
+            if dtype != "bool":  # Which lax refuses.
+                scattered = lax.psum_scatter(x, "x", tiled=True)
+                pairs.append((st.reduce_scatter(x, "x"), scattered))
+            return pairs
+
+        for got, want in per_device(both, x):
+            same_bits(got, want)
+        assert not simulation.launches
+
     @pytest.mark.parametrize("axis", [0, 1, 2, -1])
     def test_any_axis(self, axis):
         x = drawn((2, 4, 6, 10), "float32")
@@ -137,7 +160,7 @@ class TestSums:
     def test_one_shot_and_two_shots_are_bitwise_the_same(self, monkeypatch):
         x = np.random.default_rng(0).standard_normal((3, 700)).astype(jnp.bfloat16)
         one = per_device(lambda x: st.all_reduce(x, "x"), x)
-        monkeypatch.setattr(moving, "ONE_SHOT_BYTES", 0)
+        monkeypatch.setattr(arrays, "ONE_SHOT_BYTES", 0)
         two = per_device(lambda x: st.all_reduce(x, "x"), x)
         for got in (*one, *two):
             same_bits(got, one[0])
@@ -169,6 +192,80 @@ class TestSums:
         x = np.array([[-(2**31), 5], [0, 2**31 - 6]], np.int32)
         for got in per_device(lambda x: st.all_reduce(x, "x"), x):
             np.testing.assert_array_equal(got, [-(2**31), 2**31 - 1])
+
+
+class TestNarrowNumbers:
+    """Several to a byte where they come out even, one each where they do not."""
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    @pytest.mark.parametrize(("dtype", "columns"), [("int2", 6), ("int2", 8), ("uint4", 6)])
+    def test_gathered_and_exchanged(self, dtype, axis, columns):
+        x = drawn((2, 4, columns), dtype)
+
+        def both(x, backend):
+            options = dict(split_axis=axis, concat_axis=1 - axis, backend=backend)
+            return [
+                st.all_gather(x, "x", axis=axis, backend=backend),
+                st.all_to_all(x, "x", **options),
+            ]
+
+        results = per_device(lambda x: [both(x, "auto"), both(x, "xla")], x)
+        for gathered, exchanged in results:
+            for device in range(2):
+                same_bits(gathered[device], np.concatenate(list(x), axis))
+                parts = [np.split(row, 2, axis)[device] for row in x]
+                same_bits(exchanged[device], np.concatenate(parts, 1 - axis))
+
+    def test_a_scalar_of_each_device(self):
+        x = drawn((2, 1), "int4")
+        for got in per_device(lambda x: st.all_gather(x, "x"), x):
+            same_bits(got, x.reshape(-1))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys(impl, check_vma):
+    keys = jax.random.split(jax.random.key(7, impl=impl), (4, 6))
+
+    def both(keys):
+        exchanged = st.all_to_all(keys, "x", split_axis=1, concat_axis=0)
+        return st.all_gather(keys, "x", axis=-1), exchanged
+
+    mapped = jax.shard_map(
+        both, mesh=cases.mesh_of(2), in_specs=P("x"), out_specs=(P("x"), P(None, "x")),
+        check_vma=check_vma,
+    )  # fmt: skip
+    gathered, exchanged = jax.jit(mapped)(keys)
+    assert gathered.dtype == exchanged.dtype == keys.dtype
+    numbers = np.asarray(jax.random.key_data(keys))
+    rows = np.concatenate(np.split(numbers, 2), axis=1)
+    np.testing.assert_array_equal(jax.random.key_data(gathered), np.concatenate([rows, rows]))
+    np.testing.assert_array_equal(jax.random.key_data(exchanged), numbers)
+
+
+@pytest.mark.parametrize("part", ["real", "imag"])
+def test_parts_of_complex_numbers_keep_their_bits(part):
+    """Also a NaN's payload, and the sign of a zero."""
+    x = np.full((2, 3), complex(-0.0, -0.0), np.complex64)
+    getattr(x, part)[1] = np.array([0x7FC12345, 0x80011653, 0xFF800000], np.uint32).view(np.float32)
+    for got in per_device(lambda x: st.all_gather(x, "x"), x):
+        same_bits(got, x.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e5m2"])
+def test_derivatives_of_types_that_the_kernel_does_not_add(dtype):
+    x = drawn((2, 3), dtype)
+
+    def gradient(x, backend):
+        def loss(x):
+            return (2 * abs(st.all_gather(x, "x", backend=backend).astype("complex64"))).sum()
+
+        return jax.grad(loss)(x)
+
+    for got, want in zip(
+        *(per_device(lambda x, b=b: gradient(x, b), x) for b in ("pallas", "xla")), strict=True
+    ):
+        same_bits(got, want)
 
 
 class TestEmpty:

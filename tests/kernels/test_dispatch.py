@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
 
 import fused_cases as cases
 import jax
@@ -13,13 +11,16 @@ import numpy as np
 import pytest
 from fused_cases import BF16, F32
 from jax.sharding import PartitionSpec as P
+from problems import choose, entry, problem
 
 import stretto as st
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
-from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import dispatch, nodes, tables
-from stretto.kernels.dispatch import Problem
-from stretto.kernels.tile_config import TileConfig
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem import node_config
 
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
 
@@ -33,28 +34,9 @@ def on_devices(call, *arrays, devices=2, specs=None):
     return jax.jit(program)(*arrays)
 
 
-def problem(m=8192, k=8192, n=8192, **changes):
-    base = Problem(
-        op="all_gather_matmul",
-        m=m,
-        k=k,
-        n=n,
-        dtype="bfloat16",
-        out_dtype="bfloat16",
-        devices=4,
-        platform="gpu",
-        device_kind="NVIDIA H100 80GB HBM3",
-    )
-    return dataclasses.replace(base, **changes)
-
-
 @pytest.fixture
 def no_tables(monkeypatch):
     monkeypatch.setattr(tables, "table_for", tables.Table)
-
-
-def choose(problem, backend="auto", config=None):
-    return dispatch.choose(problem, backend, all_gather_matmul_kernel, config)
 
 
 @everywhere
@@ -128,7 +110,7 @@ class TestErrors:
         self.fails(name, message, (8, 8), (8, 8), out_dtype=jnp.float8_e4m3fn, backend=backend)
 
     def test_a_config_that_cannot_be_built(self, name):
-        kind = importlib.import_module(f"stretto.kernels.{name}").Config
+        kind = OPERATIONS[name].kernels[0].Config
         for tiles, message in [
             (dict(tile_m=64), "tile_m=64 must be a multiple of 128"),
             (dict(tile_n=100), "tile_n=100 must be 64, 128, 192 or 256"),
@@ -147,8 +129,8 @@ class TestErrors:
 
     @pytest.mark.parametrize("backend", ["auto", "xla", "simulator"])
     def test_a_config_of_another_type(self, name, backend):
-        for config in (3, {"pull_slots": 2}, TileConfig(), nodes.Config(kernel=TileConfig())):
-            message = rf"{name}: config=.* is a .*; pass a stretto\.kernels\.{name}\.Config"
+        for config in (3, {"pull_slots": 2}, TileConfig(), node_config.Config(kernel=TileConfig())):
+            message = rf"{name}: config=.* is a .*; pass a stretto\.kernels\.fused\.{name}\.Config"
             self.fails(name, message, (8, 8), (8, 8), config=config, backend=backend)
 
 
@@ -209,9 +191,9 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            (dict(device_kind="NVIDIA B200"), "written for Hopper GPUs and these are NVIDIA B200"),
-            (dict(device_kind="NVIDIA A100-SXM4-80GB"), "written for Hopper GPUs"),
-            (dict(platform="cpu", device_kind="cpu"), "the devices are cpu"),
+            (dict(kind="NVIDIA B200"), "written for Hopper GPUs and these are NVIDIA B200"),
+            (dict(kind="NVIDIA A100-SXM4-80GB"), "written for Hopper GPUs"),
+            (dict(platform="cpu", kind="cpu"), "the devices are cpu"),
             (dict(dtype="float32"), "takes bfloat16 and float16, not float32"),
             (dict(k=0), "an operand is empty"),
         ],
@@ -225,7 +207,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])
     def test_hopper_of_any_make(self, kind):
-        assert choose(problem(device_kind=kind), "pallas").backend == "pallas"
+        assert choose(problem(kind=kind), "pallas").backend == "pallas"
 
     def test_what_is_asked_for(self):
         assert choose(problem(), "xla").backend == "xla"
@@ -234,24 +216,14 @@ class TestChoice:
         choice = choose(problem(m=1), config=config)
         assert choice.backend == "pallas" and choice.config is config
 
-    def test_a_team_of_one_talks_to_nobody(self):
+    def test_one_device_needs_no_communication(self):
         for backend in ("auto", "pallas", "simulator"):
             choice = choose(problem(devices=1), backend)
-            assert choice.backend == "xla" and "nobody" in choice.reason
+            assert choice.backend == "xla" and "needs no communication" in choice.reason
 
     def test_a_measured_entry_decides(self, monkeypatch):
-        entry = tables.Entry(
-            op="all_gather_matmul",
-            m=8192,
-            k=8192,
-            n=8192,
-            dtype="bfloat16",
-            devices=4,
-            fused_us=900.0,
-            xla_us=700.0,
-            config={"pull_rows": 8},
-        )
-        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (entry,)))
+        measured = entry(fused_us=900.0, xla_us=700.0, config={"pull_rows": 8})
+        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (measured,)))
         choice = choose(problem())
         assert choice.backend == "xla"
         assert (choice.fused_us, choice.xla_us) == (900.0, 700.0)
@@ -274,7 +246,7 @@ class TestExplain:
         x = jax.ShapeDtypeStruct((128, 128), BF16)
         choice = self.explained(cases.OPERATIONS[name], x, x, "x")
         assert choice.backend == "xla"
-        assert choice.problem.op == name and choice.problem.devices == 2
+        assert choice.problem.operation == name and choice.problem.devices == 2
         assert f"{name} " in str(choice) and "xla, because the devices are cpu" in str(choice)
 
     def test_collectives(self):
@@ -306,7 +278,7 @@ class TestExplain:
             self.explained(st.all_gather_matmul, x, "x")
 
     def test_times_where_they_are_known(self):
-        choice = dispatch.Choice(
+        choice = Choice(
             problem=problem(), backend="pallas", reason="so", fused_us=420.4, xla_us=716.0
         )
         assert str(choice).endswith("pallas, because so (fused 420 us, XLA 716 us)")

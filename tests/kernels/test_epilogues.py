@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stretto.kernels.epilogues import check_elementwise, without_derivatives
+from stretto.kernels.problem.epilogues import check_elementwise, without_derivatives
 
 FUNCTIONS = {
     "relu": jax.nn.relu,

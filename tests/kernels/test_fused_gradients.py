@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels import reference
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.xla import matmul
 
 DEVICES = 2
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
@@ -248,10 +249,10 @@ def test_checked_types():
     assert_same(got, want, tolerance=3e-2)
 
 
-@pytest.mark.parametrize("product", [reference.matmul, reference.matmul_of_columns])
+@pytest.mark.parametrize("product", [matmul.matmul, matmul.matmul_of_columns])
 def test_products_of_derivatives_by_xla_are_of_narrow_operands(monkeypatch, product):
     """A float32 cotangent would make XLA multiply in float32."""
-    monkeypatch.setattr(reference.dispatch, "platform_of_mesh", lambda: ("gpu", "NVIDIA H100"))
+    monkeypatch.setattr(Machine, "of_mesh", lambda: Machine.of_kind("gpu", "NVIDIA H100"))
     x = jnp.ones((8, 8), BF16)
 
     def loss(*xs):

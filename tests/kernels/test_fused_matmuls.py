@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.distributed.errors import BackendUnavailableError
+from stretto.kernels.fused import all_gather_matmul, all_gather_matmul_k
+from stretto.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 
@@ -58,6 +59,21 @@ def test_shards_gathered_as_one_matrix(devices, shape):
 @pytest.mark.parametrize("k", [8, 72])
 def test_every_shape_and_team(name, devices, m, k, n):
     check(name, devices, (m, k, n))
+
+
+@pytest.mark.parametrize("k", [72, 200])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1)),
+        ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1, whole=True)),
+        ("all_gather_matmul_k", all_gather_matmul_k.Config(pull_rows=1)),
+    ],
+    ids=["m", "m whole", "k"],
+)
+def test_pieces_of_one_row(name, config, k):
+    """They are contiguous, and would not be cut off at the end of a row."""
+    check(name, 2, (9, k, 8), config=config)
 
 
 @pytest.mark.parametrize("name", cases.OPERATIONS)
@@ -118,8 +134,7 @@ def test_epilogue():
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 def test_candidates_agree(name):
     """Every configuration that the tuner may choose computes the same."""
-    module = importlib.import_module(f"stretto.kernels.{name}")
-    configs = list(module.Config.candidates())
+    configs = list(OPERATIONS[name].kernels[0].candidates(None))
     assert len(set(configs)) == len(configs) >= 2
     for number, config in enumerate(configs):
         check(name, 2, (72, 72, 136), config=config, seed=number)
@@ -161,11 +176,14 @@ class TestMeshes:
         out = jax.jit(program)(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
         np.testing.assert_array_equal(np.asarray(out), lhs @ rhs)
 
-    @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]])
+    @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1], [1, 2, 3, 4]])
     def test_a_permuted_mesh_gives_right_rows_or_an_error(self, name, order):
         devices = np.array(jax.devices())[order]
         mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
         lhs, rhs = cases.operands(*cases.whole(name, 4, 8, 64, 64))
-        program = jax.jit(cases.mapped(name, mesh, out_dtype=F32))
-        with pytest.raises(NotImplementedError, match=r"holds its devices in the order.*make_mesh"):
-            program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
+        operands = jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)
+        program = jax.jit(cases.mapped(name, mesh, out_dtype=F32, config=None))
+        np.testing.assert_array_equal(np.asarray(program(*operands)), lhs @ rhs)  # By XLA.
+        program = jax.jit(cases.mapped(name, mesh, out_dtype=F32, backend="pallas"))
+        with pytest.raises(BackendUnavailableError, match=r"its devices in the order.*make_mesh"):
+            program(*operands)

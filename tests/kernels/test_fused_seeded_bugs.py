@@ -19,8 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import stretto as st
+from stretto.distributed import edges
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError, SimulationError
+from stretto.kernels.fused.pull_config import PullConfig
 
 DEVICES = 3
 SEEDS = range(3)
@@ -154,6 +156,34 @@ def test_a_signal_before_its_data_is_found(monkeypatch, name):
         except SimulationError as error:
             right, report = False, error.report
         assert report is not None and not report.ok, right
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_pieces_that_run_on_are_found(monkeypatch, devices):
+    """A piece as wide as two shards, which on 3 devices is as wide as what is gathered of a row.
+
+    It is then contiguous, and not cut off at its shard's edge. On GPUs that gave wrong numbers.
+    """
+    monkeypatch.setattr(PullConfig, "piece_columns", lambda self, columns, _: self.pull_columns)
+    name = "all_gather_matmul_k"
+    lhs, rhs = cases.operands(*cases.whole(name, devices, 9, 72, 8))
+    monkeypatch.setattr(edges, "check_stores", lambda jaxpr, kernel: None)
+    with st.simulate(core_count=2, on_finding="record") as report:
+        out = cases.run(name, lhs, rhs, devices=devices, out_dtype=F32)
+    assert np.array_equal(out, lhs @ rhs) == (devices != 3)
+    assert report.kinds() == ({"race", "stray copy"} if devices == 3 else set())
+    if devices == 3:
+        assert "copy_smem_to_gmem(self.buffers.at[slot], window)" in str(report)
+
+
+def test_pieces_that_run_on_are_refused(monkeypatch):
+    monkeypatch.setattr(PullConfig, "piece_columns", lambda self, columns, _: self.pull_columns)
+    lhs, rhs = cases.operands(9, 3 * 72, 3 * 8)
+    with (
+        st.simulate(core_count=2),
+        pytest.raises(ValueError, match=r"of \(16, 1, 256\) is stored to .* \(16, 2, 128\)"),
+    ):
+        cases.run("all_gather_matmul_k", lhs, rhs, devices=3)
 
 
 def test_data_from_the_wrong_device_is_wrong_numbers(monkeypatch):

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.kernels import all_gather_matmul_k
-from stretto.kernels.tile_config import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.fused import all_gather_matmul_k
 
 everywhere = pytest.mark.parametrize("name", cases.GATHERS)
 
@@ -126,6 +126,23 @@ def test_transposed_with_an_epilogue_and_what_was_gathered(name, transposed):
     np.testing.assert_array_equal(
         np.asarray(gathered, np.float32), given if name[-1] == "n" else lhs
     )
+
+
+@pytest.mark.parametrize(("devices", "kept"), [(2, False), (2, True), (3, False), (3, True)])
+def test_shards_of_which_two_are_as_wide_as_a_piece(devices, kept):
+    """2 x 128 columns lie side by side on 2 devices, or on 3 without the own ones."""
+    name = "all_gather_matmul_k"
+    lhs, rhs = cases.operands(*cases.whole(name, devices, 20, 128, 8))
+    call = functools.partial(
+        st.all_gather_matmul, axis_name="x", gather_axis="k", out_dtype=F32, return_gathered=kept
+    )
+    out_specs = (sides(name)[2], P(None, None)) if kept else None
+    program = mapped(name, call, devices, out_specs=out_specs)
+    out = program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
+    if kept:
+        out, gathered = out
+        np.testing.assert_array_equal(np.asarray(gathered, np.float32), lhs)
+    np.testing.assert_array_equal(np.asarray(out), lhs @ rhs)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 
 import fused_cases as cases
 import jax
@@ -13,11 +12,12 @@ import pytest
 import subjects
 from fused_cases import BF16
 from jax.sharding import PartitionSpec as P
+from problems import choose, entry, problem
 
 import stretto as st
 from stretto.distributed import settings
-from stretto.kernels import all_gather_matmul_k, dispatch, tables
-from stretto.kernels.dispatch import Problem
+from stretto.kernels.choice import tables
+from stretto.kernels.fused import all_gather_matmul_k
 
 everywhere = pytest.mark.parametrize("name", cases.GATHERS)
 
@@ -35,7 +35,7 @@ def test_explain(name):
     jax.eval_shape(
         jax.shard_map(call, mesh=cases.mesh_of(2), in_specs=P(), out_specs=P()), jnp.zeros(2)
     )
-    assert found[0].problem.op == name
+    assert found[0].problem.operation == name
     size = "x".join(map(str, sizes))
     assert str(found[0]).startswith(f"{name} {size} bfloat16 on 2 x cpu: simulator")
 
@@ -44,19 +44,7 @@ class TestChoice:
     """`auto`, by what is known of the problem."""
 
     def choice(self, name, m, k, n, backend="auto"):
-        problem = Problem(
-            op=name,
-            m=m,
-            k=k,
-            n=n,
-            dtype="bfloat16",
-            out_dtype="bfloat16",
-            devices=4,
-            platform="gpu",
-            device_kind="NVIDIA H100 80GB HBM3",
-        )
-        kernel = importlib.import_module(f"stretto.kernels.{name}")
-        return dispatch.choose(problem, backend, kernel)
+        return choose(problem(m, k, n, operation=name), backend)
 
     @pytest.mark.parametrize("name", ["all_gather_matmul_k", "all_gather_matmul_n"])
     def test_by_estimate_alone(self, monkeypatch, name):
@@ -65,23 +53,13 @@ class TestChoice:
         assert (large.backend, small.backend) == ("pallas", "xla")
 
     def test_the_transposed_problems_entry_and_the_transposes(self, monkeypatch):
-        entry = tables.Entry(
-            op="all_gather_matmul",
-            m=2048,
-            k=8192,
-            n=32768,
-            dtype="bfloat16",
-            devices=4,
-            fused_us=1000.0,
-            xla_us=1100.0,
-            config={"pull_rows": 8},
-        )
-        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (entry,)))
+        measured = entry(2048, 8192, 32768, fused_us=1000.0, xla_us=1100.0, config={"pull_rows": 8})
+        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (measured,)))
         choice = self.choice("all_gather_matmul_n", 32768, 8192, 2048)
         assert choice.backend == "pallas" and choice.xla_us == 1100
         assert 1000 < choice.fused_us < 1100
         assert choice.config.pull_rows == 8
-        slower = dataclasses.replace(entry, xla_us=1010.0)
+        slower = dataclasses.replace(measured, xla_us=1010.0)
         monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (slower,)))
         assert self.choice("all_gather_matmul_n", 32768, 8192, 2048).backend == "xla"
         # An entry of the same sizes, but of the other operation, says nothing.

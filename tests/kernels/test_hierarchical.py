@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import verification
+from collective_checks import drawn, per_device, same_bits
 from jax.sharding import PartitionSpec as P
-from subjects import SUBJECTS
+from subjects import HIERARCHICAL, SUBJECTS
 from verification import Problem
 
 import stretto as st
 from stretto.distributed import settings
 from stretto.distributed.errors import BackendUnavailableError
-from stretto.kernels import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels import exchange, nodes
-from stretto.kernels.nodes import Config
+from stretto.kernels.collectives import exchange
+from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels.nodes import nodes
+from stretto.kernels.problem.node_config import Config
 
 BOTH = ("x", "y")
-HIERARCHICAL = tuple(nodes.DIVIDED)
 everywhere = pytest.mark.parametrize("name", HIERARCHICAL)
 
 
@@ -87,6 +88,16 @@ class TestNumbers:
     def test_teams_beside_each_other(self, simulation):
         """Along the first and the last axis: two teams, each with a device pair on two nodes."""
         assert verify("all_gather", (2, 2, 2), 9, 8, 24, axis=("x", "z"), per_node=4) == []
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "complex64"])
+def test_a_gather_of_any_type(dtype, simulation):
+    x = drawn((4, 3, 5), dtype)
+    with settings.nodes_of(2):
+        out = per_device(lambda x: st.all_gather(x, BOTH), x, mesh=cases.mesh_of(2, 2), axis=BOTH)
+    for got in out:
+        same_bits(got, x.reshape(-1, 5))
+    assert simulation.launches == 2
 
 
 class TestSeveralMatrices:

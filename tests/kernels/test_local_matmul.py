@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from stretto.distributed import simulator
-from stretto.kernels.local_matmul import local_matmul
-from stretto.kernels.matmul import TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.fused.local_matmul import local_matmul
 
 
 def operands(m, k, n, dtype=jnp.bfloat16):

@@ -6,13 +6,14 @@ import dataclasses
 import math
 
 import pytest
+from problems import H100, entry, problem
 
-from stretto.benchmarks.tune import config_type_of
-from stretto.kernels import tables
-from stretto.kernels.dispatch import Problem
-from stretto.kernels.tables import Entry, Table, TableError
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.tables import Table, TableError
+from stretto.kernels.operations import OPERATIONS
 
-KIND = "NVIDIA H100 80GB HBM3"
+KIND = H100
+MATMULS = OPERATIONS["all_gather_matmul"]
 
 TABLE = """
 schema = 1
@@ -52,24 +53,16 @@ class Config:
     tiles: Tiles = Tiles()
     pull_slots: int = 2
 
-    def check(self, itemsize):
-        if self.pull_slots * itemsize > 6:
+    def check(self, problem):
+        if self.pull_slots * problem.types.itemsize > 6:
             raise ValueError("too many slots")
 
 
-def problem(m=8192, k=8192, n=8192, **changes):
-    base = Problem(
-        op="all_gather_matmul",
-        m=m,
-        k=k,
-        n=n,
-        dtype="bfloat16",
-        out_dtype="bfloat16",
-        devices=4,
-        platform="gpu",
-        device_kind=KIND,
-    )
-    return dataclasses.replace(base, **changes)
+def kernel(config_type):
+    return dataclasses.replace(MATMULS.kernels[0], Config=config_type)
+
+
+KERNEL = kernel(Config)
 
 
 @pytest.fixture
@@ -87,7 +80,7 @@ def test_the_file_of_a_gpu():
 
 
 def test_an_exact_entry_gives_its_times_and_config(tuned):
-    found = tables.look_up(problem(), Config, 2)
+    found = tables.look_up(KERNEL, problem())
     assert found is not None
     assert found.backend == "pallas"
     assert found.config == Config(Tiles(tile_n=128), pull_slots=3)
@@ -95,13 +88,13 @@ def test_an_exact_entry_gives_its_times_and_config(tuned):
 
 
 def test_xla_where_it_was_faster(tuned):
-    found = tables.look_up(problem(m=512), Config, 2)
+    found = tables.look_up(KERNEL, problem(m=512))
     assert found is not None
     assert found.backend == "xla"
 
 
 def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
-    found = tables.look_up(problem(n=12288), Config, 2)
+    found = tables.look_up(KERNEL, problem(n=12288))
     assert found is not None
     assert found.backend == "pallas"
     assert found.config.pull_slots == 3
@@ -118,15 +111,15 @@ def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
         dict(dtype="float16"),
         dict(out_dtype="float32"),
         dict(devices=2),
-        dict(op="matmul_reduce_scatter"),
+        dict(operation="matmul_reduce_scatter"),
     ],
 )
 def test_a_far_shape_or_another_problem_is_not_decided(tuned, other):
-    assert tables.look_up(problem(**other), Config, 2) is None
+    assert tables.look_up(KERNEL, problem(**other)) is None
 
 
 def test_an_entry_whose_config_does_not_fit_the_problem_is_not_used(tuned):
-    assert tables.look_up(problem(out_dtype="float32"), Config, 4) is None
+    assert tables.look_up(KERNEL, problem(dtype="float32", out_dtype="float32")) is None
 
 
 def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
@@ -134,47 +127,27 @@ def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
     class Without:
         tiles: Tiles = Tiles()
 
-    assert tables.look_up(problem(), Without, 2) is None
+    assert tables.look_up(kernel(Without), problem()) is None
 
 
 def test_a_tie_at_another_shape_is_not_trusted(monkeypatch):
-    entry = Entry(
-        op="all_gather_matmul",
-        m=8192,
-        k=8192,
-        n=8192,
-        dtype="bfloat16",
-        devices=4,
-        fused_us=99.0,
-        xla_us=100.0,
-        config={},
-    )
-    monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (entry,)))
-    assert tables.look_up(problem(), Config, 2) is not None
-    assert tables.look_up(problem(n=8200), Config, 2) is None
+    measured = entry(fused_us=99.0, xla_us=100.0)
+    monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (measured,)))
+    assert tables.look_up(KERNEL, problem()) is not None
+    assert tables.look_up(KERNEL, problem(n=8200)) is None
 
 
 def test_distance_counts_doublings():
-    entry = tables.Entry(
-        op="all_gather_matmul",
-        m=8192,
-        k=8192,
-        n=8192,
-        dtype="bfloat16",
-        devices=4,
-        fused_us=1.0,
-        xla_us=1.0,
-        config={},
-    )
-    assert entry.distance(problem(m=4096, n=16384)) == 2
-    assert entry.distance(problem(devices=2)) == math.inf
+    measured = entry(fused_us=1.0, xla_us=1.0)
+    assert measured.distance(problem(m=4096, n=16384)) == 2
+    assert measured.distance(problem(devices=2)) == math.inf
 
 
 def test_a_missing_table_warns_once_and_decides_nothing(tuned):
-    other = problem(device_kind="NVIDIA H200")
+    other = problem(kind="NVIDIA H200")
     with pytest.warns(UserWarning, match=r"no tuned table for NVIDIA H200.*stretto tune"):
-        assert tables.look_up(other, Config, 2) is None
-    assert tables.look_up(other, Config, 2) is None  # no second warning: those are errors
+        assert tables.look_up(KERNEL, other) is None
+    assert tables.look_up(KERNEL, other) is None  # no second warning: those are errors
 
 
 @pytest.mark.parametrize(
@@ -195,7 +168,7 @@ def test_a_damaged_table_says_what_is_wrong(tuned, text, message):
     with pytest.raises(TableError, match=message):
         tables.read(path)
     with pytest.warns(UserWarning, match="choosing by analysis"):
-        assert tables.look_up(problem(), Config, 2) is None
+        assert tables.look_up(KERNEL, problem()) is None
 
 
 def test_a_config_survives_the_table():
@@ -206,6 +179,6 @@ def test_a_config_survives_the_table():
 @pytest.mark.parametrize("file", sorted(tables.folder().glob("*.toml")), ids=lambda f: f.stem)
 def test_entries_of_the_shipped_tables_name_every_field(file):
     """So that an entry stays what was measured when a default changes."""
-    for entry in tables.read(file).entries:
-        config = tables.config_from_data(config_type_of(entry.op), entry.config)
-        assert tables.config_to_data(config) == entry.config, entry
+    for found in tables.read(file).entries:
+        config = tables.config_from_data(OPERATIONS[found.op].kernels[0].Config, found.config)
+        assert tables.config_to_data(config) == found.config, found

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stretto.kernels.tile_config import TileConfig
-from stretto.kernels.tiles import OwnersOrder, ShardOrder, raster
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.orders import OwnersOrder, ShardOrder, raster
 
 counts = some.integers(1, 12)
 

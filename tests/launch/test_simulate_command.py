@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -58,8 +59,8 @@ def test_runs_a_script_and_prints_the_report(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("devices 3 result 256.0 ['--its', 'own']") == 2
     assert done.stderr.splitlines() == [
-        "simulation, seed 0: 1 kernel launches, nothing wrong found",
-        "simulation, seed 1: 1 kernel launches, nothing wrong found",
+        "simulation, seed 0 (pct): 1 kernel launches, nothing wrong found",
+        "simulation, seed 1 (random): 1 kernel launches, nothing wrong found",
         "2 seeds, 2 kernel launches: nothing wrong found",
     ]
     events = json.loads(trace.read_text())["traceEvents"]
@@ -71,6 +72,8 @@ def test_a_deadlock_fails_the_command(run):
     assert done.returncode == 1
     assert "received_sem >= 1, which is 0" in done.stderr
     assert "pl.semaphore_wait(received_sem)" in done.stderr
+    assert "seed 0 failed; --seed 0 runs it again" in done.stderr
+    assert "nothing wrong" not in done.stderr
 
 
 def test_a_kernel_that_no_gpu_runs_fails_the_command_unless_told_otherwise(run):
@@ -85,7 +88,63 @@ def test_a_kernel_that_no_gpu_runs_fails_the_command_unless_told_otherwise(run):
 
 
 def test_the_status_is_the_script_s(run):
-    assert run("-n", "3", args=("seven",)).returncode == 7
+    done = run("-n", "3", "--seeds", "2", args=("seven",))
+    assert done.returncode == 7
+    assert "the script ended with status 7" in done.stderr
+    assert "nothing wrong" not in done.stderr
+
+
+def test_no_fault_leaves_a_report_that_finds_nothing_wrong(run):
+    beyond = "out_ref[pl.ds(x_ref[0].astype(jnp.int32) + 999, 8)] = jnp.zeros(8)"
+    done = run("-n", "3", text=SCRIPT.replace("pl.semaphore_wait(received_sem)", beyond))
+    assert done.returncode == 1
+    assert "KernelFaultError" in done.stderr
+    assert "nothing wrong" not in done.stderr
+
+
+LAUNCHED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import Mesh, PartitionSpec as P
+from stretto.distributed import kernel
+from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
+
+def fn(x):
+    team = Team.along("x")
+    def body(x_ref, out_ref, *, received):
+        peer = team.neighbour(1)
+        plgpu.remote_ref(out_ref, {"x": peer})[...] = x_ref[...] + 0
+        received.signal(peer_id=peer)
+        received.wait()
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return kernel.launch(
+        body, x, name="shift", team=team, out_type=[out], num_blocks=1,
+        semaphore_arrays=dict(received=SemaphoreArray()),
+    )[0]
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+fn = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+np.testing.assert_array_equal(fn(jnp.arange(4 * 128.0)), np.roll(np.arange(4 * 128.0), 128))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [(("--seeds", "2"), 0), (("--seeds", "4"), 1), (("--reversed",), 1)]
+)
+def test_some_seeds_count_devices_from_the_end(run, options, status):
+    """A peer's number in place of `team.address` of it is wrong there only."""
+    done = run(*options, text=LAUNCHED)
+    assert done.returncode == status
+    if not status:
+        return
+    assert "AssertionError" in done.stderr
+    *_, last = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"simulation, seed \d \(\w+, devices counted from the end\): the script ended so;"
+        r" --seed \d runs it again",
+        last,
+    )
 
 
 def test_a_script_that_is_not_there(tmp_path):
@@ -100,14 +159,24 @@ def test_a_script_without_a_kernel_does_not_pass(run):
     assert done.returncode == 3
     assert done.stdout == "ran\n"
     (line,) = done.stderr.splitlines()
-    assert line.startswith("simulation, seed 0: no kernel was simulated; print(stretto.explain(")
+    assert line.startswith(
+        "simulation, seed 0 (pct): no kernel was simulated; print(stretto.explain("
+    )
 
 
 def test_a_script_with_a_simulation_of_its_own(run):
     own = "import stretto\nwith stretto.simulate(): " + "fn(jnp.arange(3 * 128.0))\n"
     done = run("-n", "3", text=SCRIPT.partition("print(")[0] + own)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "simulation, seed 0: 1 kernel launches, in the script's own simulations\n"
+    said = "simulation, seed 0 (pct): 1 kernel launches, in the script's own simulations"
+    assert done.stderr == said + "\n"
+    record = own.replace("simulate()", "simulate(on_finding='record')")
+    race = SCRIPT.partition("print(")[0].replace("pl.semaphore_wait(received_sem)", "pass") + record
+    done = run("-n", "3", "--seeds", "2", text=race)
+    assert done.returncode == 0, done.stderr
+    assert f"{said}: 1 of them found something wrong" in done.stderr
+    assert done.stderr.endswith("2 of the script's own simulations found something wrong\n")
+    assert "nothing wrong found" not in done.stderr
 
 
 @pytest.mark.parametrize("option", ["-n", "--seeds", "--blocks"])

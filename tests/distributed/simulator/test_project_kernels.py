@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError, simulate
-from stretto.kernels.all_gather_matmul import Config
+from stretto.kernels.fused.all_gather_matmul import Config
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 SCHEDULES = ("random", "pct", "round_robin")

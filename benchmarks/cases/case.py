@@ -1,0 +1,141 @@
+"""One problem to time, made from an operation's record: operands, work, and how to call it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.benchmarks.cases import shapes
+from stretto.benchmarks.cases.meshes import AXIS
+from stretto.benchmarks.errors import UnavailableError
+from stretto.distributed.axes import AxisNames
+from stretto.kernels.operation import Operand, Operation, Sizes
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.problem.work import Work
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One problem to time.
+
+    Attributes:
+      operation: its record.
+      sizes: by name, of the whole problem, as the operation's examples have them.
+      dtype: type of all elements but for operands with a type of their own.
+      devices: the team's size.
+    """
+
+    operation: Operation
+    sizes: Sizes
+    dtype: str
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} {self.shape} {self.dtype} on {self.devices}"
+
+    @property
+    def shape(self) -> str:
+        """The sizes in words, such as "8192x8192x28672"."""
+        return shapes.text_of(self.sizes)
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str, int]:
+        """What names the case among others; its measurement has the same."""
+        return (self.operation.name, tuple(self.sizes.values()), self.dtype, self.devices)
+
+    def check(self) -> None:
+        """Raises UnavailableError if the sizes cannot be cut into the devices' shares."""
+        for name, size, divisor in self.operation.examples.needs(self.sizes, self.devices):
+            if size % divisor:
+                raise UnavailableError(f"{name}={size} is not a multiple of {divisor}")
+
+    def call(
+        self, backend: str, config: Any = None, *, axes: AxisNames = AXIS
+    ) -> Callable[..., jax.Array]:
+        """The public operation as `call_of` has it."""
+        return call_of(self.operation, backend, config, axes=axes)
+
+    @functools.cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """The operands of one device."""
+        return self.operation.examples.operands(self.sizes, self.devices)
+
+    def problem(self, machine: Machine) -> Problem:
+        """The case as the choice of an implementation sees it, on such devices."""
+        lhs, rhs, *_ = (*(operand.dtype or self.dtype for operand in self.operands), None, None)
+        return Problem(
+            operation=self.operation.name,
+            sizes=self.operation.examples.problem(self.sizes, self.devices),
+            types=Types(lhs=lhs or self.dtype, rhs=rhs, out=self.dtype),
+            devices=self.devices,
+            machine=machine,
+        )
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """What the case asks of one device."""
+        return self.operation.work(self.problem(Machine(platform="gpu", kind="any")))
+
+    @property
+    def needs_kernel(self) -> bool:
+        """Whether a kernel of ours can serve it: one device needs none that communicates."""
+        return self.devices > 1 or not self.operation.communicates
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes that nccl-tests calls the size of the collective inside, 0 without one."""
+        return self.work.traffic.size if self.work.traffic is not None else 0
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of one device's operands, gathered or partial tensor, and result.
+
+        The peers that time the matmul alone hold a gathered operand of their own.
+        """
+        found = sum(bytes_of(operand, self.dtype) for operand in self.operands) + self.size
+        if self.work.product is None:
+            return found
+        m, _, n = self.work.product
+        traffic = self.work.traffic
+        gathered = traffic.size if traffic is not None and traffic.gathers else 0
+        return found + m * n * self.itemsize + gathered
+
+
+def call_of(
+    operation: Operation, backend: str, config: Any = None, *, axes: AxisNames = AXIS
+) -> Callable[..., jax.Array]:
+    """The public operation, as a function of one device's operands inside `shard_map`.
+
+    Args:
+      operation: its record, whose examples say what else it takes.
+      backend, config: as the operation takes them.
+      axes: of the mesh, which the team lies along.
+    """
+    keywords = dict(operation.examples.keywords, backend=backend)
+    if config is not None:
+        keywords["config"] = config
+    team = (axes,) if operation.communicates else ()
+
+    def call(*operands: jax.Array) -> jax.Array:
+        return operation.public(*operands, *team, **keywords)
+
+    return call
+
+
+def bytes_of(operand: Operand, dtype: str) -> int:
+    """Bytes of one device's `operand`, where elements without a type of their own are `dtype`."""
+    count = 1
+    for size in operand.shape:
+        count *= size
+    return count * jnp.dtype(operand.dtype or dtype).itemsize

@@ -1,0 +1,32 @@
+"""The time that no implementation can beat: arithmetic or communication, whichever is longer."""
+
+from __future__ import annotations
+
+from stretto.benchmarks.cases.case import Case
+
+LINK_GB_PER_S = 350.0
+"""What TMA copies reach over an H100's NVLink, one direction, in GB/s (1e9 bytes)."""
+
+
+def communication_floor(case: Case, gb_per_s: float = LINK_GB_PER_S) -> float:
+    """Microseconds in which one device can send what it must; 0 where it sends nothing."""
+    return case.work.sent_bytes / (gb_per_s * 1e3)
+
+
+def floor(case: Case, matmul_us: float | None, gb_per_s: float = LINK_GB_PER_S) -> float | None:
+    """The larger of the matmul alone, `matmul_us` (measured), and `communication_floor`.
+
+    None where it is not known: an operation whose matmul alone was not timed, or one without a
+    matmul that sends nothing.
+    """
+    communication = communication_floor(case, gb_per_s)
+    if case.work.product is None:
+        return communication or None
+    return None if matmul_us is None else max(matmul_us, communication)
+
+
+def expected_us(case: Case) -> float:
+    """A rough time on an H100, in microseconds, to choose how many calls to time at once."""
+    arithmetic = case.work.flops / 700e6
+    memory = case.footprint / 2.5e6
+    return max(arithmetic, memory, communication_floor(case)) + 10.0

@@ -1,0 +1,34 @@
+"""The meshes that benchmarks run over."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+AXIS = "x"
+"""The mesh axis that the devices of one node lie along."""
+NODE, GPU = "node", "gpu"
+"""The mesh axes of several nodes, and of the devices within each."""
+
+
+def mesh_of(devices: int) -> Mesh:
+    """The first `devices` devices on one axis."""
+    return Mesh(np.asarray(jax.devices()[:devices]), (AXIS,))
+
+
+def mesh_of_nodes(nodes: int) -> Mesh:
+    """All devices of the job, `nodes` equal shares of them along the first of two axes.
+
+    Raises:
+      ValueError: `nodes` does not divide the number of devices.
+    """
+    devices = np.asarray(jax.devices())
+    if devices.size % nodes:
+        raise ValueError(f"nodes={nodes} must divide the {devices.size} devices of the job.")
+    return Mesh(devices.reshape(nodes, -1), (NODE, GPU))
+
+
+def joined(mesh: Mesh, dimension: int = 0) -> PartitionSpec:
+    """How the devices' arrays join into a global one: along `dimension`, in the mesh's order."""
+    return PartitionSpec(*[None] * dimension, mesh.axis_names)

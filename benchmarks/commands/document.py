@@ -1,0 +1,114 @@
+"""`stretto bench document`: the documented times, made from results files and never by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+
+import tyro
+
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.measurements import results
+from stretto.benchmarks.measurements.results import Results
+from stretto.benchmarks.pages import performance, plots
+
+BEGIN, END = "<!-- times -->", "<!-- /times -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentOptions:
+    """Write the README's table and docs/performance.md from results of `stretto bench --json`.
+
+    Where two files hold the same case, the times of the run that was begun later are used; the
+    order of the files means nothing.
+    """
+
+    files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    """Results files."""
+    readme: pathlib.Path = pathlib.Path("README.md")
+    """The file that holds the markers `<!-- times -->` and `<!-- /times -->`."""
+    page: pathlib.Path = pathlib.Path("docs/performance.md")
+    """The page to write."""
+    pictures: pathlib.Path | None = None
+    """The folder of the page's pictures; default: `pictures` beside the page."""
+    check: bool = False
+    """Write nothing; exit with status 1 if a text would change."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto bench document ARGV`; 0, or 1 if `--check` finds a file out of date."""
+    options = tyro.cli(DocumentOptions, prog="stretto bench document", args=argv)
+    if not options.files:
+        raise BenchmarkError("no results; name files that --json wrote.")
+    files = _in_order([(path, results.read(path)) for path in options.files])
+    found = [one for _, one in files]
+    for path, one in files:
+        if not one.measurement_of_speed:
+            raise BenchmarkError(
+                f"{path} was taken on a CPU or in a rehearsal; it is no measurement of speed."
+            )
+    try:
+        readme = options.readme.read_text()
+    except OSError as error:
+        raise BenchmarkError(f"{options.readme}: {error.strerror}; see --readme.") from None
+    times = with_times(readme, performance.readme_times(found), str(options.readme))
+    folder = options.pictures or options.page.parent / "pictures"
+    if not options.check:
+        _draw(found, folder)
+    shown = [_relative(path, options.page) for path in sorted(folder.glob("*.svg"))]
+    wanted = {
+        options.readme: times,
+        options.page: performance.page(found, [path.name for path, _ in files], shown),
+    }
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if options.check:
+        for path in stale:
+            print(
+                f"{path} is not what the results say; run stretto bench document", file=sys.stderr
+            )
+        return int(bool(stale))
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
+        print(f"wrote {path}")
+    return 0
+
+
+def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.Path, Results]]:
+    """Those of runs that were begun later come later."""
+    return sorted(files, key=lambda pair: (pair[1].start_time, pair[0].name, str(pair[0])))
+
+
+def _draw(found: list[Results], folder: pathlib.Path) -> None:
+    """Writes the pictures of the last machine of most devices, if matplotlib is installed.
+
+    One that was driven by a single process comes first, as in the README's table.
+    """
+    if not plots.available():
+        print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
+        return
+    machines = [one.machine for one in reversed(found)]
+    machine = max(machines, key=lambda one: (one.num_processes == 1, one.num_devices))
+    alike = [
+        one
+        for one in found
+        if (one.machine.card, one.machine.layout, one.machine.num_devices, one.machine.driver)
+        == (machine.card, machine.layout, machine.num_devices, machine.driver)
+    ]
+    kept = ("share-", "bandwidth-", "latency-", "scaling", "roofline")
+    for path in plots.write_all(results.merged(alike), folder, ("svg",), kept):
+        print(f"wrote {path}")
+
+
+def _relative(path: pathlib.Path, page: pathlib.Path) -> str:
+    return os.path.relpath(path, page.parent).replace(os.sep, "/")
+
+
+def with_times(text: str, times: str, name: str) -> str:
+    """`text` with `times` between its markers; BenchmarkError if it lacks one."""
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin:
+        raise BenchmarkError(f"{name} needs a line {BEGIN} and after it a line {END}.")
+    return f"{text[: begin + len(BEGIN)]}\n{times}{text[end:]}"

@@ -1,0 +1,1 @@
+"""What was found out: times, figures, the machine, and the files that hold them."""

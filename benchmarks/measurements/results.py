@@ -1,0 +1,253 @@
+"""The results file: its schema, and writing, reading and resuming it.
+
+The names `size`, `count`, `type`, `time`, `alg_bw` and `bus_bw` are those of nccl-tests' JSON.
+`docs/benchmarks.md` documents every field.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from stretto.benchmarks.cases import shapes
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.kernels.operation import Sizes
+from stretto.kernels.operations import OPERATIONS
+
+SCHEMA = "stretto-bench/1"
+
+
+class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One peer's times of one case. Times in microseconds, bandwidths in GB/s (1e9 bytes).
+
+    `time` is the median of the `samples`, each of which is a mean over `calls` calls.
+    """
+
+    peer: str
+    role: str
+    time: float
+    time_p10: float
+    time_p90: float
+    samples: list[float]
+    calls: int
+    backend: str = ""
+    config: str = ""
+    tflops: float | None = None
+    alg_bw: float | None = None
+    bus_bw: float | None = None
+    share_of_floor: float | None = None
+    overlap_efficiency: float | None = None
+    exposed: float | None = None
+    over_xla: float | None = None
+    relative_error: float | None = None
+
+
+class Missing(msgspec.Struct, kw_only=True):
+    """A peer that was asked for and has no time, and why."""
+
+    peer: str
+    reason: str
+
+
+class Sized(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A case, as results name it: `kernel` is the operation's name, `type` that of its elements.
+
+    `m`, `k` and `n` are 0 where the operation has no size of that name. Sizes of other names are
+    in `more_sizes`.
+    """
+
+    kernel: str
+    m: int
+    k: int
+    n: int
+    type: str
+    devices: int
+    more_sizes: dict[str, int] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by name, `m`, `k` and `n` first."""
+        named = {"m": self.m, "k": self.k, "n": self.n}
+        return {name: size for name, size in named.items() if size} | self.more_sizes
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str, int]:
+        """What names the case among others."""
+        return (self.kernel, tuple(self.sizes.values()), self.type, self.devices)
+
+    @property
+    def shape(self) -> str:
+        """The sizes as text: `MxKxN`, or `MxN` of a collective."""
+        return shapes.text_of(self.sizes)
+
+
+def size_fields(sizes: Sizes) -> dict[str, Any]:
+    """The fields of `Sized` that hold `sizes`."""
+    more = {name: size for name, size in sizes.items() if name not in "mkn"}
+    return {name: sizes.get(name, 0) for name in "mkn"} | {"more_sizes": more}
+
+
+class Measurement(Sized, kw_only=True, omit_defaults=True):
+    """All peers' times of one case, taken in turns in one run."""
+
+    size: int
+    count: int
+    flops: int
+    sent_bytes: float
+    sets: int = 1
+    floor: float | None = None
+    matmul_floor: float | None = None
+    communication_floor: float | None = None
+    skipped: str = ""
+    timed: list[Timed] = []
+    missing: list[Missing] = []
+
+    @property
+    def has_matmul(self) -> bool:
+        """Whether the operation multiplies matrices; if not, it is a plain collective."""
+        return self.flops > 0
+
+    def of(self, peer: str) -> Timed | None:
+        """The times of `peer`, None if it has none."""
+        return next((timed for timed in self.timed if timed.peer == peer), None)
+
+
+class Prediction(Sized, kw_only=True, omit_defaults=True):
+    """Times of a case in microseconds that nobody measured.
+
+    XLA's by the kernel's own estimate from sizes and rates, the fused kernel's by that or `by` the
+    simulator.
+    """
+
+    fused: float
+    xla: float
+    by: str = "estimate"
+
+
+def order_of(kernel: str) -> tuple[int, str]:
+    """By which names of operations are sorted: as the operations are; those that are none last."""
+    known = list(OPERATIONS)
+    return (known.index(kernel) if kernel in OPERATIONS else len(known), kernel)
+
+
+def in_order(kernels: Iterable[str]) -> list[str]:
+    """The names, each once, in the order of the operations."""
+    return sorted(set(kernels), key=order_of)
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    """Where and with what the times were taken."""
+
+    card: str
+    platform: str
+    num_devices: int
+    num_processes: int
+    layout: str
+    num_hosts: int
+    driver: str
+    versions: dict[str, str]
+    commit: str
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """A whole results file."""
+
+    schema: str
+    start_time: str
+    command: list[str]
+    machine: Machine
+    measurement_of_speed: bool
+    link_gb_per_s: float
+    measurements: list[Measurement] = []
+    predictions: list[Prediction] = []
+
+
+def write(results: Results, path: pathlib.Path) -> None:
+    """Writes `results` to `path`, whole or not at all."""
+    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(encoded + b"\n")
+    os.replace(partial, path)
+
+
+def read(path: pathlib.Path) -> Results:
+    """The results in `path`.
+
+    Raises:
+      BenchmarkError: there is no such file, or it is damaged or of another schema.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise BenchmarkError(f"{path}: {error.strerror}; give a file that --json wrote.") from None
+    try:
+        header = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise BenchmarkError(
+            f"{path}: damaged, not JSON ({error}); measure again with --overwrite."
+        ) from None
+    schema = header.get("schema") if isinstance(header, dict) else None
+    if schema != SCHEMA:
+        raise BenchmarkError(
+            f"{path}: its schema is {schema!r}, this version reads {SCHEMA!r}; measure again."
+        )
+    try:
+        return msgspec.convert(header, Results)
+    except msgspec.ValidationError as error:
+        raise BenchmarkError(f"{path}: damaged: {error}; measure again with --overwrite.") from None
+
+
+def merged(found: Sequence[Results]) -> Results:
+    """One results file out of several of the same machine; where two hold a case, the later one's.
+
+    They may be of different numbers of its devices: the machine's is then the largest.
+
+    Raises:
+      BenchmarkError: they are of different machines, or assume different links.
+    """
+    for one, other in itertools.combinations(found, 2):
+        _check_alike(one, other)
+    most = max(found, key=lambda one: one.machine.num_devices)
+    cases = {one.key: one for results in found for one in results.measurements}
+    predictions = {one.key: one for results in found for one in results.predictions}
+    return msgspec.structs.replace(
+        most,
+        start_time=min(results.start_time for results in found),
+        measurement_of_speed=all(results.measurement_of_speed for results in found),
+        measurements=list(cases.values()),
+        predictions=list(predictions.values()),
+    )
+
+
+def _check_alike(one: Results, other: Results) -> None:
+    """Raises BenchmarkError unless what differs between the two is how many devices there were."""
+    differing = [
+        what
+        for what in ("card", "platform", "driver")
+        if getattr(one.machine, what) != getattr(other.machine, what)
+    ]
+    if not _layouts_agree(one.machine, other.machine):
+        differing.append("layout")
+    for what in differing:
+        pair = getattr(one.machine, what), getattr(other.machine, what)
+        raise BenchmarkError(
+            f"results of different machines: {what} {pair[0]!r} and {pair[1]!r}; keep them in files"
+            " of their own."
+        )
+    if one.link_gb_per_s != other.link_gb_per_s:
+        raise BenchmarkError(
+            f"floors of different links, {one.link_gb_per_s} and {other.link_gb_per_s} GB/s."
+        )
+
+
+def _layouts_agree(one: Machine, other: Machine) -> bool:
+    """Whether both have one process, or as many devices in each; a single device has no layout."""
+    if 1 in (one.num_devices, other.num_devices) or one.num_processes == other.num_processes == 1:
+        return True
+    return one.num_devices * other.num_processes == other.num_devices * one.num_processes

@@ -1,0 +1,1 @@
+"""Results for readers: tables, pictures, the report, the documented page."""

@@ -1,0 +1,180 @@
+"""Results as tables in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stretto.benchmarks.measurements.machine import is_gpu
+from stretto.benchmarks.measurements.results import Measurement, Prediction, Results, Timed
+from stretto.benchmarks.peers.peers import PEERS
+
+NOT_A_MEASUREMENT = (
+    "CPU devices, or a rehearsal: the times show that the benchmark runs, not how fast anything is."
+)
+
+
+def print_measurement(console: Console, measurement: Measurement, platform: str) -> None:
+    """One case, timed on `platform`: a row per peer, fastest first, then what is missing and why.
+
+    On GPUs XLA's collectives are NCCL's; elsewhere the peer that times one alone says just that.
+    """
+    if measurement.skipped:
+        console.print(f"{heading(measurement)}: skipped, {measurement.skipped}", highlight=False)
+        return
+    collective, on_gpu = not measurement.has_matmul, is_gpu(platform)
+    table = Table(
+        title=heading(measurement), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("peer", no_wrap=True)
+    for column in columns(collective):
+        table.add_column(column, justify="right", no_wrap=True)
+    for timed in sorted(measurement.timed, key=lambda timed: timed.time):
+        name = label(timed) if on_gpu else label(timed).replace("NCCL", "collective")
+        table.add_row(name, *cells(timed, collective))
+    console.print(table)
+    if measurement.floor is not None:
+        console.print(f"  {floor_sentence(measurement)}", highlight=False)
+    for missing in measurement.missing:
+        line = f"  no {peer_label(missing.peer)}: {missing.reason}"
+        console.print(line, highlight=False, markup=False)
+    console.print()
+
+
+def heading(measurement: Measurement) -> str:
+    """Kernel, shape, type and devices in one line."""
+    plural = "device" if measurement.devices == 1 else "devices"
+    return (
+        f"{measurement.kernel} {measurement.shape} {measurement.type},"
+        f" {measurement.devices} {plural}"
+    )
+
+
+def columns(collective: bool) -> list[str]:
+    """The headings of `cells`."""
+    rates = ["alg GB/s", "bus GB/s"] if collective else ["TFLOP/s"]
+    overlap = [] if collective else ["exposed us", "overlap"]
+    return ["us", "p10", "p90", *rates, "of floor", *overlap, "over XLA"]
+
+
+def label(timed: Timed) -> str:
+    """The peer's name as people write it, with what serves it where that is a choice."""
+    chosen = f" ({timed.backend})" if timed.peer == "auto" and timed.backend else ""
+    return peer_label(timed.peer) + chosen
+
+
+def peer_label(peer: str) -> str:
+    """A peer's name as people write it."""
+    return PEERS[peer].label if peer in PEERS else peer
+
+
+def cells(timed: Timed, collective: bool) -> list[str]:
+    """One peer's figures as text, empty where there is none."""
+    rates = [timed.alg_bw, timed.bus_bw] if collective else [timed.tflops]
+    share = percent(timed.share_of_floor)
+    overlap = [] if collective else [number(timed.exposed), percent(timed.overlap_efficiency)]
+    ratio = "" if timed.over_xla is None else f"{timed.over_xla:.3f}"
+    times = [number(timed.time), number(timed.time_p10), number(timed.time_p90)]
+    return [*times, *(number(rate) for rate in rates), share, *overlap, ratio]
+
+
+def floor_sentence(measurement: Measurement) -> str:
+    """The floor and what it is made of."""
+    sent = f"communication {number(measurement.communication_floor)} us"
+    if measurement.matmul_floor is None:
+        return f"floor {number(measurement.floor)} us: {sent}"
+    parts = f"matmul {number(measurement.matmul_floor)} us, {sent}"
+    return f"floor {number(measurement.floor)} us, the larger of {parts}"
+
+
+def number(value: float | None) -> str:
+    """Three or four significant digits, empty for None."""
+    if value is None:
+        return ""
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.2f}"
+    )
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage, empty for None."""
+    return "" if value is None else f"{100 * value:.0f}%"
+
+
+def machine_line(results: Results) -> str:
+    """Card, count, layout and versions in one line."""
+    machine = results.machine
+    versions = machine.versions
+    nccl = versions.get("nvidia-nccl-cu13") or versions.get("nvidia-nccl-cu12")
+    parts = [
+        f"{machine.num_devices} x {machine.card}",
+        machine.layout,
+        f"JAX {versions.get('jax', '?')}",
+        f"NCCL {nccl}" if nccl and machine.platform == "gpu" else "",
+        f"driver {machine.driver}" if machine.driver else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def never_slower_line(measurements: list[Measurement], peer: str = "auto") -> str | None:
+    """The case in which `peer` is slowest relative to XLA, None if it was never timed beside it."""
+    worst = worst_over_xla(measurements, peer)
+    if worst is None:
+        return None
+    measurement, ratio = worst
+    cases = sum(1 for m in measurements if (t := m.of(peer)) and t.over_xla is not None)
+    return (
+        f"{PEERS[peer].label} over XLA, {cases} cases: at worst {ratio:.3f}, at"
+        f" {heading(measurement)}"
+    )
+
+
+def worst_over_xla(
+    measurements: list[Measurement], peer: str = "auto"
+) -> tuple[Measurement, float] | None:
+    """The case with the largest ratio of `peer` over XLA, and the ratio."""
+    found = [
+        (measurement, timed.over_xla)
+        for measurement in measurements
+        if (timed := measurement.of(peer)) is not None and timed.over_xla is not None
+    ]
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
+def print_predictions(
+    console: Console, predictions: Sequence[Prediction], measurements: Sequence[Measurement]
+) -> None:
+    """Predicted and, where there is one, measured time of every case."""
+    measured = {measurement.key: measurement for measurement in measurements}
+    rows = Table(
+        title="predicted, in us", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for column in ("kernel", "shape", "devices", "Stretto", "measured", "XLA", "measured"):
+        rows.add_column(column, justify="left" if column in ("kernel", "shape") else "right")
+    for one in sorted(predictions, key=_order):
+        real = measured.get(one.key)
+        times = [real.of(peer) if real is not None else None for peer in ("fused", "xla")]
+        fused, xla = (number(timed.time) if timed is not None else "" for timed in times)
+        rows.add_row(
+            one.kernel,
+            one.shape,
+            str(one.devices),
+            number(one.fused),
+            fused,
+            number(one.xla),
+            xla,
+        )
+    console.print(rows)
+
+
+def _order(prediction: Prediction) -> tuple:
+    work = math.prod(prediction.sizes.values())
+    return (prediction.kernel, work, prediction.devices)

@@ -1,0 +1,1 @@
+"""Who is timed: our kernels, XLA and other libraries."""

@@ -1,0 +1,336 @@
+"""The helper process that times PyTorch's peers: one process a device, told what to do over a pipe.
+
+Run as a file by an interpreter that has PyTorch, which need not have Stretto: this imports the
+standard library and torch only. `torch_peers.py` starts it. Requests come as lines of JSON on
+standard input and each is answered by one line on standard output:
+
+    {"do": "prepare", "peer": "torch", "operation": "all_gather_matmul",
+     "shapes": [[64, 32], [32, 16]], "dtype": "bfloat16", "sets": 2, "calls": 20}
+    {"do": "visit", "id": ..., "samples": ...}
+    {"do": "release"}
+
+Answers are {"id": ...}, {"samples": [...]} (microseconds a call, the maximum over processes) or
+{"error": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+REPLY_TIMEOUT_S = 180.0
+ONE_SHOT_BYTES = 256 * 1024
+"""Up to this size PyTorch's all-reduce takes one step, in which every device adds everything."""
+
+
+class Unsupported(Exception):
+    """The peer has no such operation."""
+
+
+class Rank:
+    """One device's process.
+
+    Args:
+      rank: this process.
+      world: number of processes.
+      address: "host:port" at which they meet.
+    """
+
+    def __init__(self, rank: int, world: int, address: str):
+        torch = self.torch = importlib.import_module("torch")
+        dist = self.dist = importlib.import_module("torch.distributed")
+        self.world = world
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl" if self.on_gpu else "gloo",
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=world,
+            **({"device_id": self.device} if self.on_gpu else {}),
+        )
+        self.group = dist.group.WORLD.group_name
+        torch.manual_seed(rank)
+        self.prepared: list[tuple[Callable[[int], None], int, int]] = []
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what `request` says."""
+        if request["do"] == "prepare":
+            return self._prepare(request)
+        if request["do"] == "visit":
+            call, sets, calls = self.prepared[request["id"]]
+            return {"samples": self._visit(call, sets, calls, request["samples"])}
+        self.prepared.clear()
+        if self.on_gpu:
+            self.torch.cuda.empty_cache()
+        return {}
+
+    def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
+        dtype = getattr(self.torch, request["dtype"])
+        sets = [
+            [self._operand(shape, dtype, request) for shape in request["shapes"]]
+            for _ in range(request["sets"])
+        ]
+        call = self._built(request["peer"], request["operation"], sets)
+        call(0)
+        self._synchronize()
+        self.prepared.append((call, len(sets), request["calls"]))
+        return {"id": len(self.prepared) - 1}
+
+    def _operand(self, shape: list[int], dtype: Any, request: dict[str, Any]) -> Any:
+        """Random, in symmetric memory where the peer reduces straight from its operand."""
+        values = self.torch.randn(*shape, device=self.device, dtype=self.torch.float32).to(dtype)
+        if request["peer"] != "torch-symm" or request["operation"] != "all_reduce":
+            return values
+        symmetric = self._symmetric_memory()
+        operand = symmetric.empty(*shape, dtype=dtype, device=self.device)
+        symmetric.rendezvous(operand, self.group)
+        return operand.copy_(values)
+
+    def _symmetric_memory(self) -> Any:
+        if not self.on_gpu:
+            raise Unsupported("symmetric memory needs GPUs")
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+        with contextlib.suppress(Exception):
+            symmetric.enable_symm_mem_for_group(self.group)
+        return symmetric
+
+    def _built(self, peer: str, operation: str, sets: Sets) -> Call:
+        """A function that calls the peer's operation on set `i`."""
+        if peer != "torch-symm":
+            return UNFUSED[operation](self, sets)
+        self._symmetric_memory()
+        if operation not in SYMMETRIC:
+            raise Unsupported("PyTorch has no such operation over symmetric memory")
+        return SYMMETRIC[operation](self, sets)
+
+    def empty(self, like: Any, rows: int, columns: int) -> Any:
+        """An array of `like`'s type on this device."""
+        return self.torch.empty(rows, columns, device=self.device, dtype=like.dtype)
+
+    @property
+    def symm_mem(self) -> Any:
+        """PyTorch's kernels over symmetric memory, none of which needs multicast."""
+        return self.torch.ops.symm_mem
+
+    def wait(self, out: Any) -> Any:
+        """Collectives over symmetric memory run on a stream of their own, which must be awaited."""
+        return self.torch.ops._c10d_functional.wait_tensor(out)
+
+    def _visit(
+        self, call: Callable[[int], None], sets: int, calls: int, samples: int
+    ) -> list[float]:
+        """`samples` times of a call in microseconds, from device events; a first one is dropped."""
+        marks = [self._mark()]
+        for _ in range(samples + 1):
+            for index in range(calls):
+                call(index % sets)
+            marks.append(self._mark())
+        self._synchronize()
+        pairs = itertools.pairwise(marks[1:])
+        return [self._between(start, end) / calls for start, end in pairs]
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) * 1e3 if self.on_gpu else (end - start) * 1e6
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+
+Call = Callable[[int], Any]
+Sets = list[list[Any]]
+
+# --- NCCL's collective and cuBLAS' matmul, one after the other ------------------------------------
+
+
+def _all_gather_matmul(this: Rank, sets: Sets) -> Call:
+    lhs, rhs = sets[0]
+    gathered = this.empty(lhs, lhs.shape[0] * this.world, lhs.shape[1])
+    out = this.empty(lhs, gathered.shape[0], rhs.shape[1])
+
+    def call(i: int) -> None:
+        this.dist.all_gather_into_tensor(gathered, sets[i][0])
+        this.torch.mm(gathered, sets[i][1], out=out)
+
+    return call
+
+
+def _matmul_reduce_scatter(this: Rank, sets: Sets) -> Call:
+    lhs, rhs = sets[0]
+    partial = this.empty(lhs, lhs.shape[0], rhs.shape[1])
+    out = this.empty(lhs, partial.shape[0] // this.world, partial.shape[1])
+
+    def call(i: int) -> None:
+        this.torch.mm(*sets[i], out=partial)
+        this.dist.reduce_scatter_tensor(out, partial)
+
+    return call
+
+
+def _matmul_all_reduce(this: Rank, sets: Sets) -> Call:
+    lhs, rhs = sets[0]
+    partial = this.empty(lhs, lhs.shape[0], rhs.shape[1])
+
+    def call(i: int) -> None:
+        this.torch.mm(*sets[i], out=partial)
+        this.dist.all_reduce(partial)
+
+    return call
+
+
+def _all_gather(this: Rank, sets: Sets) -> Call:
+    x = sets[0][0]
+    out = this.empty(x, x.shape[0] * this.world, x.shape[1])
+    return lambda i: this.dist.all_gather_into_tensor(out, sets[i][0])
+
+
+def _reduce_scatter(this: Rank, sets: Sets) -> Call:
+    x = sets[0][0]
+    out = this.empty(x, x.shape[0] // this.world, x.shape[1])
+    return lambda i: this.dist.reduce_scatter_tensor(out, sets[i][0])
+
+
+def _all_reduce(this: Rank, sets: Sets) -> Call:
+    # In place, as PyTorch has it; the sums overflow in time, which changes no time.
+    return lambda i: this.dist.all_reduce(sets[i][0])
+
+
+def _all_to_all(this: Rank, sets: Sets) -> Call:
+    out = this.empty(sets[0][0], *sets[0][0].shape)
+    return lambda i: this.dist.all_to_all_single(out, sets[i][0])
+
+
+UNFUSED: dict[str, Callable[[Rank, Sets], Call]] = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+}
+
+
+# --- PyTorch's kernels over symmetric memory ------------------------------------------------------
+
+
+def _symmetric_all_gather_matmul(this: Rank, sets: Sets) -> Call:
+    # Without the gathered operand PyTorch would multicast where it thinks it can.
+    return lambda i: this.symm_mem.fused_all_gather_matmul(
+        sets[i][0], [sets[i][1]], 0, this.group, return_A=True
+    )
+
+
+def _symmetric_matmul_reduce_scatter(this: Rank, sets: Sets) -> Call:
+    return lambda i: this.symm_mem.fused_matmul_reduce_scatter(*sets[i], "sum", 0, this.group)
+
+
+def _symmetric_all_gather(this: Rank, sets: Sets) -> Call:
+    return lambda i: this.wait(this.symm_mem._low_contention_all_gather(sets[i][0], this.group))
+
+
+def _symmetric_reduce_scatter(this: Rank, sets: Sets) -> Call:
+    return lambda i: this.wait(
+        this.symm_mem._low_contention_reduce_scatter(sets[i][0], "sum", this.group)
+    )
+
+
+def _symmetric_all_reduce(this: Rank, sets: Sets) -> Call:
+    if sets[0][0].numel() * sets[0][0].element_size() <= ONE_SHOT_BYTES:
+        return lambda i: this.symm_mem.one_shot_all_reduce(sets[i][0], "sum", this.group)
+    return lambda i: this.symm_mem.two_shot_all_reduce_(sets[i][0], "sum", this.group)
+
+
+SYMMETRIC: dict[str, Callable[[Rank, Sets], Call]] = {
+    "all_gather_matmul": _symmetric_all_gather_matmul,
+    "matmul_reduce_scatter": _symmetric_matmul_reduce_scatter,
+    "all_gather": _symmetric_all_gather,
+    "reduce_scatter": _symmetric_reduce_scatter,
+    "all_reduce": _symmetric_all_reduce,
+}
+
+
+def rank_main(
+    rank: int, world: int, address: str, pipe: multiprocessing.connection.Connection
+) -> None:
+    """A process's loop: requests in, answers out, errors as answers."""
+    try:
+        this = Rank(rank, world, address)
+        pipe.send({"ready": True})
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}"})
+        return
+    while (request := pipe.recv()) is not None:
+        try:
+            answer = this.answer(request)
+        except Unsupported as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        pipe.send(answer)
+
+
+def gather(pipes: list[multiprocessing.connection.Connection]) -> dict[str, Any]:
+    """One answer out of all processes': the first error, or the largest time of each sample."""
+    answers = []
+    deadline = time.monotonic() + REPLY_TIMEOUT_S
+    for rank, pipe in enumerate(pipes):
+        try:
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                return {"error": f"process {rank} gave no answer in {REPLY_TIMEOUT_S:.0f} s"}
+            answers.append(pipe.recv())
+        except EOFError:
+            return {"error": f"process {rank} died"}
+    for answer in answers:
+        if "error" in answer:
+            return answer
+    if "samples" in answers[0]:
+        columns = zip(*(answer["samples"] for answer in answers), strict=True)
+        return {"samples": [max(times) for times in columns]}
+    return answers[0]
+
+
+def main(world: int, address: str) -> None:
+    """Starts the processes and passes requests on until standard input ends."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=rank_main, args=(rank, world, address, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    print(json.dumps(gather(pipes)), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(request)
+        print(json.dumps(gather(pipes)), flush=True)
+    for process in processes:
+        process.kill()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,1 @@
+"""Times and timelines that nobody measured."""

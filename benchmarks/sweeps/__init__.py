@@ -1,0 +1,1 @@
+"""Lists of cases: expanded, planned, run, saved and resumed."""

@@ -1,0 +1,191 @@
+"""Runs sweeps: what is done already, the time limit, saving, progress."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+from rich.console import Console
+
+from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
+from stretto.benchmarks.measurements import figures, results
+from stretto.benchmarks.measurements.machine import describe
+from stretto.benchmarks.measurements.results import Machine, Measurement, Results
+from stretto.benchmarks.pages import terminal
+from stretto.benchmarks.sweeps import plan
+from stretto.benchmarks.sweeps.expand import Task
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.measure import Helper, Prepared, Settings, prepare, take
+from stretto.benchmarks.timing.timers import agreed, first_process_says
+
+BATCH = 24
+"""Cases whose programs are compiled together; their results come after that."""
+
+
+class Run:
+    """A sweep in progress: its results so far and where they are saved.
+
+    Args:
+      path: the results file, None to keep nothing.
+      resume: continue with the results in `path`, if they are of this machine.
+      overwrite: drop the results in `path`.
+      command: the command line, for the record.
+      settings: how to time.
+      rehearsal: the results will be no measurement of speed, whatever the devices.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        *,
+        resume: bool,
+        overwrite: bool,
+        command: Sequence[str],
+        settings: Settings,
+        rehearsal: bool = False,
+    ):
+        self._path = path
+        self._settings = settings
+        machine = describe()
+        self.results = Results(
+            schema=results.SCHEMA,
+            start_time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=list(command),
+            machine=machine,
+            measurement_of_speed=machine.platform == "gpu" and not rehearsal,
+            link_gb_per_s=settings.link_gb_per_s,
+        )
+        # Only the first process may see the file; it tells the others what is done.
+        first = jax.process_index() == 0
+        if path is not None and first and path.exists() and not overwrite:
+            self.results.measurements = _earlier(path, resume, machine)
+
+    @property
+    def done(self) -> set[tuple]:
+        """The keys of the cases that need no timing any more."""
+        return {measurement.key for measurement in self.results.measurements}
+
+    def execute(
+        self,
+        tasks: Sequence[Task],
+        helper: Helper | None,
+        console: Console,
+        budget_s: float | None,
+        say: Callable[[str], None],
+    ) -> bool:
+        """Times what is not done yet and saves each case as it comes.
+
+        Returns whether everything was timed: False once `budget_s` seconds have passed.
+
+        Raises:
+          DeviceLostError: the devices stopped responding; what was measured is saved.
+        """
+        began = time.monotonic()
+
+        def left_s() -> float:
+            return math.inf if budget_s is None else budget_s - (time.monotonic() - began)
+
+        def out_of_time() -> bool:
+            return agreed(left_s() < 0) if budget_s is not None else False
+
+        done = first_process_says([item.case.key in self.done for item in tasks])
+        todo = [item for item, is_done in zip(tasks, done, strict=True) if not is_done]
+        total = len(todo)
+        while todo:
+            if out_of_time():
+                return False
+            batch, todo = todo[: (size := self._batch(todo, left_s()))], todo[size:]
+            with Compiler() as compiler:
+                prepared = self._prepare(batch, compiler, out_of_time, say)
+                while prepared:
+                    if out_of_time():
+                        return False
+                    say(f"{len(todo) + len(prepared)} of {total} to go: {prepared[0].case}")
+                    # Taken out of the list, so that its operands are freed when it is done.
+                    self._take(prepared.pop(0), helper, console, say)
+        return True
+
+    def _batch(self, todo: Sequence[Task], left_s: float) -> int:
+        """How many of `todo` to compile together: no more than there is time left to time."""
+        if jax.process_count() > 1:
+            return 1
+        size = 0
+        while size < min(BATCH, len(todo)) and left_s > 0:
+            left_s -= plan.seconds(todo[size].case, todo[size].peers, self._settings)
+            size += 1
+        return max(1, size)
+
+    def _prepare(
+        self,
+        batch: Sequence[Task],
+        compiler: Compiler,
+        out_of_time: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> list[Prepared]:
+        """Traces all of `batch`, one after another, and waits until all is compiled."""
+        began = time.monotonic()
+        found = []
+        for position, item in enumerate(batch):
+            say(f"tracing {position + 1} of {len(batch)}: {item.case}")
+            found.append(prepare(item.case, item.peers, self._settings, compiler, out_of_time))
+        traced = time.monotonic()
+        say(f"compiling {len(batch)} cases")
+        compiler.wait()
+        if jax.process_index() == 0:
+            seconds = f"traced in {traced - began:.0f} s, {time.monotonic() - traced:.0f} s later"
+            print(f"{len(batch)} cases {seconds} compiled", file=sys.stderr, flush=True)
+        return found
+
+    def _take(
+        self,
+        prepared: Prepared,
+        helper: Helper | None,
+        console: Console,
+        say: Callable[[str], None],
+    ) -> None:
+        case = prepared.case
+
+        def tell(text: str) -> None:
+            say(f"{case}: {text}")
+
+        try:
+            self._add(take(prepared, self._settings, helper, tell), console)
+        except DeviceLostError as error:
+            # Recorded, so that a run that continues does not lose them to the same case again.
+            lost = figures.begin(case, 0)
+            lost.skipped = f"it lost the devices: {error}"
+            self._add(lost, console)
+            raise DeviceLostError(f"{case}: {error}") from error
+
+    def _add(self, measurement: Measurement, console: Console) -> None:
+        self.results.measurements.append(measurement)
+        if jax.process_index() != 0:
+            return
+        terminal.print_measurement(console, measurement, self.results.machine.platform)
+        self.save()
+
+    def save(self) -> None:
+        """Writes the results so far, where there is a file for them."""
+        if self._path is not None and jax.process_index() == 0:
+            results.write(self.results, self._path)
+
+
+def _earlier(path: pathlib.Path, resume: bool, machine: Machine) -> list[Measurement]:
+    """The measurements in `path`, to continue with."""
+    if not resume:
+        raise BenchmarkError(
+            f"{path} exists; continue it with --resume, or drop it with --overwrite."
+        )
+    found = results.read(path)
+    for what in ("card", "num_devices", "layout"):
+        there, here = getattr(found.machine, what), getattr(machine, what)
+        if there != here:
+            raise BenchmarkError(
+                f"{path}: its {what} is {there!r}, here it is {here!r}; write to another file."
+            )
+    return found.measurements

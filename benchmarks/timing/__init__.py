@@ -1,0 +1,1 @@
+"""Compiles what is timed, times it in turns, and tunes."""

@@ -1,0 +1,206 @@
+"""Prepares the peers of a case: traces their programs, and makes timers of what was compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from stretto.benchmarks.cases import floors
+from stretto.benchmarks.cases.candidate import Candidate
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.cases.meshes import joined
+from stretto.benchmarks.errors import UnavailableError
+from stretto.benchmarks.measurements.machine import is_gpu
+from stretto.benchmarks.peers.peers import PEERS, Peer
+from stretto.benchmarks.timing import programs
+from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.operands import Operands
+from stretto.benchmarks.timing.timers import LoopTimer, agreed, rounds_per_run
+from stretto.kernels.choice import choose, tables
+from stretto.kernels.choice.choice import Choice
+
+TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 2e-3, "float64": 1e-9}
+"""Relative (Frobenius) difference from XLA's result beyond which a kernel is called wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A candidate that can be timed.
+
+    `backend` is what serves it, "pallas" or "xla"; `config` the configuration, in words or, of a
+    kernel of ours, its fields as JSON.
+    """
+
+    candidate: Candidate
+    timer: LoopTimer
+    backend: str
+    config: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lowered:
+    """A candidate's program on its way through the compiler."""
+
+    candidate: Candidate
+    compiled: Future[Any]
+    backend: str
+    config: str
+    out: jax.ShapeDtypeStruct
+
+
+def _config(candidate: Candidate, fused: Choice | None) -> str:
+    """What the result records as the configuration."""
+    if candidate.config or fused is None:
+        return candidate.config
+    return json.dumps(tables.config_to_data(fused.config))
+
+
+type Found = list[Ready] | Exception
+
+
+class Bench:
+    """One case on one mesh: its operands, and how its candidates become timers.
+
+    Nothing is allocated on the devices before `ready` is called.
+    """
+
+    def __init__(self, case: Case, mesh: Mesh, seed: int, compiler: Compiler):
+        self.case = case
+        self.mesh = mesh
+        self.on_gpu = is_gpu(mesh.devices.flat[0].platform)
+        self.sets = programs.number_of_sets(case.footprint) if self.on_gpu else 2
+        self.rounds = rounds_per_run(floors.expected_us(case), self.sets, self.on_gpu)
+        self._compiler = compiler
+        self._operands = Operands(mesh, case.dtype, compiler, seed)
+        self._pending: dict[str, list[_Lowered | Exception] | Exception] = {}
+        self._fused: dict[Any, _Lowered] = {}
+        self._error_program: Future[Any] | None = None
+        self._reference: jax.Array | None = None
+
+    def begin(self, peers: Sequence[Peer], out_of_time: Callable[[], bool], check: bool) -> None:
+        """Traces the peers' candidates and begins to compile them.
+
+        Args:
+          peers: those that run in this process; results are held to that of the one called "xla",
+            the bench's own unless it is among them.
+          out_of_time: once it says so, the rest are left out.
+          check: whether `error_of` will be called.
+        """
+        for peer in peers:
+            try:
+                if out_of_time():
+                    raise UnavailableError("the time limit had passed")
+                self._pending[peer.name] = self._lower_all(peer)
+            except Exception as error:
+                self._pending[peer.name] = error
+        if check:
+            if "xla" not in self._pending:
+                self._pending["xla"] = self._lower_all(PEERS["xla"])
+            reference = self._pending["xla"]
+            if not isinstance(reference, Exception) and isinstance(reference[0], _Lowered):
+                error = programs.error_program(self.mesh, reference[0].out)
+                self._error_program = self._compiler.submit(error)
+
+    def _lower_all(self, peer: Peer) -> list[_Lowered | Exception]:
+        candidates = peer.candidates_for(self.case, self.mesh)
+        if not candidates:
+            raise UnavailableError("it offers no configuration")
+        found: list[_Lowered | Exception] = []
+        for candidate in candidates:
+            try:
+                found.append(self._lower(candidate, peer.by_xla))
+            except Exception as error:
+                found.append(error)
+        return found
+
+    def _lower(self, candidate: Candidate, by_xla: bool) -> _Lowered:
+        described = self._operands.describe(candidate)
+        self._operands.prepare(candidate)
+        with choose.recorded() as choices:
+            traced = programs.traced(candidate, self.mesh, described, self.sets, self.rounds)
+        fused = choices[0] if choices and choices[0].backend == "pallas" else None
+        # Lowering a kernel takes a second: not again where `auto` is what `fused` is.
+        key = fused and (fused.config, candidate.config)
+        if key is not None and key in self._fused:
+            return dataclasses.replace(self._fused[key], candidate=candidate)
+        program = traced.lower()
+        text = program.as_text()
+        compiled = self._compiler.submit(
+            program, candidate.compiler_options, by_xla=by_xla, text=text
+        )
+        out = program.out_info[1]
+        sharding = NamedSharding(self.mesh, joined(self.mesh))
+        found = _Lowered(
+            candidate=candidate,
+            compiled=compiled,
+            backend="pallas" if "mosaic_gpu" in text else "xla",
+            config=_config(candidate, fused),
+            out=jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding),
+        )
+        if key is not None:
+            self._fused[key] = found
+        return found
+
+    def ready(self, name: str) -> Found:
+        """The compiled candidates of a peer, or the exception that says why there are none.
+
+        Every process must call it, and all get the same candidates.
+        """
+        pending = self._pending[name]
+        if agreed(isinstance(pending, Exception)) or isinstance(pending, Exception):
+            other = UnavailableError("it failed on another process")
+            return pending if isinstance(pending, Exception) else other
+        done: list[Ready] = []
+        failure: Exception = UnavailableError("it failed on another process")
+        for one in pending:
+            made: Ready | None = None
+            try:
+                made = self._timer(one)
+            except Exception as error:
+                failure = error
+            if not agreed(made is None) and made is not None:
+                done.append(made)
+        return done or failure
+
+    def _timer(self, one: _Lowered | Exception) -> Ready:
+        if isinstance(one, Exception):
+            raise one
+        sets = self._operands.sets(one.candidate, self.sets)
+        flat = [operand for operands in sets for operand in operands]
+        timer = LoopTimer(
+            one.compiled.result(),
+            programs.first_token(self.mesh),
+            flat,
+            calls=self.rounds * self.sets + 1,
+            queued=self.on_gpu,
+        )
+        return Ready(one.candidate, timer, one.backend, one.config)
+
+    def error_of(self, ready: Ready) -> float:
+        """Relative difference of the candidate's result from that of XLA's unfused operation."""
+        if self._error_program is None:
+            raise UnavailableError("there is no result of XLA's to compare with")
+        if self._reference is None:
+            found = self.ready("xla")
+            if isinstance(found, Exception):
+                raise UnavailableError(f"XLA's result to compare with: {found}") from found
+            self._reference = found[0].timer.result()
+        error = self._error_program.result()(ready.timer.result(), self._reference)
+        return float(error.addressable_data(0))
+
+    def check(self, ready: Ready) -> float:
+        """`error_of`; UnavailableError if it is beyond the type's tolerance."""
+        error = self.error_of(ready)
+        allowed = TOLERANCE.get(jnp.dtype(self.case.dtype).name, 0.0)
+        if not error <= allowed:
+            raise UnavailableError(
+                f"its result is wrong: relative error {error:.2g} against XLA's, allowed {allowed}"
+            )
+        return error

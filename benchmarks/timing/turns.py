@@ -1,0 +1,51 @@
+"""Timers visited in turns and random order, so that the card's drift meets all of them alike."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, Timer
+
+
+def in_turns(
+    timers: Sequence[Timer],
+    samples: int,
+    *,
+    seed: int = 0,
+    per_visit: int = SAMPLES_PER_VISIT,
+    rest_s: float = 0.0,
+    failed: Callable[[int, Exception], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[list[float]]:
+    """So many `samples` of each timer, in its unit.
+
+    Args:
+      timers: visited in a new order each round. It comes from the seed, so that it is the same on
+        every process.
+      samples: of each.
+      seed: of the order.
+      per_visit: samples of a visit; the last one takes what is left.
+      rest_s: seconds of idle after each visit.
+      failed: told the place of a timer that raised and what it raised; the timer is left out from
+        then on, without samples. None to raise it.
+      say: told how much is left.
+    """
+    order = random.Random(seed)
+    found: list[list[float]] = [[] for _ in timers]
+    active = list(range(len(timers)))
+    while samples > 0:
+        say(f"timing, {samples} samples to go")
+        for place in order.sample(active, len(active)):
+            try:
+                found[place] += timers[place].visit(min(samples, per_visit))
+            except Exception as error:
+                if failed is None:
+                    raise
+                active.remove(place)
+                found[place] = []
+                failed(place, error)
+            time.sleep(rest_s)
+        samples -= per_visit
+    return found

@@ -1,0 +1,1 @@
+"""Which implementation serves a call, and why."""

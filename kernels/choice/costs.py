@@ -1,0 +1,68 @@
+"""Times estimated from what an operation asks of a device, for problems that no table has.
+
+The rates were measured on 4 H100s of one NVLink domain. The estimates of the fused kernels lean to
+the slow side: a call goes to XLA unless the fused kernel is clearly faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stretto.distributed.schedule import ceil_div
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.work import Work
+
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+STEP_US = 0.7  # of a block, for one step of TILE_K along k
+FUSED_BYTES = 245e9  # per second, sent by one device beside a matmul
+XLA_BYTES = 270e9  # per second, NCCL alone
+MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
+FUSED_LAUNCH_US = 25.0
+XLA_LAUNCH_US = 12.0
+
+
+def matmul(m: int, k: int, n: int, multiprocessors: int) -> tuple[float, int]:
+    """(microseconds, waves of tiles) of a matmul on one device, `[m, k] @ [k, n]`."""
+    waves = ceil_div(ceil_div(m, TILE_M) * ceil_div(n, TILE_N), multiprocessors)
+    return waves * ceil_div(k, TILE_K) * STEP_US, waves
+
+
+def estimate(work: Work, machine: Machine) -> tuple[float, float]:
+    """(fused, XLA unfused) times in microseconds of a matmul with a collective.
+
+    A kernel hides what it sends under all waves of its tiles but one; XLA hides nothing.
+    """
+    if work.product is None:
+        raise ValueError("only operations with a matmul have an estimate.")
+    compute, waves = matmul(*work.product, machine.multiprocessors)
+    exposed = max(0.0, 1e6 * work.sent_bytes / FUSED_BYTES - compute * (waves - 1) / waves)
+    fused = compute + exposed + FUSED_LAUNCH_US
+    # XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
+    unfused = compute * work.matrices + 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
+    return fused, unfused
+
+
+def moved_in_memory_us(moved: int) -> float:
+    """Microseconds in which XLA reads and writes so many bytes, as by a transpose."""
+    return 1e6 * 2 * moved / MEMORY_BYTES
+
+
+def compare(times: tuple[float, float]) -> dict[str, Any]:
+    """What an estimate, (fused, XLA) in microseconds, says: fields of a `Choice`."""
+    fused_us, xla_us = times
+    backend = "pallas" if fused_us < xla_us else "xla"
+    return dict(
+        backend=backend, reason="it is estimated to be faster", fused_us=fused_us, xla_us=xla_us
+    )
+
+
+def by_size(fused_from: int, work: Work) -> dict[str, Any]:
+    """What the size of a collective's operand says: fields of a `Choice`."""
+    if work.traffic is None:
+        raise ValueError("only operations that communicate are chosen by what they send.")
+    rows, columns = work.traffic.shape
+    limit = f"{fused_from / 2**20:g} MiB"
+    if rows * columns * work.traffic.itemsize < fused_from:
+        return dict(backend="xla", reason=f"XLA is faster for operands below {limit}")
+    reason = f"the fused kernel is faster for operands of {limit} or more"
+    return dict(backend="pallas", reason=reason)

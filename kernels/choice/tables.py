@@ -1,0 +1,225 @@
+"""Tuned tables: which configuration of a kernel was fastest at which shape, and XLA's time there.
+
+A table is a TOML file of `configs/tuned/`, one per type of GPU, written by `stretto tune`. It is
+read once per process. A missing or damaged one gives a warning, and calls are then decided by
+analysis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import math
+import pathlib
+import re
+import tomllib
+import typing
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.operation import Kernel
+from stretto.kernels.problem.problem import Problem
+
+SCHEMA = 1
+
+NEAR = 1.0
+"""How far, in doublings summed over the three sizes, an entry speaks for a shape."""
+
+MARGIN = 0.03
+"""An entry of another shape is trusted only where one side won by this share."""
+
+
+class TableError(ValueError):
+    """A table that cannot be read, with what is wrong with it."""
+
+
+# What an entry of a file has besides the sizes of its problem.
+FIELDS = ("op", "dtype", "devices", "fused_us", "xla_us", "config", "versions")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What was measured at one shape: sizes as in `Problem`, times in microseconds.
+
+    `config` holds the fields of the kernel's `Config` that was fastest. In a file the sizes stand
+    beside the other fields, by name; one that is 0 (`k` of a collective) counts as not there.
+    """
+
+    op: str
+    sizes: Mapping[str, int]
+    dtype: str
+    devices: int
+    fused_us: float
+    xla_us: float
+    config: Mapping[str, Any]
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """The fused kernel's time over XLA's."""
+        return self.fused_us / self.xla_us
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What an entry is found by; a table has one per key."""
+        return (self.op, self.dtype, self.devices, *self.sizes.items())
+
+    @property
+    def shape(self) -> str:
+        """The sizes, as in "8192x8192x28672"."""
+        return "x".join(map(str, self.sizes.values()))
+
+    def distance(self, problem: Problem) -> float:
+        """Doublings between the shapes, summed over the sizes; infinite for another problem.
+
+        Of a collective, whose sizes are rows and columns, only the product counts.
+        """
+        asked = (problem.operation, problem.types.lhs, problem.devices)
+        if (
+            self.op,
+            self.dtype,
+            self.devices,
+        ) != asked or self.sizes.keys() != problem.sizes.keys():
+            return math.inf
+        if self.sizes.keys() == {"m", "n"}:
+            return _doublings(math.prod(self.sizes.values()), math.prod(problem.sizes.values()))
+        return sum(_doublings(size, problem.sizes[name]) for name, size in self.sizes.items())
+
+
+def _doublings(a: int, b: int) -> float:
+    return abs(math.log2(max(a, 1) / max(b, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The entries for one type of GPU."""
+
+    device_kind: str
+    entries: tuple[Entry, ...] = ()
+
+    def nearest(self, problem: Problem) -> tuple[Entry, float] | None:
+        """The entry closest to `problem` and its distance; None without one that is `NEAR`."""
+        ranked = [(entry.distance(problem), entry) for entry in self.entries]
+        distance, entry = min(ranked, key=lambda pair: pair[0], default=(math.inf, None))
+        return None if entry is None or distance > NEAR else (entry, distance)
+
+
+def file_name(device_kind: str) -> str:
+    """The file of a type of GPU: "NVIDIA H100 80GB HBM3" has `nvidia-h100-80gb-hbm3.toml`."""
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") + ".toml"
+
+
+def folder() -> pathlib.Path:
+    """Where the tables lie."""
+    return pathlib.Path(str(importlib.resources.files("stretto.configs"))) / "tuned"
+
+
+def read(path: pathlib.Path) -> Table:
+    """The table in `path`.
+
+    Raises:
+      TableError: there is none, or it is damaged or of another schema.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise TableError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TableError(f"{path}: damaged, not TOML: {error}") from None
+    if data.get("schema") != SCHEMA:
+        raise TableError(f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
+    try:
+        entries = tuple(_entry(item) for item in data.get("entry", []))
+        return Table(device_kind=str(data["device_kind"]), entries=entries)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TableError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+
+
+def _entry(item: Mapping[str, Any]) -> Entry:
+    unknown = [name for name in item if name not in FIELDS and len(name) > 1]
+    if unknown:
+        raise TypeError(f"unknown field {unknown[0]!r}; a size's name is one letter")
+    sizes = {name: size for name, size in item.items() if name not in FIELDS and size != 0}
+    entry = Entry(sizes=sizes, **{name: item[name] for name in FIELDS if name in item})
+    for name, value in {**sizes, "devices": entry.devices}.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name}={value!r} is not an integer")
+    if not (entry.fused_us > 0 and entry.xla_us > 0):
+        raise ValueError(f"fused_us={entry.fused_us} and xla_us={entry.xla_us} must be positive")
+    if not isinstance(entry.config, Mapping):
+        raise TypeError(f"config={entry.config!r} is not a table")
+    return entry
+
+
+def exists(device_kind: str) -> bool:
+    """Whether there is a table of a type of GPU."""
+    return (folder() / file_name(device_kind)).exists()
+
+
+@functools.cache
+def table_for(device_kind: str) -> Table:
+    """The table of a type of GPU, read once; an empty one, with a warning, if it cannot be read."""
+    try:
+        return read(folder() / file_name(device_kind))
+    except TableError as error:
+        warnings.warn(
+            f"no tuned table for {device_kind}, choosing by analysis ({error}); `stretto tune`"
+            " writes one.",
+            stacklevel=2,
+        )
+        return Table(device_kind)
+
+
+def look_up(kernel: Kernel, problem: Problem) -> Choice | None:
+    """What the table of the problem's GPU says of it, None where it says nothing.
+
+    That is where no entry is `NEAR`, where the result's elements are of another width than the
+    operands', where the nearest entry's configuration does not fit the kernel any more, and where
+    it is another shape's and neither side won by `MARGIN`. Times are those of the very shape.
+    """
+    nearest = table_for(problem.machine.kind).nearest(problem)
+    if nearest is None or problem.types.out_itemsize != problem.types.itemsize:
+        return None
+    entry, distance = nearest
+    try:
+        config = config_from_data(kernel.Config, entry.config)
+        config.check(problem)
+    except (TypeError, ValueError):
+        return None
+    choice = Choice(
+        problem=problem,
+        backend="pallas" if entry.ratio <= 1 else "xla",
+        reason=f"the fused kernel was measured to take {100 * entry.ratio:.0f}% of XLA's time",
+        kernel=kernel,
+        config=config,
+    )
+    if distance == 0:
+        return dataclasses.replace(choice, fused_us=entry.fused_us, xla_us=entry.xla_us)
+    if abs(entry.ratio - 1) < MARGIN:
+        return None
+    share = f"the fused kernel takes {100 * entry.ratio:.0f}% of XLA's time"
+    reason = f"at the nearest shape in the table, {entry.shape}, {share}"
+    return dataclasses.replace(choice, reason=reason)
+
+
+def config_to_data(config: Any) -> dict[str, Any]:
+    """The fields of a `Config`, nested ones as dictionaries, as a table holds them."""
+    return dataclasses.asdict(config)
+
+
+def config_from_data(config_type: type, data: Mapping[str, Any]) -> Any:
+    """The `Config` with these fields, the others at their defaults.
+
+    Raises:
+      TypeError: `data` has a field that `config_type` lacks.
+    """
+    hints = typing.get_type_hints(config_type)
+    arguments = {}
+    for name, value in data.items():
+        kind = hints.get(name)
+        nested = isinstance(value, Mapping) and isinstance(kind, type)
+        arguments[name] = config_from_data(kind, value) if nested and kind else value
+    return config_type(**arguments)

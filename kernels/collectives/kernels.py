@@ -1,0 +1,87 @@
+"""The collectives' kernels as the choice of a backend and a call see them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from stretto.kernels.collectives import arrays, exchange, summation
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
+
+SUMMED = ("bfloat16", "float16", "float32", "int32")
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisOptions:
+    """Of a collective along one axis of the array."""
+
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """Of an all-to-all."""
+
+    split_axis: int
+    concat_axis: int
+
+
+def _moves(problem: Problem) -> str | None:
+    return "the array is empty." if 0 in problem.sizes.values() else None
+
+
+def _adds(problem: Problem) -> str | None:
+    if problem.types.lhs not in SUMMED:
+        return f"the kernel adds {', '.join(SUMMED)}, not {problem.types.lhs}."
+    return _moves(problem)
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    return dict(axes=call.axes, config=call.config, interpret=call.interpret)
+
+
+def _all_gather(x: jax.Array, call: Call) -> jax.Array:
+    return arrays.all_gather(x, axis=call.options.axis, **_arguments(call))
+
+
+def _reduce_scatter(x: jax.Array, call: Call) -> jax.Array:
+    return arrays.reduce_scatter(x, axis=call.options.axis, **_arguments(call))
+
+
+def _all_reduce(x: jax.Array, call: Call) -> jax.Array:
+    return arrays.all_reduce(x, **_arguments(call))
+
+
+def _all_to_all(x: jax.Array, call: Call) -> jax.Array:
+    options: ExchangeOptions = call.options
+    return arrays.all_to_all(
+        x,
+        split_axis=options.split_axis,
+        concat_axis=options.concat_axis,
+        **_arguments(call),
+    )
+
+
+# `fused_from` was measured on 4 H100s, beside NCCL; below, only a table chooses a kernel.
+ALL_GATHER = Kernel(
+    Config=exchange.Config,
+    run=_all_gather,
+    obstacle=_moves,
+    default=lambda problem: exchange.Config(),
+    candidates=exchange.Config.candidates,
+    fused_from=4 * MIB,
+)
+ALL_TO_ALL = dataclasses.replace(ALL_GATHER, run=_all_to_all, fused_from=16 * MIB)
+REDUCE_SCATTER = Kernel(
+    Config=summation.Config,
+    run=_reduce_scatter,
+    obstacle=_adds,
+    default=lambda problem: summation.Config(),
+    candidates=summation.Config.candidates,
+    fused_from=64 * MIB,
+)
+ALL_REDUCE = dataclasses.replace(REDUCE_SCATTER, run=_all_reduce, fused_from=16 * MIB)

@@ -1,0 +1,1 @@
+"""What fused kernels are made of."""

@@ -1,0 +1,46 @@
+"""What all roles of a block share: the tiles that it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from stretto.distributed.kernel import block_id
+from stretto.distributed.schedule import Int, share
+from stretto.kernels.engine.parts import Parts, Tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """The block that runs this code.
+
+    Attributes:
+      parts: of the kernel.
+      num_blocks: of the grid.
+      num_tiles: how many tiles are this block's.
+      before_stores: what the storing role calls once, before its first tile.
+    """
+
+    parts: Parts
+    num_blocks: int
+    num_tiles: Int
+    before_stores: Callable[[], None]
+
+    @classmethod
+    def of(cls, parts: Parts, num_blocks: int, before_stores: Callable[[], None]) -> Block:
+        """The block, with its share of the tiles; made once, first in the kernel."""
+        return cls(
+            parts=parts,
+            num_blocks=num_blocks,
+            num_tiles=share(parts.order.count(), block_id(), num_blocks),
+            before_stores=before_stores,
+        )
+
+    def tile(self, i: Int) -> Tile:
+        """Its `i`-th tile."""
+        return self.parts.order.locate(block_id() + i * self.num_blocks)
+
+    def k_tiles(self, tile: Tile) -> Int:
+        """The length of the contraction of a tile, in tiles."""
+        k_tiles = self.parts.k_tiles
+        return k_tiles if isinstance(k_tiles, int) else k_tiles(tile)

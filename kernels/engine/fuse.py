@@ -1,0 +1,254 @@
+"""Parts of a fused matmul, put together to one kernel.
+
+A block has the warpgroups of its main loop's roles, and after them as many as it takes for warps that
+do one thing each: the main loop's own (loading, storing), the transfer, and one that polls for
+operands to arrive (`gates`). What takes long or waits for other blocks and devices is theirs: while a warp that
+multiplies waits for a semaphore, the tensor cores idle.
+
+What stands between devices is the same for all kernels that pull:
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `opening` | every device's block 0 (`handshake`) | transfer; polling and signalling warps | 1 | that device has started |
+| `released` | the peers' transfer warps, once each | block 0's transfer warp | blocks x peers | no peer reads this device's memory any more |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import kernel, schedule
+from stretto.distributed.handshake import Handshake
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.semaphores import Semaphore, SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels.engine import gates
+from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.gates import Gates
+from stretto.kernels.engine.mainloop import Mainloop, Role
+from stretto.kernels.engine.parts import Parts, Ref, Transfer
+from stretto.kernels.engine.transfers import Buffers
+
+REGISTERS_OF_A_BLOCK = 65536
+WARPS_OF_A_WARPGROUP = 4
+
+
+class Refs(types.SimpleNamespace):
+    """What a kernel's parts are made of, by the names given to `fuse`.
+
+    Operands, outs and symmetric buffers, in the structures they were given in; semaphores; the
+    transfer's `pulled` and `pulled_full` (`Buffers`); and `num_blocks`, of the grid.
+    """
+
+
+def fuse(
+    parts: Callable[[Refs], Parts],
+    *,
+    name: str,
+    team: Team | None,
+    mainloop: Mainloop,
+    num_tiles: int,
+    operands: Mapping[str, Any],
+    outs: Mapping[str, Any],
+    symmetric: Mapping[str, Any] | None = None,
+    semaphores: Mapping[str, SemaphoreArray] | None = None,
+    buffers: Buffers | None = None,
+    waits: bool = False,
+    signals: bool = False,
+    invariant: bool = False,
+    interpret: Any = None,
+) -> dict[str, Any]:
+    """Runs the kernel that `parts` make on every device of `team`.
+
+    Args:
+      parts: called once, first in the kernel.
+      name: of the kernel, in reports and profiles.
+      team: the devices; None for a kernel on one.
+      mainloop: what loads, multiplies and stores.
+      num_tiles: at most so many there are (`Order.count`); the grid is made for them.
+      operands: this device's arrays, by name; each value is an array or a sequence of them.
+      outs: shapes and types of the results, by name, likewise.
+      symmetric: those of buffers that are not returned, likewise.
+      semaphores: by name; all zero at the start. `released` is this function's own.
+      buffers: of the transfer.
+      waits: an operand has an `Arrival`.
+      signals: the sink has a `stored`, which signals to peers.
+      invariant: all devices compute bitwise the same results (`kernel.launch`).
+      interpret: `simulator.SimulatorParams()` to run in the simulator.
+
+    Returns:
+      The results by name, in the structure of `outs`.
+
+    Raises:
+      ValueError: the parts or the main loop's roles are not those that were announced.
+    """
+    memory = dict(**operands, **outs, **(symmetric or {}))
+    arrays = dict(semaphores or {})
+    if team is not None:
+        arrays["released"] = SemaphoreArray()
+    transfer_scratch = buffers.scratch() if buffers else {}
+    num_blocks = kernel.num_blocks_for(num_tiles)
+    warps = mainloop.warps + (team is not None) + waits
+    num_warpgroups = mainloop.warpgroups + schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
+
+    def body(*refs: Any, handshake: Handshake | None = None, **rest: Any) -> None:
+        named = _named(memory, refs)
+        shared = {key: rest[key] for key in (*arrays, *transfer_scratch)}
+        made = parts(Refs(num_blocks=num_blocks, **named, **shared))
+        _check(name, made, team, mainloop, waits=waits, signals=signals)
+        meet = _nothing if handshake is None else handshake.meet
+        block = Block.of(made, num_blocks, before_stores=meet if signals else _nothing)
+        polled = _gates(block, mainloop, rest) if waits else None
+        roles = [*mainloop.roles(block, polled, rest)]
+        _check_roles(name, mainloop, roles)
+        if handshake is not None and made.transfer is not None:
+            roles.append(Role(_moving(made.transfer, handshake, rest["released"])))
+        if polled is not None:
+            # Peers have started, or the time that takes would count against the limit of waits.
+            roles.append(Role(functools.partial(polled.poll, before=meet)))
+        _assign(roles, num_warpgroups)
+
+    results = kernel.launch(
+        body,
+        *jax.tree.leaves([*operands.values()]),
+        name=name,
+        team=team,
+        out_type=jax.tree.leaves([*outs.values()]),
+        symmetric=jax.tree.leaves([*(symmetric or {}).values()]),
+        num_blocks=num_blocks,
+        num_threads=num_warpgroups,
+        semaphore_arrays=arrays,
+        scratch={
+            **transfer_scratch,
+            **mainloop.scratch(),
+            **(gates.scratch() if waits else {}),
+        },
+        # `released` and the transfer's `finish` close the kernel.
+        warps_that_meet=0 if team is None else 1 + waits + signals,
+        invariant=invariant,
+        interpret=interpret,
+    )
+    return _named(outs, results)
+
+
+def _named(memory: Mapping[str, Any], leaves: Sequence[Any]) -> dict[str, Any]:
+    """Refs or arrays, by the names and in the structures of `memory`."""
+    structure = jax.tree.structure([*memory.values()])
+    return dict(zip(memory, jax.tree.unflatten(structure, leaves), strict=True))
+
+
+def _gates(block: Block, mainloop: Mainloop, scratch: Mapping[str, Ref]) -> Gates:
+    """The gates of a kernel whose operands have yet to arrive."""
+    arrival = gates.arrival_of([block.parts.lhs, block.parts.rhs])
+    opened, passed = scratch["opened"], scratch["passed"]
+    return Gates(block, arrival, mainloop.config.tile_k, opened=opened, passed=passed)
+
+
+def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Callable[[], None]:
+    """The transfer's warp, which also starts the kernel together with the peers, and ends it."""
+    team, num_blocks = handshake.team, handshake.num_blocks
+
+    def run() -> None:
+        with jax.named_scope("communicate"):
+            handshake.begin()
+            transfer.run()
+            # Publishes to the peers that this block reads no memory of theirs any more.
+            for offset in team.peer_offsets:
+                released.signal(peer_id=team.neighbour(offset))
+
+            @pl.when(kernel.block_id() == 0)
+            def _():
+                # No block of a peer reads this device's memory any more.
+                released.wait(num_blocks * (team.size - 1))
+                if transfer.finish is not None:
+                    transfer.finish()
+                handshake.part()
+
+    return run
+
+
+def _assign(roles: Sequence[Role], warpgroups: int) -> None:
+    """Gives roles their warpgroups, and four single warps each of the last ones."""
+    even_share = REGISTERS_OF_A_BLOCK // (128 * warpgroups) // 8 * 8
+    warpgroup = lax.axis_index(THREAD_AXIS)
+
+    def set_registers(count: int | None) -> None:
+        if count is not None:
+            action = "increase" if count > even_share else "decrease"
+            plgpu.set_max_registers(count, action=action)
+
+    first = 0
+    for role in roles:
+        if role.warpgroups:
+            last = first + role.warpgroups
+            inside = warpgroup < last if first == 0 else (warpgroup >= first) & (warpgroup < last)
+
+            @pl.when(inside)
+            def _(role=role):
+                set_registers(role.registers)
+                role.run()
+
+            first = last
+    warps = [role for role in roles if not role.warpgroups]
+    for number, batch in enumerate(itertools.batched(warps, WARPS_OF_A_WARPGROUP)):
+
+        @pl.when(warpgroup == first + number)
+        def _(batch=batch):
+            set_registers(max((role.registers for role in batch if role.registers), default=None))
+
+            @plgpu.warp_map
+            def _(warp: jax.Array) -> None:
+                for index, role in enumerate(batch):
+                    pl.when(warp == index)(role.run)
+
+
+def _check(
+    name: str,
+    parts: Parts,
+    team: Team | None,
+    mainloop: Mainloop,
+    *,
+    waits: bool,
+    signals: bool,
+) -> None:
+    """Raises ValueError unless the parts are those that memory and semaphores were made for."""
+    has_arrival = any(stream.arrival is not None for stream in (parts.lhs, parts.rhs))
+    for what, given, announced in (
+        ("an Arrival (waits)", has_arrival, waits),
+        ("a Sink with `stored` (signals)", parts.sink.stored is not None, signals),
+        ("a Transfer (team)", parts.transfer is not None, team is not None),
+    ):
+        if given != announced:
+            raise ValueError(
+                f"kernel {name}: its parts {'have' if given else 'do not have'} {what}, and fuse()"
+                f" was told that they {'do' if announced else 'do not'}."
+            )
+    if not isinstance(parts.fold, mainloop.product.fold):
+        raise ValueError(
+            f"kernel {name}: its fold is {type(parts.fold).__name__} and the main loop was made for"
+            f" {mainloop.product.fold.__name__}; they must be the same."
+        )
+
+
+def _check_roles(name: str, mainloop: Mainloop, roles: Sequence[Role]) -> None:
+    """Raises ValueError unless a main loop's roles are as many as a block has room for."""
+    warpgroups = sum(role.warpgroups for role in roles)
+    warps = sum(not role.warpgroups for role in roles)
+    if (warpgroups, warps) != (mainloop.warpgroups, mainloop.warps):
+        raise ValueError(
+            f"kernel {name}: the roles of its main loop take {warpgroups} warpgroups and {warps}"
+            f" warps, which announced {mainloop.warpgroups} and {mainloop.warps}; they must agree."
+        )
+
+
+def _nothing() -> None:
+    """Where there is nobody to wait for."""

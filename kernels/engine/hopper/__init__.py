@@ -1,0 +1,1 @@
+"""The main loop of matmuls on Hopper GPUs."""

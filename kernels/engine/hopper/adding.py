@@ -1,0 +1,135 @@
+"""`parts.Addends` on Hopper: addends come into the sum between the products.
+
+| barrier | arrives | waits | count | proves |
+|---|---|---|---|---|
+| `loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | the buffer holds an addend's piece |
+| `added[buffer]` | multiplying warpgroups | storing warp | 2 | they have read the addend's piece |
+
+The buffers are those of the store (`pieces`), which addends come through before the result leaves
+through them.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import div
+from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.pieces import Pieces
+from stretto.kernels.engine.hopper.products import Products
+from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.parts import Addends, Ref, Tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adding:
+    """`parts.Addends`: a tile's contraction is done in stretches, with an addend between two."""
+
+    block: Block
+    products: Products
+    pieces: Pieces
+    addends: Addends
+    loaded: Ref
+    added: Ref
+
+    def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sum of products and addends, in this warpgroup's rows; and the next stage.
+
+        Under each stretch the storing warp loads the next addend. With fewer tiles along the
+        contraction than stretches, all addends come at the end.
+        """
+        k_tiles = self.block.k_tiles(tile)
+        stretch = div(k_tiles, self.addends.most + 1)
+        count = self.addends.count(tile)
+        first = k_tiles - count * stretch  # The first stretch takes what the others leave.
+
+        def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
+            def add_and_multiply(number: jax.Array, stage: jax.Array) -> jax.Array:
+                with jax.named_scope("add"):
+                    self._add(acc)
+                k = first + number * stretch
+                return self.products.add(acc, k, k + stretch, stage)
+
+            following = self.products.add(acc, 0, first, stage)
+            following = lax.fori_loop(0, count, add_and_multiply, following)
+            return acc[...], following
+
+        total, stage = pl.run_scoped(multiply, self.products.accumulator())
+        self.products.release_last(k_tiles, stage)
+        return total, stage
+
+    def _add(self, acc: Ref) -> None:
+        """Adds the next addend to `acc`, in the pieces that the storing warp brings."""
+        pieces = self.pieces
+        total, sums = acc[...], []  # Reading `acc` waits for the products that are under way.
+        for index, place in enumerate(pieces.places):
+            buffer = index % pieces.num_buffers
+            # Both copies into the buffer are complete.
+            plgpu.barrier_wait(self.loaded.at[buffer])
+            addend = pieces.out.at[lax.axis_index(THREAD_AXIS), buffer][...].astype(jnp.float32)
+            sums.append(total[pieces.within_half(place)] + addend)
+            plgpu.commit_smem()  # It has been read before the copy engine writes the next one.
+            # Publishes to the storing warp that this half of the buffer has been read.
+            plgpu.barrier_arrive(self.added.at[buffer])
+        # The pieces lie row by row: put each row together, and the rows below each other.
+        in_a_row = self.products.config.tile_n // pieces.columns
+        rows = [jnp.concatenate(row, axis=1) for row in itertools.batched(sums, in_a_row)]
+        acc[...] = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+
+    def bring(self, tile: Tile) -> None:
+        """Copies the pieces of a tile's addends into the buffers, as they come free.
+
+        The buffers are free at first: this warp has stored the tile before from them, and the
+        warpgroups hand this one over only after they have added.
+        """
+        addends, num_buffers = self.addends, self.pieces.num_buffers
+        count = addends.count(tile)
+
+        def bring_one(number: jax.Array, _: None) -> None:
+            for index, place in enumerate(self.pieces.places):
+                buffer = index % num_buffers
+
+                @pl.when((number > 0) | (index >= num_buffers))
+                def _(buffer=buffer):
+                    # Both warpgroups have read the piece that was in the buffer.
+                    plgpu.barrier_wait(self.added.at[buffer])
+
+                self._bring_piece(tile, number, place, buffer)
+
+        @pl.when(count > 0)
+        def _():
+            addends.wait(tile)
+            lax.fori_loop(0, count, bring_one, None)
+            for buffer in range(num_buffers):
+                # Both warpgroups have read the last pieces: the results may come.
+                plgpu.barrier_wait(self.added.at[buffer])
+
+    def _bring_piece(
+        self, tile: Tile, number: jax.Array, place: tuple[int, int], buffer: int
+    ) -> None:
+        """Starts the copies of both halves of a piece; each publishes its half once complete."""
+        rows, columns = self.pieces.rows, self.pieces.columns
+        for half in range(MULTIPLYING_WARPGROUPS):
+            row, column = self.pieces.within_tile(place, half)
+            window = self.addends.window(tile, number, row, rows, column, columns)
+            plgpu.copy_gmem_to_smem(
+                window, self.pieces.out.at[half, buffer], self.loaded.at[buffer]
+            )
+
+
+def scratch(config: TileConfig) -> dict[str, Any]:
+    """The barriers, by name, for `kernel.launch`."""
+    buffers = config.store_buffers
+    return dict(
+        loaded=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
+        added=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
+    )

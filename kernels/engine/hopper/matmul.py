@@ -1,0 +1,127 @@
+"""The persistent, warp-specialised matmul of Hopper GPUs, which all kernels share.
+
+A block has three warpgroups. Two multiply: each holds half the rows of a tile in its accumulator.
+Of the third one warp loads tiles of lhs and rhs into a ring of `num_stages` stages of shared memory
+(`ring`), and one stores finished tiles (`pieces`); the others are `fuse`'s. While a multiplying
+warpgroup signals or waits for a semaphore its tensor cores idle, and where it does the latter the
+assembler serialises them (ptxas, C7520), so both are for the third.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.gates import Gates
+from stretto.kernels.engine.hopper import adding, pieces, ring
+from stretto.kernels.engine.hopper.adding import Adding
+from stretto.kernels.engine.hopper.folding import Folding, Summing
+from stretto.kernels.engine.hopper.loading import load
+from stretto.kernels.engine.hopper.multiplying import multiply
+from stretto.kernels.engine.hopper.pieces import Pieces
+from stretto.kernels.engine.hopper.products import Products
+from stretto.kernels.engine.hopper.ring import Ring
+from stretto.kernels.engine.hopper.storing import store
+from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.mainloop import Role
+from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum
+
+# Registers of a thread that (loads or stores, multiplies); evenly shared they would be 168.
+REGISTERS: dict[type[Fold], tuple[int, int]] = {
+    Sum: (40, 232),
+    Addends: (56, 224),  # A storing warp that brings addends has more to remember.
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The main loop; `config` must have been checked (`TileConfig.check`).
+
+    Raises:
+      NotImplementedError: a fold that it does not have.
+    """
+
+    config: TileConfig
+    product: Product
+
+    def __post_init__(self) -> None:
+        if self.product.fold not in self.registers:
+            known = ", ".join(fold.__name__ for fold in self.registers)
+            raise NotImplementedError(
+                f"the main loop {type(self).__name__} has no fold {self.product.fold.__name__}; it"
+                f" has {known}."
+            )
+
+    @property
+    def registers(self) -> Mapping[type[Fold], tuple[int, int]]:
+        """The folds that it has, and the registers that loading and multiplying need for them."""
+        return REGISTERS
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply."""
+        return MULTIPLYING_WARPGROUPS
+
+    @property
+    def warps(self) -> int:
+        """One that loads, and one that stores."""
+        return 2
+
+    def scratch(self) -> dict[str, Any]:
+        """The ring, the buffers of the store and the barriers."""
+        return {
+            **ring.scratch(self.config, self.product),
+            **pieces.scratch(self.config, self.product),
+            **(adding.scratch(self.config) if self.product.fold is Addends else {}),
+        }
+
+    def roles(
+        self, block: Block, gates: Gates | None, scratch: Mapping[str, Ref]
+    ) -> Sequence[Role]:
+        """Multiplying, loading and storing."""
+        stages = Ring(
+            lhs=scratch["lhs_smem"],
+            rhs=scratch["rhs_smem"],
+            full=scratch["full"],
+            empty=scratch["empty"],
+        )
+        out = scratch["out_smem"]
+        out, edge = out if self.product.ragged else (out, None)
+        buffers = Pieces(
+            config=self.config,
+            out=out,
+            edge=edge,
+            filled=scratch["filled"],
+            free=scratch["free"],
+        )
+        products = Products(config=self.config, product=self.product, ring=stages)
+        folding = self.folding(block, products, buffers, scratch)
+        spare, multiplying = self.registers[self.product.fold]
+        return [
+            Role(
+                functools.partial(multiply, block, stages, buffers, folding),
+                warpgroups=MULTIPLYING_WARPGROUPS,
+                registers=multiplying,
+            ),
+            Role(functools.partial(load, block, gates, stages), registers=spare),
+            Role(functools.partial(store, block, buffers, folding), registers=spare),
+        ]
+
+    def folding(
+        self, block: Block, products: Products, buffers: Pieces, scratch: Mapping[str, Ref]
+    ) -> Folding:
+        """What makes totals; a main loop of another arithmetic differs from this one here."""
+        fold = block.parts.fold
+        if isinstance(fold, Addends):
+            return Adding(
+                block=block,
+                products=products,
+                pieces=buffers,
+                addends=fold,
+                loaded=scratch["loaded"],
+                added=scratch["added"],
+            )
+        return Summing(block=block, products=products)

@@ -1,0 +1,67 @@
+"""The multiplying warpgroups: each makes half the rows of a tile, and hands them over in pieces."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.folding import Folding
+from stretto.kernels.engine.hopper.pieces import Pieces
+from stretto.kernels.engine.hopper.ring import Ring
+from stretto.kernels.engine.parts import Sink, Tile
+
+
+def multiply(block: Block, ring: Ring, pieces: Pieces, folding: Folding) -> None:
+    """Makes the totals of tile after tile, and puts them into the buffers of the store."""
+    for stage in range(ring.num_stages):
+        plgpu.barrier_arrive(ring.empty.at[stage])  # The whole ring is free at the start.
+
+    def tile_loop(i: jax.Array, stage: jax.Array) -> jax.Array:
+        tile = block.tile(i)
+        total, stage = folding.total(tile, stage)
+        with jax.named_scope("hand over"):
+            for index in range(len(pieces.places)):
+                _hand_over(block, pieces, tile, index, total)
+        return stage
+
+    lax.fori_loop(0, block.num_tiles, tile_loop, jnp.int32(0))
+
+
+def _hand_over(block: Block, pieces: Pieces, tile: Tile, index: int, total: jax.Array) -> None:
+    """Puts a piece of this warpgroup's half where the storing warp takes it from."""
+    place, buffer = pieces.places[index], index % pieces.num_buffers
+    # The stores of the piece that was in the buffer have read it.
+    plgpu.barrier_wait(pieces.free.at[buffer])
+    piece = total[pieces.within_half(place)]
+    half, epilogue = lax.axis_index(THREAD_AXIS), block.parts.epilogue
+    if epilogue is not None:
+        piece = epilogue(piece, tile, *pieces.within_tile(place, half))
+    _fill(block.parts.sink, pieces, tile, index, half, piece.astype(pieces.out.dtype))
+    plgpu.commit_smem()
+    # Publishes this half of the piece to the storing warp.
+    plgpu.barrier_arrive(pieces.filled.at[buffer])
+
+
+def _fill(
+    sink: Sink, pieces: Pieces, tile: Tile, index: int, half: jax.Array, piece: jax.Array
+) -> None:
+    """Writes a piece of a half to its buffer."""
+    buffer = index % pieces.num_buffers
+    if pieces.edge is None:
+        pieces.out.at[half, buffer][...] = piece
+        return
+    edge = pieces.edge.at[half, buffer]
+    first, end = pieces.stored_rows(sink, tile, pieces.places[index], half)
+
+    @pl.when(end - first == pieces.rows)
+    def _():
+        pieces.out.at[half, buffer][...] = piece
+
+    @pl.when(end - first < pieces.rows)
+    def _():
+        edge[...] = piece

@@ -1,0 +1,106 @@
+"""Pieces of a tile, and the buffers in shared memory through which they leave the registers.
+
+| barrier | arrives | waits | count | proves |
+|---|---|---|---|---|
+| `filled[buffer]` | multiplying warpgroups | storing warp | 2 | both halves of a piece are in the buffer |
+| `free[buffer]` | storing warp | multiplying warpgroups | 1 | its stores have read the buffer |
+
+Each multiplying warpgroup holds half the rows of a tile. A piece is 64 rows x 128 bytes of either
+half; it goes through one of the `store_buffers` buffers, which are taken in turn. Of a ragged
+product a piece that is stored in part lies in its buffer row by row, without a swizzle: of a swizzled
+one the copy engine takes no fewer than 8 rows.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.hopper.tile_config import (
+    MULTIPLYING_WARPGROUPS,
+    PIECE_ROWS,
+    TileConfig,
+)
+from stretto.kernels.engine.parts import Product, Ref, Sink, Tile
+from stretto.kernels.engine.shared_memory import row_elements, swizzled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """The pieces of a tile of `config`.
+
+    `out` are the buffers, `[2, buffers, rows, columns]`; `edge` are the same bytes without a
+    swizzle, None unless the product is ragged.
+    """
+
+    config: TileConfig
+    out: Ref
+    edge: Ref | None
+    filled: Ref
+    free: Ref
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(first row, first column) of the pieces of a half tile, in the order of their stores."""
+        down, across = (
+            range(0, self.half_rows, self.rows),
+            range(0, self.config.tile_n, self.columns),
+        )
+        return list(itertools.product(down, across))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a piece."""
+        return self.out.shape[2]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a piece."""
+        return self.out.shape[3]
+
+    @property
+    def half_rows(self) -> int:
+        """Rows of a tile that a multiplying warpgroup holds."""
+        return self.config.tile_m // MULTIPLYING_WARPGROUPS
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers that are in use: at most one for each piece."""
+        return min(self.config.store_buffers, len(self.places))
+
+    def stored_rows(
+        self, sink: Sink, tile: Tile, place: tuple[int, int], half: Int
+    ) -> tuple[Int, Int]:
+        """(first row, row after the last one) of a piece of a ragged product that are stored."""
+        if sink.rows is None:
+            return 0, self.rows
+        row, _ = self.within_tile(place, half)
+        first, end = (jnp.clip(x - row, 0, self.rows) for x in sink.rows(tile))
+        return first, end
+
+    def within_half(self, place: tuple[int, int]) -> tuple[slice, slice]:
+        """A piece as rows and columns of its half of the tile."""
+        row, column = place
+        return slice(row, row + self.rows), slice(column, column + self.columns)
+
+    def within_tile(self, place: tuple[int, int], half: Int) -> tuple[Int, int]:
+        """(first row, first column) in the tile of a piece of a half."""
+        row, column = place
+        return half * self.half_rows + row, column
+
+
+def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
+    """The buffers and their barriers, by name, for `kernel.launch`."""
+    buffers = config.store_buffers
+    shape = MULTIPLYING_WARPGROUPS, buffers, PIECE_ROWS, row_elements(product.out)
+    out = plgpu.SMEM(shape, product.out, transforms=swizzled(product.out))
+    return dict(
+        out_smem=plgpu.RefUnion(out, plgpu.SMEM(shape, product.out)) if product.ragged else out,
+        filled=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
+        free=plgpu.Barrier(num_barriers=buffers),
+    )

@@ -1,0 +1,72 @@
+"""Products of the ring's stages, by the tensor cores of one multiplying warpgroup."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.hopper.ring import Ring
+from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.parts import Product, Ref
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Products:
+    """Half a tile's products: of this warpgroup's rows of lhs and all columns of rhs."""
+
+    config: TileConfig
+    product: Product
+    ring: Ring
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that a warpgroup makes."""
+        return self.config.tile_m // MULTIPLYING_WARPGROUPS
+
+    def accumulator(self) -> Any:
+        """Registers for half a tile, zero at first, for `pl.run_scoped`."""
+        return plgpu.WGMMAAccumulatorRef((self.rows, self.config.tile_n), jnp.float32)
+
+    def add(self, acc: Ref, first: Int, last: Int, stage: jax.Array) -> jax.Array:
+        """Adds tiles `first` to `last` along the contraction to `acc`; returns the next stage.
+
+        It releases each stage but the last of a tile, which `release_last` does.
+        """
+
+        def step(k: jax.Array, stage: jax.Array) -> jax.Array:
+            self.add_stage(acc, stage)
+            plgpu.wgmma_wait(1)  # All but the newest product is done, so the stage before is read.
+            pl.when(k > 0)(lambda: self.ring.release(self.ring.previous(stage)))
+            return self.ring.next(stage)
+
+        with jax.named_scope("multiply"):
+            return lax.fori_loop(first, last, step, stage)
+
+    def add_stage(self, acc: Ref, stage: jax.Array) -> None:
+        """Starts to add the product of one stage to `acc`."""
+        own_rows = pl.ds(lax.axis_index(THREAD_AXIS) * self.rows, self.rows)
+        # Both copies into the stage are complete.
+        plgpu.barrier_wait(self.ring.full.at[stage])
+        rhs = self.ring.rhs.at[stage]
+        if self.product.rhs_transposed:
+            rhs = rhs.transpose((1, 0))
+        if self.product.lhs_transposed:
+            lhs = self.ring.lhs.at[stage, :, own_rows].transpose((1, 0))
+        else:
+            lhs = self.ring.lhs.at[stage, own_rows]
+        plgpu.wgmma(acc, lhs, rhs)
+
+    def release_last(self, k_tiles: Int, stage: jax.Array) -> None:
+        """Releases the last stage of a tile, once `acc` has been read; `stage` is the next one."""
+        if isinstance(k_tiles, int):
+            self.ring.release(self.ring.previous(stage))
+        else:  # Of a tile without products there is none.
+            pl.when(k_tiles > 0)(lambda: self.ring.release(self.ring.previous(stage)))

@@ -1,0 +1,79 @@
+"""How a matmul is cut up for Hopper: tiles, the ring in shared memory, and their constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
+from stretto.kernels.problem.problem import Problem
+
+MULTIPLYING_WARPGROUPS = 2
+SMEM_BYTES = 232_448 - 1024  # of a Hopper block, less what barriers and alignment take
+PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """How a matmul is cut up.
+
+    Attributes:
+      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the two
+        multiplying warpgroups.
+      num_stages: depth of the ring of lhs and rhs tiles.
+      raster_width: tiles down a band of the raster (`orders.raster`).
+      store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
+        results over in; with enough for a whole tile, it waits for no store.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    num_stages: int = 3
+    raster_width: int = 16
+    store_buffers: int = 4
+
+    def check(self) -> None:
+        """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
+        if self.tile_m % (64 * MULTIPLYING_WARPGROUPS):
+            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128.")
+        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
+        if self.tile_k != 64:
+            raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
+        for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
+        if self.tile_m * self.tile_n > 128 * 256:
+            raise ValueError(
+                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two"
+                " warpgroups have; at most 128 x 256."
+            )
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of the ring and of the epilogue's buffers, in bytes."""
+        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
+
+
+LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
+# For few rows: more multiprocessors have a tile, and more of rhs is on its way to each.
+NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
+NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
+
+
+def check_pull_slots(pull_slots: int) -> None:
+    """Raises ValueError for too few slots: a piece is stored while the next one is fetched."""
+    if pull_slots < 2:
+        raise ValueError(f"pull_slots={pull_slots} must be at least 2.")
+
+
+def obstacle(problem: Problem) -> str | None:
+    """Why the matmul cannot serve `problem`, or None if it can."""
+    types = problem.types
+    if types.lhs not in ("bfloat16", "float16"):
+        return f"the kernel takes bfloat16 and float16, not {types.lhs}."
+    if types.out not in ("bfloat16", "float16", "float32"):
+        return f"the kernel stores bfloat16, float16 and float32, not {types.out}."
+    if 0 in problem.sizes.values():
+        return "an operand is empty."
+    return None

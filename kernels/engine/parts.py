@@ -1,0 +1,197 @@
+"""The parts of a fused matmul: what a kernel says of itself, and what a main loop asks for.
+
+| part | says |
+|---|---|
+| `Order` | which tile comes when, and how many there are |
+| `Stream` | where the tiles of an operand come from, and what they wait for (`Arrival`) |
+| `Fold` | how the products along the contraction become the total of a tile |
+| `Epilogue` | what is made of the total before it is stored |
+| `Sink` | where the result of a tile goes, and who is told |
+| `Transfer` | what one spare warp of every block moves meanwhile |
+
+`fuse` puts them together with a main loop (`mainloop.Mainloop`), which is made for a `Product`:
+what it has to know before the kernel's memory, and with it the parts, exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from stretto.distributed.schedule import Int
+from stretto.kernels.problem import epilogues
+
+type Ref = Any  # Views of memory and barriers in a Pallas kernel have no public type.
+
+
+class Tile(NamedTuple):
+    """A tile of the result.
+
+    Attributes:
+      step: the shard, peer or group that it belongs to, in the order of work.
+      m, n: row and column of tiles within that.
+    """
+
+    step: Int
+    m: Int
+    n: Int
+
+
+class Order(Protocol):
+    """Which tile comes when: block `b` of `B` makes those at `b`, `b + B`, ..."""
+
+    def count(self) -> Int:
+        """How many tiles there are, perhaps read from memory; asked once, first in the kernel."""
+        ...
+
+    def locate(self, index: Int, /) -> Tile:
+        """The tile at `index`; asked by every role, for each of its tiles."""
+        ...
+
+
+class Load(Protocol):
+    """Called in the loading warp: starts one bulk copy into a stage of shared memory."""
+
+    def __call__(self, tile: Tile, k: Int, stage: Ref, barrier: Ref, /) -> None:
+        """Copies tile `k` along the contraction to `stage`; it arrives at `barrier` once."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What the tiles of an operand wait for before they are loaded.
+
+    Attributes:
+      columns: of the contraction between one wait and the next; a multiple of `tile_k`.
+      wait: called in the polling warp, ahead of the loads, with (tile, index of the wait along the
+        contraction); returns once the operand may be loaded up to the next wait.
+    """
+
+    columns: int
+    wait: Callable[[Tile, Int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """An operand, tile by tile."""
+
+    load: Load
+    arrival: Arrival | None = None
+
+
+class Fold:
+    """How products along the contraction become a total; main loops say which kinds they have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Fold):
+    """The products are added up in float32, and nothing else is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Addends(Fold):
+    """The products are added up in float32, and with them matrices of the result's type.
+
+    Attributes:
+      most: how many are added to a tile at most.
+      count: tile -> how many are added to it.
+      wait: called in the storing warp with (tile); returns once they may be read.
+      window: (tile, index of the addend, first row, rows, first column, columns), within the tile
+        -> the view of global memory that holds this piece of the addend.
+    """
+
+    most: int
+    count: Callable[[Tile], Int]
+    wait: Callable[[Tile], None]
+    window: Callable[[Tile, Int, Int, int, Int, int], Ref]
+
+
+class Epilogue(Protocol):
+    """Called in the warps that hold a total."""
+
+    def __call__(self, piece: jax.Array, tile: Tile, row: Int, column: Int, /) -> jax.Array:
+        """What is stored in place of the float32 `piece` at (`row`, `column`) of the tile."""
+        ...
+
+
+def elementwise(fun: epilogues.Epilogue | None) -> Epilogue | None:
+    """The epilogue of an elementwise function, which does not see where its elements lie."""
+    if fun is None:
+        return None
+    plain = epilogues.without_derivatives(fun)
+    return lambda piece, tile, row, column: plain(piece)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sink:
+    """Where results go.
+
+    Attributes:
+      store: called in the storing warp with (tile, piece of the result in shared memory, its first
+        row and column within the tile); starts the copies to where it goes, in no group of copies.
+      stored: called in the storing warp with (tile) once all its stores are complete, for the
+        signal that must follow.
+      rows: tile -> (first row, row after the last one) of those that are stored; for a `Product`
+        that is ragged. Pieces that reach beyond are stored in part.
+    """
+
+    store: Callable[[Tile, Ref, Int, Int], None]
+    stored: Callable[[Tile], None] | None = None
+    rows: Callable[[Tile], tuple[Int, Int]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What one warp of every block moves meanwhile, in a kernel of several devices.
+
+    Attributes:
+      run: called once peers' memory may be read; returns when this block has read all it needs.
+      finish: called in block 0, once no peer reads this device's memory any more; waits for
+        whatever else must have happened before the kernel ends.
+    """
+
+    run: Callable[[], None]
+    finish: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A kernel, as the sum of its parts.
+
+    Attributes:
+      k_tiles: the length of the contraction, in tiles: a number, or a function of the tile, asked
+        by every role, which may read it from memory; it may be zero for a tile.
+    """
+
+    order: Order
+    k_tiles: int | Callable[[Tile], Int]
+    lhs: Stream
+    rhs: Stream
+    sink: Sink
+    fold: Fold = Sum()
+    epilogue: Epilogue | None = None
+    transfer: Transfer | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """The product that a main loop is made for: what it knows before there is any memory.
+
+    Attributes:
+      lhs, rhs, out: types of the operands and of the result.
+      lhs_transposed: tiles of lhs lie in memory as `[tile_k, tile_m]`.
+      rhs_transposed: tiles of rhs lie in memory as `[tile_n, tile_k]`.
+      ragged: the sink stores some tiles in part (`Sink.rows`).
+      fold: the kind of `Parts.fold`.
+    """
+
+    lhs: jax.typing.DTypeLike
+    rhs: jax.typing.DTypeLike
+    out: jax.typing.DTypeLike
+    lhs_transposed: bool = False
+    rhs_transposed: bool = False
+    ragged: bool = False
+    fold: type[Fold] = Sum

@@ -1,0 +1,23 @@
+"""Tiles in shared memory, as the tensor cores and the copy engine of NVIDIA's GPUs want them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SWIZZLE_BYTES = 128
+
+
+def row_elements(dtype: jax.typing.DTypeLike) -> int:
+    """Elements in a row of a swizzled tile."""
+    return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+
+
+def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
+    """Layout of a tile whose rows are 128 bytes, in which no two threads meet in a bank."""
+    tiling = plgpu.TilingTransform((8, row_elements(dtype)))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle

@@ -1,0 +1,52 @@
+"""Streams of operands that lie in this device's memory, one matrix or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.parts import Ref, Stream, Tile
+from stretto.kernels.engine.segments import Segments
+
+
+def of(ref: Ref, window: Callable[[Tile, Int], tuple]) -> Stream:
+    """One matrix; `window` is (tile, tile along the contraction) -> where that lies in it."""
+    return along_k([ref], Segments((1,)), window)
+
+
+def along_k(
+    refs: Sequence[Ref], segments: Segments, window: Callable[[Tile, Int], tuple]
+) -> Stream:
+    """Matrices that follow each other along the contraction, in `segments`.
+
+    `window` is (tile, tile along the contraction of one matrix) -> where it lies in that matrix.
+    """
+
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        segments.visit(
+            k,
+            lambda index, within: plgpu.copy_gmem_to_smem(
+                refs[index].at[window(tile, within)], stage, barrier
+            ),
+        )
+
+    return Stream(load=load)
+
+
+def along_n(refs: Sequence[Ref], segments: Segments, window: Callable[[Int, Int], tuple]) -> Stream:
+    """Right-hand sides that lie side by side, in `segments` of columns of tiles.
+
+    `window` is (tile along the contraction, column of tiles of one matrix) -> where it lies in it.
+    """
+
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        segments.visit(
+            tile.n,
+            lambda index, within: plgpu.copy_gmem_to_smem(
+                refs[index].at[window(k, within)], stage, barrier
+            ),
+        )
+
+    return Stream(load=load)

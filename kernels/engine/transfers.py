@@ -1,0 +1,90 @@
+"""Transfers: what the spare warps of all blocks move, piece by piece, while others multiply."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.schedule import Int
+from stretto.distributed.team import Team
+from stretto.kernels.engine.parts import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """Shared memory that a transfer's pieces pass through: `count` buffers of a piece each."""
+
+    count: int
+    rows: int
+    columns: int
+    dtype: jax.typing.DTypeLike
+
+    def scratch(self) -> dict[str, Any]:
+        """The buffers and their barriers, by name, for `kernel.launch`."""
+        return dict(
+            pulled=plgpu.SMEM((self.count, self.rows, self.columns), self.dtype),
+            pulled_full=plgpu.Barrier(num_barriers=self.count),
+        )
+
+
+class Fetch(Protocol):
+    """Which pieces of the peers' arrays all blocks fetch together, and from where to where."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Of all blocks."""
+        ...
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece."""
+        ...
+
+    def place(self, index: Int, /) -> copies.Place:
+        """Where the piece at `index`, in the order in which they are wanted, lies."""
+        ...
+
+    def sources(self, ref: Ref, /) -> Sequence[Ref]:
+        """The arrays that pieces come from, `ref` here and on the peers, for `copies.Pull`."""
+        ...
+
+    def destination(self, gathered: Ref, source: Int, /) -> Ref:
+        """Where the pieces of a source go."""
+        ...
+
+
+def pull(
+    fetch: Fetch,
+    ref: Ref,
+    gathered: Ref,
+    *,
+    arrived: Callable[[copies.Place], None],
+    buffers: Ref,
+    barriers: Ref,
+    num_blocks: int,
+) -> None:
+    """Fetches this block's share of the pieces; all are in place, and `arrived` called, on return.
+
+    The blocks take pieces in turn, so that they come in the order in which they are wanted.
+    """
+    block = kernel.block_id()
+    copies.Pull(
+        pieces=schedule.share(fetch.num_pieces, block, num_blocks),
+        place=lambda i: fetch.place(block + i * num_blocks),
+        sources=fetch.sources(ref),
+        destination=lambda source: fetch.destination(gathered, source),
+        arrived=arrived,
+        buffers=buffers,
+        barriers=barriers,
+    ).run()
+
+
+def on_peers(ref: Ref, team: Team) -> list[Ref]:
+    """`ref` as each of the peers holds it, in the order of `team.peer_offsets`."""
+    peers = (team.neighbour(offset) for offset in team.peer_offsets)
+    return [copies.remote(ref, team, peer) for peer in peers]

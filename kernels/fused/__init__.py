@@ -1,0 +1,1 @@
+"""The fused matmuls, one file a kernel."""

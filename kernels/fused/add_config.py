@@ -1,0 +1,79 @@
+"""How a fused matmul that adds its peers' products is cut up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Self
+
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.problem.problem import Problem
+
+WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
+FEW_ROWS = 1024
+"""With more rows there is too much to send for it not to be hidden."""
+OWN_LAG = 3
+NARROW_BYTES = 2  # of an element, where no problem says its type
+PIECE_ROWS = 64
+PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AddConfig:
+    """What the kernels of every matmul with a reduction can choose.
+
+    Attributes:
+      tiles: of the matmul.
+      pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
+      own_last: whether all tiles of the own rows come after all for peers, or each of them some
+        waves after the same tile for the peers (`tiles.OwnersOrder`, with a lag of `OWN_LAG`).
+      apart: multiply by XLA's matmul, and add up with a kernel that only does that (`apart`); all
+        else is then of no account.
+    """
+
+    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
+    pull_slots: int = 2
+    own_last: bool = True
+    apart: bool = False
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        self.tiles.check()
+        tile_config.check_pull_slots(self.pull_slots)
+        needed = self.smem_bytes(problem.types.itemsize)
+        if needed > tile_config.SMEM_BYTES:
+            raise ValueError(
+                f"the kernel needs {needed} bytes of shared memory and a block has"
+                f" {tile_config.SMEM_BYTES}; take fewer stages or buffers."
+            )
+
+    @property
+    def own_lag(self) -> int | None:
+        """What `tiles.OwnersOrder` calls `lag`."""
+        return None if self.own_last else OWN_LAG
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, in bytes."""
+        return self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
+
+    @classmethod
+    def candidates(cls, problem: Problem | None = None) -> Iterator[Self]:
+        """What the tuner tries, for one problem or for all."""
+        few = problem is not None and problem.sizes["m"] <= FEW_ROWS
+        itemsize = NARROW_BYTES if problem is None else problem.types.itemsize
+        if problem is None or few:
+            yield cls(apart=True)
+        options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
+        for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
+            tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
+            for pull_slots, own_last in options:
+                config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
+                if config.smem_bytes(itemsize) <= tile_config.SMEM_BYTES:
+                    yield config
+
+
+def default_tiles(problem: Problem) -> TileConfig:
+    """The tiles for a problem that no table has."""
+    # Addends in float32 do not fit into the registers beside a tile of 256 columns.
+    return WIDE_RESULT if problem.types.out == "float32" else TileConfig()

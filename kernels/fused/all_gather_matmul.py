@@ -1,0 +1,205 @@
+"""`out = epilogue(all_gather(lhs) @ rhs)`, for one rhs or several, the gather under the matmul.
+
+Each device multiplies its own shard of lhs first, then those of its successors on the ring. One
+spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
+into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
+of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
+at the end, that a peer's operand is no longer needed. With `Config.whole` all rows are gathered first
+and multiplied as one matrix (`gathering_rows_first`); `received` then has no first index.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `gathered`, shard `i` | the pulling warps | | | shard of the `i + 1`-th successor |
+| `received[i, c]` | each pulling warp, per piece | the polling warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
+| `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
+
+Peers' operands are ready once the pulling warp has met them (`handshake`).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed import schedule
+from stretto.distributed.schedule import PullPlan
+from stretto.distributed.team import Team
+from stretto.kernels.engine import padding
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.segments import Segments
+from stretto.kernels.fused import gathering, unfused
+from stretto.kernels.fused.gathering_by_shards import by_shards
+from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
+from stretto.kernels.fused.pull_config import PullConfig
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PullConfig):
+    """How the fused kernel is cut up.
+
+    Attributes:
+      chunk_columns: columns of a shard that the matmul waits for at once.
+      whole: gather all rows into one matrix and multiply that, for shards smaller than a tile;
+        otherwise shard after shard, under which the gather hides (`gathering`).
+      apart: gather with a kernel that only gathers, and multiply by XLA's matmul (`apart`); all
+        else is then of no account.
+    """
+
+    chunk_columns: int = 1024
+    whole: bool = False
+    apart: bool = False
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        super().check(problem)
+        if self.chunk_columns % self.pull_columns or self.chunk_columns % self.tiles.tile_k:
+            raise ValueError(
+                f"chunk_columns={self.chunk_columns} must be a multiple of"
+                f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
+            )
+
+    @staticmethod
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
+        """What the tuner tries, for one problem or for all."""
+        if problem is None or _is_small(problem):
+            yield Config(apart=True)
+            for tile in (tile_config.NARROW, tile_config.NARROWEST):
+                yield Config(tiles=tile, chunk_columns=2048, whole=True)
+        if problem is None or not _is_small(problem):
+            for tile in (tile_config.NARROW, tile_config.LARGE):
+                for chunk_columns in (1024, 2048, 4096):
+                    yield Config(tiles=tile, chunk_columns=chunk_columns)
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether a shard does not fill a tile."""
+    return schedule.ceil_div(problem.sizes["m"], problem.devices) < TileConfig.tile_m
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has.
+
+    Few gates cost least: about four a tile were best at k from 8192 to 16384 on 4 H100s.
+    """
+    m, k, n = (problem.sizes[name] for name in "mkn")
+    gate = Config.pull_columns
+    chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
+    if not _is_small(problem):
+        return Config(chunk_columns=chunk_columns)
+    # The narrowest tiles of which every multiprocessor has one at most.
+    rows = schedule.ceil_div(m, TileConfig.tile_m)
+    columns = schedule.ceil_div(n, problem.devices)
+    tiles = rows * schedule.ceil_div(columns, tile_config.NARROWEST.tile_n)
+    fits = tiles <= problem.machine.multiprocessors
+    tiles = tile_config.NARROWEST if fits else tile_config.NARROW
+    return Config(tiles=tiles, chunk_columns=chunk_columns, whole=True)
+
+
+def run(
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
+
+    And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
+    """
+    if call.config.apart:
+        return unfused.all_gather_matmul(operands, call)
+    lhs, rhs = operands
+    options = call.options
+    team = Team.along(call.axes)
+    m_shard, k = lhs.shape
+    results = launch(
+        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
+        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
+        team,
+        epilogue=options.epilogue,
+        out_dtype=options.out_dtype,
+        config=call.config,
+        rhs_transposed=options.rhs_transposed,
+        return_gathered=options.return_gathered,
+        interpret=call.interpret,
+    )
+    columns = [x.shape[0 if options.rhs_transposed else 1] for x in rhs]
+    columns += [k] * options.return_gathered
+    cut = [
+        x[:, :m_shard, :n].reshape(team.size * m_shard, n)
+        for x, n in zip(results, columns, strict=True)
+    ]
+    return tuple(cut[: len(rhs)]), cut[-1] if options.return_gathered else None
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)
+
+
+def launch(
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    team: Team,
+    *,
+    epilogue: Epilogue | None,
+    out_dtype: jnp.dtype,
+    config: Config,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    mainloop: Factory = mainloop_of,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Runs the kernel on lhs `[m_shard, k]` and each of rhs, `[k, n_i]` or `[n_i, k]` transposed.
+
+    All must be padded (`padding`). Returns the products `[size, m_shard, n_i]`, and after them, if
+    asked for, the gathered lhs `[size, m_shard, k]`.
+    """
+    m_shard, k = lhs.shape
+    shape = config.tiles
+    columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
+    n = columns.total * shape.tile_n
+
+    def plan(rows: int, piece_rows: int) -> PullPlan:
+        return PullPlan(
+            rows=rows,
+            columns=k,
+            piece_rows=piece_rows,
+            piece_columns=config.piece_columns(k, k),
+            chunk_columns=config.chunk_columns,
+        )
+
+    if config.whole:
+        piece_rows = [r for r in range(1, config.pull_rows + 1) if m_shard % r == 0][-1]
+        rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
+        gather = rows_first(team, plan(rows, piece_rows), m_shard, n, shape)
+    else:
+        gather = by_shards(
+            team, plan(m_shard, config.pull_rows), n, shape, by_shard=return_gathered
+        )
+    results = gathering.launch(
+        gather,
+        lhs,
+        rhs,
+        team,
+        name="all_gather_matmul",
+        pull_slots=config.pull_slots,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
+        return_gathered=return_gathered,
+        mainloop=functools.partial(mainloop, shape),
+        interpret=interpret,
+    )
+    return [x.reshape(team.size, m_shard, -1) for x in results]

@@ -1,0 +1,163 @@
+"""`out = epilogue(all_gather(lhs) @ rhs)`, lhs gathered along its columns, the contraction.
+
+The kernel is that of `all_gather_matmul`, and so is its protocol: the peers' shards are pulled, and
+the only word between devices is, at the end, that a peer's operand is no longer needed. But each
+tile of the result needs all devices' columns of lhs. It begins with the device's own, times the
+rows of rhs that belong to them, and goes on with its successors' on the ring. A spare warp of every
+block fetches these meanwhile, a band of rows after the other, in the order in which the tiles want
+them (`gathering_by_columns`).
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `gathered[:, i]` | the pulling warps | | | columns of the `i + 1`-th successor |
+| `received[i, m]` | each pulling warp, per piece | the polling warps, tiles of row `m` | pieces in the rows | a tile's rows of those columns are in place |
+| `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed import schedule
+from stretto.distributed.team import Team
+from stretto.kernels.engine import padding
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.segments import Segments
+from stretto.kernels.fused import gathering
+from stretto.kernels.fused.gathering_by_columns import by_columns
+from stretto.kernels.fused.pull_config import PullConfig
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PullConfig):
+    """How the fused kernel is cut up; `tiles.raster_width` tiles are a band of rows."""
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        super().check(problem)
+        if self.tiles.tile_m % self.pull_rows:
+            raise ValueError(
+                f"pull_rows={self.pull_rows} must divide tile_m={self.tiles.tile_m}: rows are"
+                " waited for by tiles."
+            )
+
+    @staticmethod
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
+        """What the tuner tries, for one problem or for all."""
+        del problem
+        for tile in (tile_config.NARROW, tile_config.LARGE):
+            for raster_width in (4, 8, 16):
+                yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has: tiles that keep all blocks busy."""
+    rows = schedule.ceil_div(problem.sizes["m"], tile_config.LARGE.tile_m)
+    columns = schedule.ceil_div(problem.sizes["n"], problem.devices)
+    for tile in (tile_config.LARGE, tile_config.NARROW):
+        if 2 * rows * columns >= problem.machine.multiprocessors * tile.tile_n:
+            return Config(tiles=tile)
+    return Config(tiles=tile_config.NARROWEST)
+
+
+def run(
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`[m, k_shard]` times each of `[D * k_shard, n_i]` -> `[m, n_i]`, as the public operation.
+
+    And the gathered lhs `[m, D * k_shard]` where `call.options.return_gathered` asks for it.
+    """
+    lhs, rhs = operands
+    options = call.options
+    team = Team.along(call.axes)
+    m, k_shard = lhs.shape
+    k_axis, n_axis = (1, 0) if options.rhs_transposed else (0, 1)
+
+    def padded_rhs(x):
+        x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
+        return padding.pad(x, padding.COLUMNS, padding.COLUMNS)
+
+    results = launch(
+        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
+        [padded_rhs(x) for x in rhs],
+        team,
+        epilogue=options.epilogue,
+        out_dtype=options.out_dtype,
+        config=call.config,
+        rhs_transposed=options.rhs_transposed,
+        return_gathered=options.return_gathered,
+        interpret=call.interpret,
+    )
+    outs = tuple(
+        out[:m, : x.shape[n_axis]] for out, x in zip(results[: len(rhs)], rhs, strict=True)
+    )
+    if not options.return_gathered:
+        return outs, None
+    return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)
+
+
+def launch(
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    team: Team,
+    *,
+    epilogue: Epilogue | None,
+    out_dtype: jnp.dtype,
+    config: Config,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    mainloop: Factory = mainloop_of,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Runs the kernel on lhs `[m, k_shard]` and each of rhs, `[size * k_shard, n_i]`.
+
+    Or `[n_i, size * k_shard]` transposed. All must be padded (`padding`), k_shard too. Returns the
+    products `[m, n_i]`, and after them, if asked for, the gathered lhs `[m, size, k_shard]`.
+    """
+    m, k_shard = lhs.shape
+    shape = config.tiles
+    columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
+    side_by_side = team.size if return_gathered else team.size - 1  # Shards in a gathered row.
+    plan = schedule.BandedPullPlan(
+        sources=team.size - 1,
+        rows=m,
+        columns=k_shard,
+        piece_rows=config.pull_rows,
+        piece_columns=config.piece_columns(k_shard, side_by_side * k_shard),
+        chunk_rows=shape.tile_m,
+        band_rows=shape.raster_width * shape.tile_m,
+    )
+    return gathering.launch(
+        by_columns(team, plan, columns.total * shape.tile_n, shape, by_shard=return_gathered),
+        lhs,
+        rhs,
+        team,
+        name="all_gather_matmul_k",
+        pull_slots=config.pull_slots,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
+        return_gathered=return_gathered,
+        mainloop=functools.partial(mainloop, shape),
+        interpret=interpret,
+    )

@@ -1,0 +1,33 @@
+"""`out = epilogue(lhs @ all_gather(rhs))`, rhs gathered along its columns: no kernel of its own.
+
+It is the transpose of an all-gather matmul, `out^T = epilogue(all_gather(rhs^T) @ lhs^T)`, and so
+the kernel of `all_gather_matmul` serves it, which takes `lhs` as a right-hand side given
+transposed. XLA transposes the result, and the device's own shard of rhs unless that is given
+transposed; the public operation has it do so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stretto.kernels.fused import all_gather_matmul
+from stretto.kernels.fused.all_gather_matmul import Config
+from stretto.kernels.problem.problem import Problem
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration of the transposed problem."""
+    return all_gather_matmul.default_config(transposed(problem)[0])
+
+
+def transposed(problem: Problem) -> tuple[Problem, int]:
+    """The transposed problem, and bytes of what has to be transposed: the result and rhs."""
+    m, k, n = (problem.sizes[name] for name in "mkn")
+    moved = m // problem.devices * n + k * n // problem.devices
+    other = dataclasses.replace(problem.resized(m=n, n=m), operation="all_gather_matmul")
+    return other, moved * problem.types.itemsize
+
+
+KERNEL = dataclasses.replace(
+    all_gather_matmul.KERNEL, default=default_config, stands_for=transposed
+)

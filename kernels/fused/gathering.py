@@ -1,0 +1,157 @@
+"""All-gather matmuls, whichever way lhs is gathered under them: what all ways have in common.
+
+A way of gathering is four things (`Gather`): an order of the tiles, the stream of lhs with what it
+waits for, the plan of what is fetched, and the place of a tile in the result.
+
+| way | for |
+|---|---|
+| `gathering_by_shards` | rows, in shards that fill tiles: shard after shard |
+| `gathering_rows_first` | rows, in shards smaller than a tile: all of them first, as one matrix |
+| `gathering_by_columns` | columns, the contraction |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed import schedule
+from stretto.distributed.schedule import Int
+from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels.engine import sinks, streams, tiles
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.mainloop import Mainloop
+from stretto.kernels.engine.orders import ShardOrder
+from stretto.kernels.engine.parts import Parts, Product, Stream, Tile, Transfer, elementwise
+from stretto.kernels.engine.segments import Segments
+from stretto.kernels.engine.transfers import Buffers, Fetch, pull
+from stretto.kernels.problem.epilogues import Epilogue
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gather:
+    """A way of gathering lhs.
+
+    Attributes:
+      order: of the tiles of the result.
+      k_tiles: length of the contraction, in tiles.
+      lhs: the kernel's refs -> the stream of lhs, own and gathered (`gathered`), which waits for
+        `received`.
+      rhs_k: tile along the contraction -> the tile of rhs that it is multiplied by.
+      fetch: what is fetched from peers; the key of a place is its index in `received`.
+      leading: tile -> the indices of its matrix in the result.
+      received: shape of the semaphores that count pieces.
+      out_rows: shape of the result, but for its columns.
+      gathered: shape of what is gathered, `[..., columns of lhs]`.
+      complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
+    """
+
+    order: ShardOrder
+    k_tiles: int
+    lhs: Callable[[Refs], Stream]
+    rhs_k: Callable[[Int], Int] = lambda k: k
+    fetch: Fetch
+    leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: ()
+    received: tuple[int, ...]
+    out_rows: tuple[int, ...]
+    gathered: tuple[int, ...]
+    complete: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Where the shards of the peers are kept, in an array of several.
+
+    Attributes:
+      team: the devices.
+      by_shard: in the order of the shards, with room for the device's own; if False, in the order
+        of the steps, without its own.
+    """
+
+    team: Team
+    by_shard: bool
+
+    @property
+    def count(self) -> int:
+        """Shards that there is room for."""
+        return self.team.size - (not self.by_shard)
+
+    def index(self, step: Int) -> Int:
+        """The index of the shard that comes at `step`, of the device so many places further."""
+        shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
+        return shard if self.by_shard else step - 1
+
+
+def launch(
+    gather: Gather,
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    team: Team,
+    *,
+    name: str,
+    pull_slots: int,
+    epilogue: Epilogue | None,
+    out_dtype: jnp.dtype,
+    rhs_transposed: bool,
+    return_gathered: bool,
+    mainloop: Callable[[Product], Mainloop],
+    interpret: Any,
+) -> list[jax.Array]:
+    """Runs the kernel on lhs, this device's shard, and each of rhs.
+
+    Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
+    """
+    shape = gather.order.shape
+    widths = [x.shape[0 if rhs_transposed else 1] for x in rhs]
+    columns = Segments.of(widths, shape.tile_n)
+    product = Product(lhs=lhs.dtype, rhs=rhs[0].dtype, out=out_dtype, rhs_transposed=rhs_transposed)
+
+    def rhs_window(k: Int, n: Int) -> tiles.Window:
+        return tiles.rhs_window(shape, gather.rhs_k(k), n, rhs_transposed)
+
+    def parts(refs: Refs) -> Parts:
+        return Parts(
+            order=gather.order,
+            k_tiles=gather.k_tiles,
+            lhs=gather.lhs(refs),
+            rhs=streams.along_n(refs.rhs, columns, rhs_window),
+            sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
+            epilogue=elementwise(epilogue),
+            transfer=Transfer(
+                run=lambda: pull(
+                    gather.fetch,
+                    refs.lhs,
+                    refs.gathered,
+                    # Publishes a piece to the polling warps of all blocks.
+                    arrived=lambda place: refs.received.at[place.key].signal(),
+                    buffers=refs.pulled,
+                    barriers=refs.pulled_full,
+                    num_blocks=refs.num_blocks,
+                )
+            ),
+        )
+
+    results = fuse(
+        parts,
+        name=name,
+        team=team,
+        mainloop=mainloop(product),
+        num_tiles=gather.order.num_tiles,
+        operands=dict(lhs=lhs, rhs=rhs),
+        outs=dict(
+            outs=[jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths],
+            gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
+        ),
+        semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
+        buffers=Buffers(pull_slots, *gather.fetch.piece, lhs.dtype),
+        waits=True,
+        interpret=interpret,
+    )
+    if not return_gathered:
+        return results["outs"]
+    return [*results["outs"], gather.complete(results["gathered"], lhs)]

@@ -1,0 +1,121 @@
+"""Gathering columns of lhs, the contraction, under the matmul.
+
+Every tile needs all columns of its rows, so no tile is free of what the peers send: each begins
+with the device's own columns, and the peers' follow in the order of the ring. So that the first
+tiles need few rows, the peers' columns are fetched in bands of rows, as high as those of the tiles'
+raster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import copies, schedule
+from stretto.distributed.schedule import BandedPullPlan, Int
+from stretto.distributed.team import Team
+from stretto.kernels.engine import transfers
+from stretto.kernels.engine.fuse import Refs
+from stretto.kernels.engine.orders import ShardOrder
+from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
+from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.fused.gathering import Gather, Kept
+
+
+def by_columns(
+    team: Team, plan: BandedPullPlan, n: int, shape: TileShape, *, by_shard: bool
+) -> Gather:
+    """Shards `[plan.rows, plan.columns]`, whole tiles, for a result of `n` columns.
+
+    `plan` cuts the peers' columns into pieces; a chunk of it has the rows of a tile. `by_shard`
+    asks for the gathered columns in the order of the shards (`Kept`). The step of a tile is 0.
+    """
+    kept = Kept(team, by_shard)
+    tiles_of_shard = plan.columns // shape.tile_k
+
+    def rhs_k(k: Int) -> Int:
+        step, within = _step(k, tiles_of_shard)
+        shard = schedule.shard_of_step(team.device_id(), step, team.size)
+        return shard * tiles_of_shard + within
+
+    def complete(gathered: jax.Array, lhs: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(gathered, lhs, team.device_id(), 1)
+
+    return Gather(
+        order=ShardOrder(plan.rows, n, shape),
+        k_tiles=team.size * tiles_of_shard,
+        lhs=lambda refs: _stream(refs, plan, kept, shape),
+        rhs_k=rhs_k,
+        fetch=_Fetch(team, plan, kept),
+        received=(plan.sources, plan.chunks),
+        out_rows=(plan.rows,),
+        gathered=(plan.rows, kept.count, plan.columns),
+        complete=complete,
+    )
+
+
+def _step(k: Int, tiles_of_shard: int) -> tuple[Int, Int]:
+    """(step, tile within its shard) of tile `k` along the contraction."""
+    step = schedule.div(k, tiles_of_shard)
+    return step, k - step * tiles_of_shard
+
+
+def _stream(refs: Refs, plan: BandedPullPlan, kept: Kept, shape: TileShape) -> Stream:
+    """The device's own columns, then gathered ones, shard by shard."""
+
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        step, within = _step(k, plan.columns // shape.tile_k)
+        rows, columns = lhs_window(shape, tile.m, within)
+
+        @pl.when(step == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(refs.lhs.at[rows, columns], stage, barrier)
+
+        @pl.when(step > 0)
+        def _():
+            window = refs.gathered.at[rows, kept.index(step), columns]
+            plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+    def wait(tile: Tile, step: Int) -> None:
+        @pl.when(step > 0)
+        def _():
+            # All blocks' pieces of the shard's columns are in place, in the tile's rows.
+            refs.received.at[step - 1, tile.m].wait(plan.pieces_in_chunk(tile.m))
+
+    return Stream(load=load, arrival=Arrival(columns=plan.columns, wait=wait))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """All peers' columns, band of rows after band."""
+
+    team: Team
+    plan: BandedPullPlan
+    kept: Kept
+
+    @property
+    def num_pieces(self) -> int:
+        """Of all peers' columns."""
+        return self.plan.pieces
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece."""
+        return self.plan.piece_rows, self.plan.piece_columns
+
+    def place(self, index: Int) -> copies.Place:
+        """A piece of a peer's columns; the key is (peer, row of tiles)."""
+        source, row, column, chunk = self.plan.locate(index)
+        return copies.Place(source, row, column, (source, chunk))
+
+    def sources(self, lhs: Ref) -> list[Ref]:
+        """The peers' own columns."""
+        return transfers.on_peers(lhs, self.team)
+
+    def destination(self, gathered: Ref, source: Int) -> Ref:
+        """Where the columns of a peer are kept."""
+        return gathered.at[:, self.kept.index(source + 1)]

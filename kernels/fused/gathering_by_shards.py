@@ -1,0 +1,107 @@
+"""Gathering rows of lhs shard after shard: the device's own first, then its successors'.
+
+What the others send comes in under the arithmetic on what is here. It suits shards that fill tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import copies, schedule
+from stretto.distributed.schedule import Int, PullPlan
+from stretto.distributed.team import Team
+from stretto.kernels.engine import transfers
+from stretto.kernels.engine.fuse import Refs
+from stretto.kernels.engine.orders import ShardOrder
+from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
+from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.fused.gathering import Gather, Kept
+
+
+def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard: bool) -> Gather:
+    """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
+
+    `by_shard` asks for the gathered rows in the order of the shards (`Kept`). The step of a tile is
+    how many places further the device is whose rows it takes.
+    """
+    kept = Kept(team, by_shard)
+
+    def leading(tile: Tile) -> tuple[Int, ...]:
+        return (schedule.shard_of_step(team.device_id(), tile.step, team.size),)
+
+    def complete(gathered: jax.Array, lhs: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(gathered, lhs, team.device_id(), 0)
+
+    return Gather(
+        order=ShardOrder(plan.rows, n, shape, steps=team.size),
+        k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
+        lhs=lambda refs: _stream(refs, plan, kept, shape),
+        fetch=_Fetch(team, plan, kept),
+        leading=leading,
+        received=(team.size - 1, plan.chunks),
+        out_rows=(team.size, plan.rows),
+        gathered=(kept.count, plan.rows, plan.columns),
+        complete=complete,
+    )
+
+
+def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape) -> Stream:
+    """The device's own rows at step 0, then gathered ones, chunk of columns by chunk."""
+
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        window = lhs_window(shape, tile.m, k)
+
+        @pl.when(tile.step == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(refs.lhs.at[window], stage, barrier)
+
+        @pl.when(tile.step > 0)
+        def _():
+            shard = refs.gathered.at[kept.index(tile.step)]
+            plgpu.copy_gmem_to_smem(shard.at[window], stage, barrier)
+
+    def wait(tile: Tile, chunk: Int) -> None:
+        @pl.when(tile.step > 0)
+        def _():
+            # All blocks' pieces of this chunk of the shard are in place.
+            refs.received.at[tile.step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
+
+    return Stream(load=load, arrival=Arrival(columns=plan.chunk_columns, wait=wait))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """All peers' shards, one after the other, in the order of the steps."""
+
+    team: Team
+    plan: PullPlan
+    kept: Kept
+
+    @property
+    def num_pieces(self) -> int:
+        """Of all peers' shards."""
+        return (self.team.size - 1) * self.plan.pieces
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece."""
+        return self.plan.piece_rows, self.plan.piece_columns
+
+    def place(self, index: Int) -> copies.Place:
+        """A piece of a peer's shard; the key is (peer, chunk)."""
+        source, piece = self.plan.piece_of(index)
+        row, column, chunk = self.plan.locate(piece)
+        return copies.Place(source, row, column, (source, chunk))
+
+    def sources(self, lhs: Ref) -> list[Ref]:
+        """The peers' own shards."""
+        return transfers.on_peers(lhs, self.team)
+
+    def destination(self, gathered: Ref, source: Int) -> Ref:
+        """Where the shard of a peer is kept."""
+        return gathered.at[self.kept.index(source + 1)]

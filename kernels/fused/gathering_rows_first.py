@@ -1,0 +1,99 @@
+"""Gathering rows of lhs first: all of them into one small matrix, which is then multiplied.
+
+A shard smaller than a tile would waste most of it, and rhs would pass through the multiprocessors
+once for each shard. While the rows come the ring fills with rhs.
+
+The device copies its own rows as well. They also fill up the last tile: where a tile reaches beyond
+its array, the copy engine makes up zeros, which took longer than rows that are there (64 x 8192 x
+28672 on 4 H200s, in a trial with an array of whole tiles: 82 us and 56).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental import pallas as pl
+
+from stretto.distributed import copies, schedule
+from stretto.distributed.schedule import Int, PullPlan
+from stretto.distributed.team import Team
+from stretto.kernels.engine import streams, transfers
+from stretto.kernels.engine.fuse import Refs
+from stretto.kernels.engine.orders import ShardOrder
+from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
+from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.fused.gathering import Gather
+
+
+def rows_first(team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShape) -> Gather:
+    """Shards of `m_shard` rows, for a result of `n` columns.
+
+    `plan` cuts the matrix of all rows, and of those that fill up its last tile, into pieces, none
+    of which lies in two shards. The step of a tile is 0.
+    """
+    rows = team.size * m_shard
+    return Gather(
+        order=ShardOrder(rows, n, shape),
+        k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
+        lhs=lambda refs: _stream(refs, plan, shape),
+        fetch=_Fetch(team, plan, m_shard),
+        received=(plan.chunks,),
+        out_rows=(rows,),
+        gathered=(plan.rows, plan.columns),
+        complete=lambda gathered, lhs: gathered[:rows],
+    )
+
+
+def rows_that_fill_tiles(rows: int, m_shard: int, tile_m: int) -> int:
+    """The least number of rows in whole shards that is enough for the tiles of `rows` rows."""
+    in_tiles = schedule.ceil_div(rows, tile_m) * tile_m
+    return schedule.ceil_div(in_tiles, m_shard) * m_shard
+
+
+def _stream(refs: Refs, plan: PullPlan, shape: TileShape) -> Stream:
+    """Gathered rows only, chunk of columns by chunk."""
+
+    def wait(tile: Tile, chunk: Int) -> None:
+        del tile
+        # All blocks' pieces of this chunk are in place.
+        refs.received.at[chunk].wait(plan.pieces_in_chunk(chunk))
+
+    gathered = streams.of(refs.gathered, lambda tile, k: lhs_window(shape, tile.m, k))
+    arrival = Arrival(columns=plan.chunk_columns, wait=wait)
+    return dataclasses.replace(gathered, arrival=arrival)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """The device's own shard, then the peers', then its own again for what fills up."""
+
+    team: Team
+    plan: PullPlan
+    m_shard: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Of all rows."""
+        return self.plan.pieces
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece."""
+        return self.plan.piece_rows, self.plan.piece_columns
+
+    def place(self, index: Int) -> copies.Place:
+        """A piece of the rows at `row`, which are of the device so many shards further."""
+        row, column, chunk = self.plan.locate(index)
+        source = schedule.div(row, self.m_shard)
+        return copies.Place(source, row - source * self.m_shard, column, (chunk,))
+
+    def sources(self, lhs: Ref) -> list[Ref]:
+        """One's own shard, the peers', and one's own for what fills up."""
+        filling = self.plan.rows // self.m_shard - self.team.size
+        return [lhs, *transfers.on_peers(lhs, self.team), *[lhs] * filling]
+
+    def destination(self, gathered: Ref, source: Int) -> Ref:
+        """The rows of a shard among all; after them come those that fill up."""
+        shard = schedule.shard_of_step(self.team.device_id(), source, self.team.size)
+        place = schedule.where(source < self.team.size, shard, source)
+        return gathered.at[pl.ds(place * self.m_shard, self.m_shard)]

@@ -1,0 +1,292 @@
+"""`out[r] = lhs[r] @ rhs[group of r]`, and the derivative by rhs, on one device.
+
+Rows of lhs lie group by group, and how many each group has is read at run time. Tables made from
+the sizes by XLA say which tiles there are (`tables`):
+
+| product | a tile is | its contraction | its edge |
+|---|---|---|---|
+| `grouped` | rows of one group | k | rows of other groups are not stored (`Sink.rows`) |
+| `contracted`, `lhs^T @ rhs` of each group | any of the group's result | the group's rows | rows that fill no tile are copied, and filled up with zeros |
+
+The copy engine takes swizzled tiles from every eighth row on (Mosaic GPU, JAX 0.11.2), so tiles begin
+there, and may begin with rows of the group before. There are no semaphores: nothing waits for another
+block. Rows that belong to no group are zero: they are a group without a contraction.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int, ceil_div, where
+from stretto.kernels.engine import padding, streams
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.orders import RowTilesOrder, ShardOrder
+from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
+from stretto.kernels.engine.tiles import piece_window, rhs_window
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
+
+ALIGNED = 8
+"""Rows that the first row of a swizzled tile must be a multiple of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel is cut up.
+
+    Attributes:
+      tiles: of the matmul.
+    """
+
+    tiles: TileConfig = tile_config.LARGE
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        self.tiles.check()
+        needed = self.tiles.smem_bytes(problem.types.itemsize)
+        if needed > tile_config.SMEM_BYTES:
+            raise ValueError(
+                f"the kernel needs {needed} bytes of shared memory and a block has"
+                f" {tile_config.SMEM_BYTES}; take fewer stages."
+            )
+
+    @staticmethod
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
+        """What the tuner tries, the likely ones first."""
+        del problem
+        for tile in (tile_config.LARGE, tile_config.NARROW):
+            for raster_width in (16, 4, 8):
+                yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
+
+
+def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Array:
+    """`[m, k]`, `[g, k, n]` or `[g, n, k]`, sizes `[g]` -> `[m, n]`, as the public operation."""
+    lhs, rhs, sizes = operands
+    transposed = call.options.rhs_transposed
+    m, n = lhs.shape[0], rhs.shape[1 if transposed else 2]
+    out = grouped(
+        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
+        padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
+        sizes,
+        out_dtype=call.options.out_dtype,
+        tiles=call.config.tiles,
+        rhs_transposed=transposed,
+        interpret=call.interpret,
+    )
+    return out[:m, :n]
+
+
+def grouped(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *,
+    out_dtype: Any,
+    tiles: TileConfig,
+    rhs_transposed: bool,
+    interpret: Any,
+) -> jax.Array:
+    """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`."""
+    (m, k), groups = lhs.shape, rhs.shape[0]
+    n = rhs.shape[1 if rhs_transposed else 2]
+    most = ceil_div(m, tiles.tile_m) + groups + 1
+    table, count = row_tiles(sizes, m, tiles.tile_m, most)
+
+    def parts(refs: Refs) -> Parts:
+        def group(tile: Tile) -> Int:
+            return refs.table[tile.m, 0]
+
+        def first_row(tile: Tile) -> Int:
+            return refs.table[tile.m, 1] * ALIGNED
+
+        def lhs_window(tile: Tile, k: Int) -> tuple:
+            return pl.ds(first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
+
+        def store(tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+            rows, columns = piece.shape
+            first_column = tile.n * tiles.tile_n + column
+
+            # A copy of one row is contiguous, and is not cut off at the edge of the columns.
+            @pl.when(first_column < n)
+            def _():
+                window = pl.ds(first_row(tile) + row, rows), pl.ds(first_column, columns)
+                plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
+
+        return Parts(
+            order=RowTilesOrder(refs.count[0], most, ceil_div(n, tiles.tile_n), tiles),
+            k_tiles=lambda tile: where(group(tile) < groups, ceil_div(k, tiles.tile_k), 0),
+            lhs=streams.of(refs.lhs, lhs_window),
+            rhs=streams.of(
+                refs.rhs,
+                lambda tile, k: (group(tile), *rhs_window(tiles, k, tile.n, rhs_transposed)),
+            ),
+            sink=Sink(
+                store=store, rows=lambda tile: (refs.table[tile.m, 2], refs.table[tile.m, 3])
+            ),
+        )
+
+    product = Product(
+        lhs=lhs.dtype, rhs=rhs.dtype, out=out_dtype, rhs_transposed=rhs_transposed, ragged=True
+    )
+    return fuse(
+        parts,
+        name="grouped_matmul",
+        team=None,
+        mainloop=mainloop_of(tiles, product),
+        num_tiles=most * ceil_div(n, tiles.tile_n),
+        operands=dict(lhs=lhs, rhs=rhs, table=table, count=count),
+        outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
+        interpret=interpret,
+    )["out"]
+
+
+def contracted(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, config: Config, interpret: Any
+) -> jax.Array:
+    """`lhs^T @ rhs` of each group's rows, `[m, k]`, `[m, n]` and `[g]` sizes -> `[g, k, n]`.
+
+    In lhs's type; zero for a group without rows.
+    """
+    tiles, groups = config.tiles, sizes.shape[0]
+    (m, k), n = lhs.shape, rhs.shape[1]
+    lhs, rhs = (padding.pad(x, padding.ROWS, padding.COLUMNS) for x in (lhs, rhs))
+    table, loose = k_tiles_of(sizes, m, tiles.tile_k)
+    order = ShardOrder(lhs.shape[1], rhs.shape[1], tiles, steps=groups)
+
+    def stream(table: Ref, whole: Ref, copied: Ref, columns: Callable[[Tile], pl.Slice]) -> Stream:
+        """An operand's rows, `tile_k` at a time: where they lie, then those that are copied."""
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            where_they_lie = table[tile.step, 1]
+
+            @pl.when(k < where_they_lie)
+            def _():
+                first = table[tile.step, 0] * ALIGNED + k * tiles.tile_k
+                window = whole.at[pl.ds(first, tiles.tile_k), columns(tile)]
+                plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+            @pl.when(k >= where_they_lie)
+            def _():
+                first = (k - where_they_lie) * tiles.tile_k
+                window = copied.at[tile.step, pl.ds(first, tiles.tile_k), columns(tile)]
+                plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+        return Stream(load=load)
+
+    def parts(refs: Refs) -> Parts:
+        def store(tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+            rows, columns = piece.shape
+            window = piece_window(tiles, tile.m, tile.n, row, rows, column, columns)
+            target = refs.out.at[tile.step, *window]
+            plgpu.copy_smem_to_gmem(piece, target, commit_group=False)
+
+        return Parts(
+            order=order,
+            k_tiles=lambda tile: refs.table[tile.step, 1] + refs.table[tile.step, 2],
+            lhs=stream(
+                refs.table,
+                refs.lhs,
+                refs.lhs_copied,
+                lambda tile: pl.ds(tile.m * tiles.tile_m, tiles.tile_m),
+            ),
+            rhs=stream(
+                refs.table,
+                refs.rhs,
+                refs.rhs_copied,
+                lambda tile: pl.ds(tile.n * tiles.tile_n, tiles.tile_n),
+            ),
+            sink=Sink(store=store),
+        )
+
+    product = Product(lhs=lhs.dtype, rhs=rhs.dtype, out=lhs.dtype, lhs_transposed=True)
+    out = fuse(
+        parts,
+        name="grouped_contraction",
+        team=None,
+        mainloop=mainloop_of(tiles, product),
+        num_tiles=order.num_tiles,
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            lhs_copied=lhs.at[loose].get(mode="fill", fill_value=0),
+            rhs_copied=rhs.at[loose].get(mode="fill", fill_value=0),
+            table=table,
+        ),
+        outs=dict(out=jax.ShapeDtypeStruct((groups, lhs.shape[1], rhs.shape[1]), lhs.dtype)),
+        interpret=interpret,
+    )["out"]
+    return out[:, :k, :n]
+
+
+# --- Tables, made by XLA before the kernel --------------------------------------------------------
+
+
+def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """First row of each group and the row after its last one, int32 `[g]`, within the `m` rows."""
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0), dtype=jnp.int32), m)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends
+
+
+def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles along the rows, int32 `[most, 4]`, and their number, int32 `[1]`.
+
+    Of each the group, the first row as a multiple of `ALIGNED`, and the first and the last row
+    within the tile that are the group's; the latter exclusive. The rows that belong to no group are
+    a group of their own, numbered after the others.
+    """
+    starts, ends = bounds(sizes, m)
+    starts = jnp.concatenate([starts, ends[-1:]])
+    ends = jnp.concatenate([ends, jnp.full(1, m, jnp.int32)])
+    aligned = starts // ALIGNED * ALIGNED
+    tiles = jnp.where(ends > starts, (ends - aligned + (tile_m - 1)) // tile_m, 0)
+    after = jnp.cumsum(tiles, dtype=jnp.int32)
+    number = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.searchsorted(after, number, side="right").astype(jnp.int32)
+    group = jnp.minimum(group, len(tiles) - 1)
+    first = aligned[group] + (number - (after - tiles)[group]) * tile_m
+    own = (jnp.clip(x[group] - first, 0, tile_m) for x in (starts, ends))
+    return jnp.stack([group, first // ALIGNED, *own], axis=1).astype(jnp.int32), after[-1:]
+
+
+def k_tiles_of(sizes: jax.Array, m: int, tile_k: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles along the contraction, int32 `[g, 3]`, and rows to be copied, `[g, 2 * tile_k]`.
+
+    Of each group the first row of its whole tiles as a multiple of `ALIGNED`, the number of these,
+    and the number of tiles that its other rows fill: fewer than `ALIGNED` before them and fewer
+    than `tile_k` after them. Where a row to be copied is missing stands one that no array has.
+    """
+    starts, ends = bounds(sizes, m)
+    first = jnp.minimum((starts + ALIGNED - 1) // ALIGNED * ALIGNED, ends)
+    whole = (ends - first) // tile_k
+    before = first - starts
+    loose = ends - starts - whole * tile_k
+    number = jnp.arange(2 * tile_k, dtype=jnp.int32)
+    after = (first + whole * tile_k - before)[:, None] + number
+    rows = jnp.where(number < before[:, None], starts[:, None] + number, after)
+    rows = jnp.where(number < loose[:, None], rows, jnp.iinfo(jnp.int32).max)
+    copied = (loose + (tile_k - 1)) // tile_k
+    return jnp.stack([first // ALIGNED, whole, copied], axis=1).astype(jnp.int32), rows
+
+
+def obstacle(problem: Problem) -> str | None:
+    """Why the kernel cannot serve `problem`, or None if it can."""
+    return tile_config.obstacle(problem)
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=obstacle,
+    default=lambda problem: Config(),
+    candidates=Config.candidates,
+)

@@ -1,0 +1,51 @@
+"""`out = all_reduce(lhs @ rhs)`, the reduction under the matmul.
+
+`matmul_reduce_scatter`, whose owners store each finished tile on every device: the second half of
+a two-shot all-reduce. All devices hold bitwise the same result, since each element is summed once,
+by its owner. Protocol and device code are in `matmul_reduce_scatter.py`.
+
+Own tiles come between those for peers. If they all came last, a device would send all of its result
+in the last part of its time, faster than the links can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.fused import matmul_reduce_scatter, unfused
+from stretto.kernels.fused.add_config import AddConfig, default_tiles
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(AddConfig):
+    """How the fused kernel is cut up; by default own tiles come between those for peers."""
+
+    own_last: bool = False
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    return Config(tiles=default_tiles(problem))
+
+
+def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]`, everywhere -> `[m, n]`, as the public operation."""
+    if call.config.apart:
+        return unfused.matmul_all_reduce(operands, call)
+    out = matmul_reduce_scatter.sharded(operands, call, everywhere=True)
+    return out.reshape(-1, out.shape[2])[: operands[0][0].shape[0]]
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)

@@ -1,0 +1,199 @@
+"""`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
+
+Each device makes the tiles of its peers' rows, and keeps these products in its own memory. A spare
+warp of every block pulls the peers' products for this device's rows, each as soon as it is finished.
+The own rows come last, or each tile some time after the same tile for the peers
+(`orders.OwnersOrder`). Between its products the device adds, in float32, what was pulled
+(`parts.Addends`), and stores the sum: in its own memory, or for an all-reduce on every device.
+(`reducing` has these parts.)
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `partial[s]` | the storing warps | | | the product for the `s + 1`-th successor |
+| `produced[s, tile]` | a storing warp of the device at `-(s + 1)` | pulling warps | 1 | its `partial[s]` holds the tile |
+| `fetched[s]` | the pulling warps | | | the product of the device at `-(s + 1)` |
+| `arrived[tile]` | the pulling warps | storing warps | peers | the tile is in all of `fetched` |
+| `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
+| `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
+
+Tiles for peers are made before the peers have started; pulling and storing warps wait for them
+(`handshake`) before they signal. A store is complete, not only read, before its signal. All devices
+make tiles wave by wave in the same order, and what a tile waits for belongs to the same wave or an
+earlier one. The blocks of a wave work side by side and only own tiles wait, so that the devices
+never wait for each other in a circle.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed import schedule
+from stretto.distributed.schedule import Int
+from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels.engine import padding, streams, tiles, transfers
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
+from stretto.kernels.engine.parts import Addends, Parts, Product, Sink, Tile, Transfer
+from stretto.kernels.engine.segments import Segments
+from stretto.kernels.engine.shared_memory import row_elements
+from stretto.kernels.engine.tiles import TileShape
+from stretto.kernels.engine.transfers import Buffers
+from stretto.kernels.fused import unfused
+from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
+from stretto.kernels.fused.reducing import Products
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(AddConfig):
+    """How the fused kernel is cut up; by default all of the own tiles come last."""
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    return Config(tiles=default_tiles(problem))
+
+
+def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
+
+    Where m is no multiple of D, the last devices' rows are of padding: `[ceil(m / D), n]`.
+    """
+    if call.config.apart:
+        return unfused.matmul_reduce_scatter(operands, call)
+    return sharded(operands, call)[0]
+
+
+def sharded(
+    operands: tuple[Sequence[jax.Array], Sequence[jax.Array]],
+    call: Call,
+    *,
+    everywhere: bool = False,
+) -> jax.Array:
+    """The sum of `[m, k_i] @ [k_i, n]` as `[shards, m_shard, n]`: what this device holds of it.
+
+    The rows are dealt out in equal shards, the last ones of padding where they do not divide.
+    """
+    lhs, rhs = operands
+    team = Team.along(call.axes)
+    m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
+    m_shard = schedule.ceil_div(m, team.size)
+
+    def shards(x):
+        if missing := team.size * m_shard - m:
+            x = jnp.pad(x, ((0, missing), (0, 0)))
+        x = x.reshape(team.size, m_shard, x.shape[1])
+        return padding.pad(x, padding.ROWS, padding.COLUMNS)
+
+    out = launch(
+        [shards(x) for x in lhs],
+        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
+        team,
+        out_dtype=call.options.out_dtype,
+        config=call.config,
+        rhs_transposed=call.options.rhs_transposed,
+        everywhere=everywhere,
+        interpret=call.interpret,
+    )
+    return out[:, :m_shard, :n]
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=run,
+    obstacle=tile_config.obstacle,
+    default=default_config,
+    candidates=Config.candidates,
+)
+
+
+def launch(
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    team: Team,
+    *,
+    out_dtype: jnp.dtype,
+    config: AddConfig,
+    rhs_transposed: bool = False,
+    everywhere: bool = False,
+    mainloop: Factory = mainloop_of,
+    interpret: Any = None,
+) -> jax.Array:
+    """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
+
+    All must be padded (`padding`). The pairs' products are added up. Returns `[1, m_shard, n]`, or
+    with `everywhere` (all-reduce) `[size, m_shard, n]`.
+    """
+    m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
+    shape, peers = config.tiles, team.size - 1
+    segments = Segments.of([x.shape[2] for x in lhs], shape.tile_k)
+    shard = ShardOrder(m_shard, n, shape, steps=team.size)
+
+    def parts(refs: Refs) -> Parts:
+        order = OwnersOrder(shard, team.size, refs.num_blocks, lag=config.own_lag)
+        # Named once: the copy engine gets a descriptor for each naming of a peer.
+        outs = [refs.out, *(transfers.on_peers(refs.out, team) if everywhere else [])]
+        products = Products(team, order, refs, everywhere, outs)
+        return Parts(
+            order=order,
+            k_tiles=segments.total,
+            lhs=streams.along_k(refs.lhs, segments, functools.partial(_lhs_window, team, shape)),
+            rhs=streams.along_k(
+                refs.rhs,
+                segments,
+                lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
+            ),
+            fold=products.addends(),
+            sink=Sink(store=products.store, stored=products.stored),
+            transfer=Transfer(run=products.fetch, finish=products.finish),
+        )
+
+    product = Product(
+        lhs=lhs[0].dtype,
+        rhs=rhs[0].dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        fold=Addends,
+    )
+    kept = jax.ShapeDtypeStruct(
+        (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
+    )
+    results = fuse(
+        parts,
+        name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
+        team=team,
+        mainloop=mainloop(shape, product),
+        num_tiles=shard.num_tiles,
+        operands=dict(lhs=lhs, rhs=rhs),
+        outs=dict(
+            out=jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
+        ),
+        symmetric=dict(partial=kept, fetched=kept),
+        semaphores=dict(
+            produced=SemaphoreArray((peers, shard.tiles_per_shard)),
+            arrived=SemaphoreArray((shard.tiles_per_shard,), local=True),
+            **(dict(finished=SemaphoreArray()) if everywhere else {}),
+        ),
+        buffers=Buffers(config.pull_slots, PIECE_ROWS, row_elements(out_dtype), out_dtype),
+        signals=True,
+        invariant=everywhere,
+        interpret=interpret,
+    )
+    return results["out"]
+
+
+def _lhs_window(team: Team, shape: TileShape, tile: Tile, k: Int) -> tuple:
+    """The tile of lhs, in the rows of the device whose result the tile belongs to."""
+    owner = schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)  # Last, one's own.
+    return owner, *tiles.lhs_window(shape, tile.m, k)

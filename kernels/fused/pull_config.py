@@ -1,0 +1,57 @@
+"""How a fused matmul that pulls its peers' operands is cut up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.problem.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PullConfig:
+    """What the kernels of every all-gather matmul can choose.
+
+    Attributes:
+      tiles: of the matmul.
+      pull_rows, pull_columns: a piece that the pulling warp fetches at once, in elements.
+      pull_slots: pieces on their way at once, per block.
+    """
+
+    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
+    pull_rows: int = 16
+    pull_columns: int = 256
+    pull_slots: int = 2
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError unless the kernel can be built so for `problem`."""
+        self.tiles.check()
+        tile_config.check_pull_slots(self.pull_slots)
+        if self.pull_rows > 256 or self.pull_columns > 256:
+            raise ValueError(
+                f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"
+                " takes at most 256 elements a side."
+            )
+        needed = self.smem_bytes(problem.types.itemsize)
+        if needed > tile_config.SMEM_BYTES:
+            raise ValueError(
+                f"the kernel needs {needed} bytes of shared memory and a block has"
+                f" {tile_config.SMEM_BYTES}; take fewer stages or smaller pieces."
+            )
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, in bytes."""
+        pieces = self.pull_slots * self.pull_rows * self.pull_columns * itemsize
+        return self.tiles.smem_bytes(itemsize) + pieces
+
+    def piece_columns(self, columns: int, row_stride: int) -> int:
+        """Columns of a piece of arrays of `columns`, to be stored to rows `row_stride` apart.
+
+        A piece that is contiguous where it is stored must not reach over an edge: it would not be
+        cut off there (`distributed.windows`).
+        """
+        if self.pull_rows == 1:
+            return math.gcd(self.pull_columns, columns)
+        return self.pull_columns // (2 if self.pull_columns == row_stride else 1)

@@ -1,0 +1,154 @@
+"""How products reach the devices that own their rows, and become sums there.
+
+The protocol is that of `matmul_reduce_scatter`, whose table names the memory and the semaphores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.schedule import Int
+from stretto.distributed.team import Team
+from stretto.kernels.engine import tiles
+from stretto.kernels.engine.fuse import Refs
+from stretto.kernels.engine.orders import OwnersOrder
+from stretto.kernels.engine.parts import Addends, Ref, Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The products of a device: where they are stored, who fetches them, where they are added.
+
+    Attributes:
+      team, order, refs: of the kernel.
+      everywhere: each sum goes to all devices.
+      outs: the own result, and that of each device that a sum goes to.
+    """
+
+    team: Team
+    order: OwnersOrder
+    refs: Refs
+    everywhere: bool
+    outs: Sequence[Ref]
+
+    @property
+    def peers(self) -> int:
+        """The other devices; the step of the own tiles."""
+        return self.team.size - 1
+
+    def addends(self) -> Addends:
+        """What is added to the products of the own rows: the peers' products for them."""
+
+        def wait(tile: Tile) -> None:
+            # All peers' products of the tile have been fetched.
+            self.refs.arrived.at[self._number(tile)].wait(self.peers)
+
+        return Addends(
+            most=self.peers,
+            count=lambda tile: schedule.where(tile.step == self.peers, self.peers, 0),
+            wait=wait,
+            window=lambda tile, number, *piece: self._window(
+                self.refs.fetched, number, tile, *piece
+            ),
+        )
+
+    def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+        """Stores a piece: for its owner to fetch, or, with the peers' added, as the result."""
+        rows, columns = piece.shape
+
+        @pl.when(tile.step < self.peers)
+        def _():
+            window = self._window(self.refs.partial, tile.step, tile, row, rows, column, columns)
+            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+        @pl.when(tile.step == self.peers)
+        def _():
+            index = self.team.device_id() if self.everywhere else 0
+            for out in self.outs:
+                window = self._window(out, index, tile, row, rows, column, columns)
+                plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+    def stored(self, tile: Tile) -> None:
+        """Signals a tile that is in place: to its owner, or to every peer that got the sum."""
+        for offset in self.team.peer_offsets:
+
+            @pl.when(tile.step == offset - 1)
+            def _(offset=offset):
+                produced = self.refs.produced.at[offset - 1, self._number(tile)]
+                produced.signal(peer_id=self.team.neighbour(offset))
+
+        if self.everywhere:
+
+            @pl.when(tile.step == self.peers)
+            def _():
+                for offset in self.team.peer_offsets:
+                    self.refs.finished.signal(peer_id=self.team.neighbour(offset))
+
+    def fetch(self) -> None:
+        """Fetches whole tiles, one after another, in the order in which peers make them.
+
+        All devices go through the tiles in one order, but for the rotation within a wave
+        (`orders.OwnersOrder`), so the peers' tiles for this device come in the order of its own
+        list. A tile is in place before the next one is waited for: a device that made the next one
+        only after it had got this one would never make it.
+        """
+        block, num_blocks = kernel.block_id(), self.refs.num_blocks
+        sources = [
+            copies.remote(self.refs.partial, self.team, self.team.neighbour(-step - 1)).at[step]
+            for step in range(self.peers)
+        ]
+
+        def fetch_tile(i: jax.Array, _: None) -> None:
+            tile = self.order.locate_for_peers(block + i * num_blocks)
+            # The peer's stores of its product are in place.
+            self.refs.produced.at[tile.step, self._number(tile)].wait()
+            self._fetch_tile(tile, sources)
+            # Publishes the tile to the storing warps of all blocks.
+            self.refs.arrived.at[self._number(tile)].signal()
+
+        tiles_of_peers = self.peers * self.order.shard.tiles_per_shard
+        lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
+
+    def _fetch_tile(self, tile: Tile, sources: Sequence[Ref]) -> None:
+        """Fetches one tile, piece by piece."""
+        shape, (_, piece_rows, piece_columns) = self.order.shard.shape, self.refs.pulled.shape
+        across, down = shape.tile_n // piece_columns, shape.tile_m // piece_rows
+
+        def place(piece: Int) -> copies.Place:
+            row = schedule.div(piece, across)
+            column = piece - row * across
+            return copies.Place(
+                tile.step,
+                tile.m * shape.tile_m + row * piece_rows,
+                tile.n * shape.tile_n + column * piece_columns,
+            )
+
+        copies.Pull(
+            pieces=across * down,
+            place=place,
+            sources=sources,
+            destination=lambda step: self.refs.fetched.at[step],
+            buffers=self.refs.pulled,
+            barriers=self.refs.pulled_full,
+        ).run()
+
+    def finish(self) -> None:
+        """In block 0: returns once the peers have stored all their sums here, if they do."""
+        if self.everywhere:
+            self.refs.finished.wait(self.peers * self.order.shard.tiles_per_shard)
+
+    def _number(self, tile: Tile) -> Int:
+        """The number of a tile among those of a shard."""
+        return self.order.shard.index(tile.m, tile.n)
+
+    def _window(self, ref: Ref, index: Int, tile: Tile, *piece: Int) -> Ref:
+        """A piece of a tile in `ref[index]`: its first row, rows, first column, columns."""
+        window = tiles.piece_window(self.order.shard.shape, tile.m, tile.n, *piece)
+        return ref.at[index, *window]

@@ -1,0 +1,56 @@
+"""Matmuls of few rows: a small kernel that sends, and XLA's matmul, one after the other.
+
+With few rows there is little to send and little to hide it under, and what counts is how soon each
+starts. A kernel that only sends is there in some 5 us: it needs no semaphores, which XLA would have
+to zero, and few multiprocessors, so that it meets its peers by itself (`handshake`). XLA's own
+matmul reads rhs as fast as the memory can.
+
+Sums are those of the fused kernels: products rounded to the result's type, added in float32 in the
+order of the devices, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.axes import axis_size
+from stretto.distributed.schedule import ceil_div
+from stretto.kernels.collectives import arrays
+from stretto.kernels.operation import Call
+from stretto.kernels.xla.matmul import matmul, sum_of_products
+
+type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
+
+
+def all_gather_matmul(
+    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """As `all_gather_matmul.run`."""
+    (lhs, rhs), options = operands, call.options
+    gathered = arrays.all_gather(lhs, axes=call.axes, axis=0, interpret=call.interpret)
+    outs = (matmul(gathered, x.T if options.rhs_transposed else x) for x in rhs)
+    outs = (out if options.epilogue is None else options.epilogue(out) for out in outs)
+    cast = tuple(out.astype(options.out_dtype) for out in outs)
+    return cast, gathered if options.return_gathered else None
+
+
+def matmul_reduce_scatter(operands: Pairs, call: Call) -> jax.Array:
+    """As `matmul_reduce_scatter.run`."""
+    product = _product(operands, call)
+    devices = axis_size(call.axes)
+    if missing := devices * ceil_div(product.shape[0], devices) - product.shape[0]:
+        product = jnp.pad(product, ((0, missing), (0, 0)))
+    return arrays.reduce_scatter(product, axes=call.axes, axis=0, interpret=call.interpret)
+
+
+def matmul_all_reduce(operands: Pairs, call: Call) -> jax.Array:
+    """As `matmul_all_reduce.run`."""
+    product = _product(operands, call)
+    return arrays.all_reduce(product, axes=call.axes, interpret=call.interpret)
+
+
+def _product(operands: Pairs, call: Call) -> jax.Array:
+    return sum_of_products(*operands, call.options.rhs_transposed).astype(call.options.out_dtype)

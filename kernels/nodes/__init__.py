@@ -1,0 +1,1 @@
+"""Operations over several nodes: kernels within each, XLA between them."""

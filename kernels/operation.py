@@ -1,0 +1,166 @@
+"""An operation, written down once: everything else is made from its record.
+
+`stretto.explain`, the fallback on XLA, the gradients, the tuned tables, `stretto bench` and
+`stretto tune`, and the tests take what they need of an operation from here. The public functions
+(`operations/`) are written by hand and call `perform.decide` with their record; a record names its
+kernels, and a kernel names its device code, so that every step can be followed by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from stretto.distributed.topology import Split
+from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.work import Work
+
+type Axes = tuple[Hashable, ...]
+type Arrays = Any  # An array, or a tuple of arrays or of tuples of them.
+type Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """A fused implementation of an operation.
+
+    Attributes:
+      Config: the type of its configurations: a frozen dataclass with `check(problem)`, which
+        raises ValueError for one that cannot be built. Tuned tables hold its fields.
+      run: (operands, call) -> results; launches the kernel.
+      obstacle: why the kernel cannot serve a problem, None if it can.
+      default: the configuration for a problem that no table has.
+      candidates: what the tuner tries for a problem, or for all, given None; likely ones first.
+      fused_from: bytes of one device's operand from which on the kernel is the faster one, for a
+        kernel that only moves; None where `choice.costs` estimates both times.
+      stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
+        that XLA moves in memory besides; None for a kernel with entries of its own.
+    """
+
+    Config: type
+    run: Callable[[Arrays, Call], Arrays]
+    obstacle: Callable[[Problem], str | None]
+    default: Callable[[Problem], Any]
+    candidates: Callable[[Problem | None], Iterator[Any]]
+    fused_from: int | None = None
+    stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BetweenNodes:
+    """What an operation is over several nodes: kernels within each, XLA's collectives between.
+
+    Attributes:
+      run: (operands, call) -> results; `call.split` says which axes lie within a node.
+      divided: the sizes that the nodes share out, so that a kernel serves a part of them.
+    """
+
+    run: Callable[[Arrays, Call], Arrays]
+    divided: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operand:
+    """An operand of one device, for tests and benchmarks.
+
+    Attributes:
+      shape: of the array.
+      dtype: its type; None for the type that is being tested or timed.
+      draw: a random key -> values, of this shape; for operands that cannot be any numbers, such as
+        sizes of groups. None for normal numbers or, of an integer type, for any from -100 to 99.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    draw: Callable[[jax.Array], jax.Array] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Examples:
+    """How tests and benchmarks call an operation.
+
+    Attributes:
+      shapes: (name of a set, devices) -> sizes of the whole problem; none where the set has none.
+      operands: (sizes, devices) -> one device's operands, in the order of the public function.
+      needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
+      keywords: what else the public function takes.
+      sets: the names of the sets that it has shapes of, in the order in which they are listed.
+      problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
+    """
+
+    shapes: Callable[[str, int], Sequence[Sizes]]
+    operands: Callable[[Sizes, int], tuple[Operand, ...]]
+    needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Operation:
+    """One operation.
+
+    Attributes:
+      name: in tables, reports and errors.
+      public: the function that users call.
+      sizes: names of a problem's sizes, in their order, as in "8192x8192x28672".
+      reference: (operands, axes, options) -> results, through `jax.lax`: `backend="xla"` on any
+        platform, and the oracle of tests. Differentiable as it is.
+      forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
+      backward: (call, residuals, cotangents of the results) -> cotangents of the operands.
+      work: what a problem asks of one device.
+      kernels: fused implementations; the first without an obstacle serves.
+      between_nodes: what it is over several nodes; None where XLA serves there.
+      examples: how tests and benchmarks call it.
+      communicates: whether it runs over a team, whose mesh axis it takes after its operands; if
+        not, on each device alone.
+    """
+
+    name: str
+    public: Callable[..., Arrays]
+    sizes: tuple[str, ...]
+    reference: Callable[[Arrays, Axes, Any], Arrays]
+    forward: Callable[[Arrays, Call], tuple[Arrays, Any]]
+    backward: Callable[[Call, Any, Arrays], Arrays]
+    work: Callable[[Problem], Work]
+    kernels: tuple[Kernel, ...]
+    examples: Examples
+    between_nodes: BetweenNodes | None = None
+    communicates: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call that a kernel serves, as far as it is known when it is traced.
+
+    It is hashable, as `jax.custom_vjp` asks of what is not differentiated.
+
+    Attributes:
+      operation: what is called.
+      kernel, config: what serves it.
+      axes: of the mesh, which the team lies along.
+      options: the operation's own; a frozen dataclass.
+      backend: what the caller asked for; derivatives ask for the same.
+      interpret: what `kernel.launch` takes.
+      split: where the team spans nodes, which axes lie within one.
+      pieces: that a call over several nodes is cut into; None for a number that fits.
+      typed: whether `shard_map` types values as varying or not (`check_vma=True`).
+    """
+
+    operation: Operation
+    kernel: Kernel
+    config: Any
+    axes: Axes
+    options: Any
+    backend: str
+    interpret: Any = None
+    split: Split | None = None
+    pieces: int | None = None
+    typed: bool = False
+
+    def with_options(self, **options: Any) -> Call:
+        """The same call with some other options."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))

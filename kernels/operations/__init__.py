@@ -1,0 +1,23 @@
+"""The public operations, one record each.
+
+`OPERATIONS` is the only list of them: benchmarks, the tuner, tables and tests go through it.
+"""
+
+from __future__ import annotations
+
+from stretto.kernels.operation import Operation
+from stretto.kernels.operations import collectives, grouped_matmul, matmuls
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        *matmuls.GATHERS.values(),
+        matmuls.MATMUL_REDUCE_SCATTER,
+        matmuls.MATMUL_ALL_REDUCE,
+        grouped_matmul.GROUPED_MATMUL,
+        collectives.ALL_GATHER,
+        collectives.REDUCE_SCATTER,
+        collectives.ALL_REDUCE,
+        collectives.ALL_TO_ALL,
+    )
+}

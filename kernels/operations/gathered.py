@@ -1,0 +1,154 @@
+"""The three dimensions that an all-gather matmul may gather along: operands, sizes, results.
+
+Of the whole problem, `M x K x N`:
+
+| `gather_axis` | gathers | along its | and the kernel gets it as |
+|---|---|---|---|
+| "m" | lhs | rows | it is |
+| "k" | lhs | columns | it is |
+| "n" | rhs | columns | rows of the transposed problem, with lhs as a transposed rhs |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from stretto.kernels.operation import Axes, Operand, Sizes
+from stretto.kernels.problem import checks
+from stretto.kernels.problem.options import GatherOptions
+from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.work import Traffic, Work
+from stretto.kernels.xla import collectives
+from stretto.kernels.xla.matmul import matmul
+
+type GatherAxis = Literal["m", "k", "n"]
+type Matrices = tuple[jax.Array, ...]
+
+OP = "all_gather_matmul"
+GATHER_AXES = ("m", "k", "n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The operands of a call, checked; `sides` are its right-hand sides.
+
+    Attributes:
+      gather_axis: "m", "k" or "n".
+      lhs, sides: as the caller gave them, the latter as a tuple.
+      transposed: whether `sides` are given transposed.
+      devices: of the team.
+    """
+
+    gather_axis: str
+    lhs: jax.Array
+    sides: tuple[jax.Array, ...]
+    transposed: bool
+    devices: int
+
+    @classmethod
+    def checked(
+        cls, gather_axis: str, lhs: jax.Array, rhs: Any, transposed: bool, devices: int
+    ) -> Operands:
+        """The operands, if they fit each other.
+
+        Raises:
+          ValueError: they do not, or `gather_axis` is unknown, or several right-hand sides are to
+            be gathered.
+        """
+        if gather_axis not in GATHER_AXES:
+            known = ", ".join(map(repr, GATHER_AXES))
+            raise ValueError(f"{OP}: gather_axis={gather_axis!r} is not one of {known}.")
+        sides = checks.as_matrices(OP, "rhs", rhs)
+        if gather_axis == "n" and isinstance(rhs, tuple | list):
+            raise ValueError(
+                f"{OP}: gather_axis='n' gathers rhs and takes one matrix, not a"
+                f" {type(rhs).__name__} of {len(rhs)}; call it once for each."
+            )
+        for side in sides:
+            checks.check_matmul_operands(
+                OP,
+                lhs,
+                side,
+                rhs_transposed=transposed,
+                k_shards=devices if gather_axis == "k" else 1,
+            )
+        return cls(gather_axis, lhs, sides, transposed, devices)
+
+    def sizes(self) -> Sizes:
+        """m, k, n of the whole problem, over all devices."""
+        m, k = self.lhs.shape
+        n = self.devices * sum(side.shape[0 if self.transposed else 1] for side in self.sides)
+        if self.gather_axis == "k":
+            return dict(m=m, k=self.devices * k, n=n)
+        return dict(m=self.devices * m, k=k, n=n)
+
+    def for_kernel(self) -> tuple[jax.Array, tuple[jax.Array, ...], bool]:
+        """(what is gathered, what it is multiplied by, whether that is transposed)."""
+        if self.gather_axis == "n":
+            (rhs,) = self.sides
+            return rhs if self.transposed else rhs.T, (self.lhs,), True
+        return self.lhs, self.sides, self.transposed
+
+    def results(
+        self, outs: Sequence[jax.Array], gathered: Any
+    ) -> tuple[tuple[jax.Array, ...], Any]:
+        """The products and the gathered operand as the caller wants them, from the kernel's."""
+        if self.gather_axis == "n":
+            if gathered is not None and not self.transposed:
+                gathered = gathered.T
+            return tuple(out.T for out in outs), gathered
+        return tuple(outs), gathered
+
+
+def reference(
+    operands: tuple[jax.Array, Matrices], axes: Axes, options: GatherOptions, *, gather_axis: str
+) -> tuple[Matrices, jax.Array]:
+    """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
+
+    lhs is gathered along its rows ("m") or columns ("k"), or the only `x` along its columns ("n").
+    """
+    lhs, rhs = operands
+    if gather_axis == "n":
+        (shard,), axis = rhs, 0 if options.rhs_transposed else 1
+    else:
+        shard, axis = lhs, 0 if gather_axis == "m" else 1
+    gathered = checkpoint_name(collectives.all_gather(shard, axes, axis=axis), "gathered")
+    lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
+    outs = (matmul(lhs, x.T if options.rhs_transposed else x) for x in rhs)
+    outs = (out if options.epilogue is None else options.epilogue(out) for out in outs)
+    return tuple(out.astype(options.out_dtype) for out in outs), gathered
+
+
+def work(problem: Problem, *, gather_axis: str) -> Work:
+    """A device multiplies its part of the whole; what travels is a shard of one operand."""
+    m, k, n = (problem.sizes[name] for name in "mkn")
+    d = problem.devices
+    shapes = {"m": (-(-m // d), k), "k": (m, -(-k // d)), "n": (k, -(-n // d))}
+    product = (-(-m // d), k, n) if gather_axis == "n" else (m, k, -(-n // d))
+    traffic = Traffic(
+        collective="all_gather",
+        shape=shapes[gather_axis],
+        itemsize=problem.types.itemsize,
+        devices=d,
+    )
+    return Work(product=product, traffic=traffic)
+
+
+def example_operands(sizes: Sizes, devices: int, *, gather_axis: str) -> tuple[Operand, ...]:
+    """lhs and rhs of one device."""
+    m, k, n = (sizes[name] for name in "mkn")
+    lhs = (m, k // devices) if gather_axis == "k" else (m // devices, k)
+    return Operand(shape=lhs), Operand(shape=(k, n // devices))
+
+
+def example_needs(
+    sizes: Sizes, devices: int, *, gather_axis: str
+) -> tuple[tuple[str, int, int], ...]:
+    """The sizes that are cut into shards."""
+    first = "k" if gather_axis == "k" else "m"
+    return (first, sizes[first], devices), ("n", sizes["n"], devices)

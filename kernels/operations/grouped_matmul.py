@@ -1,0 +1,158 @@
+"""`grouped_matmul`: a matmul whose rows belong to groups, each with its own right-hand side."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stretto.kernels.fused import grouped_matmul as kernel
+from stretto.kernels.operation import Axes, Call, Examples, Operand, Operation, Sizes
+from stretto.kernels.operations.perform import decide, perform, run
+from stretto.kernels.problem import checks
+from stretto.kernels.problem.options import MatmulOptions, types_of
+from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.work import Work
+from stretto.kernels.xla.matmul import accumulator_dtype
+
+OP = "grouped_matmul"
+type Operands = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    config: kernel.Config | None = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """`out[r] = lhs[r] @ rhs[group of r]`, on one device; reverse-differentiable.
+
+    | operand | shape | type |
+    |---|---|---|
+    | lhs | `[m, k]`, rows group by group | floating-point |
+    | rhs | `[g, k, n]`, or transposed `[g, n, k]` | lhs's |
+    | group_sizes | `[g]`, rows of each group | int32 |
+    | out | `[m, n]` | `out_dtype` |
+
+    Equals `lax.ragged_dot(lhs, rhs, group_sizes)`, with products summed in float32 and rounded
+    once. The sizes are read at run time, and may be zero. Rows beyond their sum belong to no group:
+    they are zero, and so are their derivatives. Sizes that sum to more than m are cut off at m, and
+    negative ones count as zero.
+
+    Args:
+      lhs: matrix; the kernel takes bfloat16 and float16.
+      rhs: a matrix for each group.
+      group_sizes: rows of each group, in their order.
+      out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[g, n, k]`. No transposed copy is made.
+      config: of the kernel; chosen for the shape by default.
+      backend: "auto" (the kernel where it is faster), "pallas" (the kernel, or an error), "xla"
+        (`lax.ragged_dot`), "simulator" (the kernel, simulated on a CPU device).
+
+    Raises:
+      ValueError: operands that do not fit each other, an unknown backend, or one that cannot serve
+        the call.
+
+    Memory: the backward pass copies up to `tile_k` rows a group of lhs and of the cotangent.
+    """
+    checks.check_grouped_operands(OP, lhs, rhs, group_sizes, rhs_transposed=rhs_transposed)
+    options = MatmulOptions(
+        out_dtype=checks.check_out_dtype(OP, out_dtype, lhs.dtype), rhs_transposed=rhs_transposed
+    )
+    n = rhs.shape[1 if rhs_transposed else 2]
+    sizes = dict(m=lhs.shape[0], k=lhs.shape[1], n=n, g=rhs.shape[0])
+    operands = lhs, rhs, group_sizes.astype(jnp.int32)
+    types = types_of(lhs, rhs, options)
+    call = decide(GROUPED_MATMUL, sizes, types, (), options, backend=backend, config=config)
+    return reference(operands, (), options) if call is None else perform(operands, call)
+
+
+def reference(operands: Operands, axes: Axes, options: MatmulOptions) -> jax.Array:
+    """`lax.ragged_dot`, with rows that belong to no group zero."""
+    del axes
+    lhs, rhs, sizes = operands
+    rhs = rhs.swapaxes(1, 2) if options.rhs_transposed else rhs
+    wide = accumulator_dtype(lhs.dtype)
+    sizes = jnp.diff(kernel.bounds(sizes, lhs.shape[0])[1], prepend=0)
+    out = lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=wide)
+    in_a_group = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)
+    return jnp.where(in_a_group[:, None], out, 0).astype(options.out_dtype)
+
+
+def _forward(operands: Operands, call: Call) -> tuple[jax.Array, Operands]:
+    return run(operands, call), operands
+
+
+def _backward(call: Call, residuals: Operands, bar: jax.Array) -> tuple[Any, Any, None]:
+    """lhs_bar = bar @ rhs^T, group by group; rhs_bar = lhs^T @ bar, over each group's rows."""
+    lhs, rhs, sizes = residuals
+    bar = bar.astype(lhs.dtype)
+    transposed = call.options.rhs_transposed
+    lhs_bar = grouped_matmul(bar, rhs, sizes, rhs_transposed=not transposed, backend=call.backend)
+    x, y = (bar, lhs) if transposed else (lhs, bar)
+    rhs_bar = kernel.contracted(x, y, sizes, config=call.config, interpret=call.interpret)
+    return lhs_bar, rhs_bar, None
+
+
+def work(problem: Problem) -> Work:
+    """All rows, times the matrix of their group."""
+    m, k, n, g = (problem.sizes[name] for name in "mkng")
+    return Work(product=(m, k, n), matrices=g)
+
+
+def shapes(name: str, devices: int) -> Sequence[Sizes]:
+    """The products of layers of a mixture of experts, 8192 tokens a device of two."""
+    del devices
+    sizes = {
+        "tiny": [(256, 128, 128, 4)],
+        "goals": [
+            (65536, 2048, 1536, 32),
+            (65536, 768, 2048, 32),
+            (16384, 4096, 28672, 2),
+            (16384, 14336, 4096, 2),
+        ],
+        "awkward-few": [(1000, 72, 136, 7), (65, 4104, 200, 3)],
+    }.get(name, [])
+    return [dict(zip("mkng", size, strict=True)) for size in sizes]
+
+
+def example_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
+    """lhs, rhs and the sizes of groups."""
+    del devices
+    m, k, n, g = (sizes[name] for name in "mkng")
+    return (
+        Operand(shape=(m, k)),
+        Operand(shape=(g, k, n)),
+        Operand(shape=(g,), dtype="int32", draw=functools.partial(_drawn_sizes, m=m, groups=g)),
+    )
+
+
+def _drawn_sizes(key: jax.Array, *, m: int, groups: int) -> jax.Array:
+    """Sizes that sum to m: equal groups, of which neighbours exchange some rows."""
+    even = jnp.full(groups, m // groups, jnp.int32).at[0].add(m % groups)
+    moved = jax.random.randint(key, (groups // 2,), 0, m // groups // 8 + 1)
+    return even.at[0 : 2 * (groups // 2) : 2].add(moved).at[1::2].add(-moved)
+
+
+GROUPED_MATMUL = Operation(
+    name=OP,
+    public=grouped_matmul,
+    sizes=("m", "k", "n", "g"),
+    reference=reference,
+    forward=_forward,
+    backward=_backward,
+    work=work,
+    kernels=(kernel.KERNEL,),
+    examples=Examples(
+        sets=("tiny", "goals", "awkward-few"), shapes=shapes, operands=example_operands
+    ),
+    communicates=False,
+)

@@ -1,0 +1,127 @@
+"""Reverse-mode rules of the fused matmuls.
+
+The gather of one is the scatter of the other: the derivative of `all_gather_matmul` is a
+`matmul_reduce_scatter` and the other way round, so a backward pass moves no more bytes than the
+forward pass of the other operation, plus the gathered operand for the weights' gradient. The rules
+get those operations as arguments, with the backend bound that the forward pass asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from stretto.kernels.operation import Arrays, Call
+from stretto.kernels.operations.perform import cotangent_of_replicated, run
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.xla.matmul import matmul, matmul_of_columns
+
+type Matrices = tuple[jax.Array, ...]
+type Public = Callable[..., Any]
+
+
+def keep_operands(operands: Arrays, call: Call) -> tuple[Arrays, Arrays]:
+    """The results; what the derivative needs are the operands."""
+    return run(operands, call), operands
+
+
+def gather_forward(operands: tuple[jax.Array, Matrices], call: Call) -> tuple[Any, Any]:
+    """The results of an all-gather matmul, and what its derivative needs.
+
+    The epilogue's derivative needs the product, so here the product is what the kernel stores, and
+    the epilogue follows as an operation of its own.
+    """
+    lhs, rhs = operands
+    options = call.options
+    kept = options.return_gathered or options.keep_gathered
+    results: Any = run(operands, call.with_options(epilogue=None, return_gathered=kept))
+    products, gathered = results
+    named = checkpoint_name(gathered, "gathered") if options.keep_gathered else None
+    gathered = gathered if options.return_gathered else None
+    if options.epilogue is None:
+        return (products, gathered), (lhs, rhs, named, None)
+    outs = tuple(_apply(options.epilogue, product) for product in products)
+    return (outs, gathered), (lhs, rhs, named, products)
+
+
+def gather_backward(
+    call: Call,
+    residuals: Any,
+    bars: Any,
+    *,
+    matmul_reduce_scatter: Public,
+    all_gather: Public,
+    reduce_scatter: Public,
+) -> tuple[jax.Array, Matrices]:
+    """lhs_bar = reduce_scatter(sum of product_bar @ rhs^T), rhs_bar = gathered^T @ product_bar.
+
+    One reduce-scatter serves all right-hand sides: its kernel adds their products up. `gathered`
+    has what the caller made of it besides, which is scattered, too.
+    """
+    lhs, rhs, gathered, products = residuals
+    out_bars, gathered_bar = bars
+    options, axes, backend = call.options, call.axes, call.backend
+    if products is not None:
+        _, pull_back = jax.vjp(
+            lambda xs: tuple(_apply(options.epilogue, product) for product in xs), products
+        )
+        (out_bars,) = pull_back(out_bars)
+    product_bars = tuple(x.astype(lhs.dtype) for x in out_bars)
+    if options.axis == 0:
+        lhs_bar = matmul_reduce_scatter(
+            product_bars, rhs, axes, rhs_transposed=not options.rhs_transposed, backend=backend
+        )
+    else:
+        # Scattering is by rows, so along the columns it is that of the transpose.
+        plain = tuple(x.T for x in rhs) if options.rhs_transposed else rhs
+        lhs_bar = matmul_reduce_scatter(
+            plain, product_bars, axes, rhs_transposed=True, backend=backend
+        ).T
+    if options.return_gathered:
+        lhs_bar += reduce_scatter(gathered_bar, axes, axis=options.axis, backend=backend)
+    if gathered is None:
+        gathered = all_gather(lhs, axes, axis=options.axis, backend=backend)
+    rhs_bars = tuple(_rhs_bar(gathered, x, call) for x in product_bars)
+    return lhs_bar.astype(lhs.dtype), rhs_bars
+
+
+def scatter_backward(
+    call: Call, residuals: tuple[Matrices, Matrices], bar: jax.Array, *, all_gather_matmul: Public
+) -> tuple[Matrices, Matrices]:
+    """lhs_bar = all_gather(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_gather(out_bar): one gather."""
+    lhs, rhs = residuals
+    lhs_bars, gathered = all_gather_matmul(
+        bar.astype(lhs[0].dtype),
+        rhs,
+        call.axes,
+        rhs_transposed=not call.options.rhs_transposed,
+        return_gathered=True,
+        backend=call.backend,
+    )
+    return lhs_bars, tuple(_rhs_bar(x, gathered, call) for x in lhs)
+
+
+def reduce_backward(
+    call: Call, residuals: tuple[Matrices, Matrices], bar: jax.Array
+) -> tuple[Matrices, Matrices]:
+    """lhs_bar = out_bar @ rhs^T, rhs_bar = lhs^T @ out_bar."""
+    lhs, rhs = residuals
+    dtype = lhs[0].dtype
+    bar = cotangent_of_replicated(call, bar).astype(dtype)
+    transposed = call.options.rhs_transposed
+    lhs_bars = tuple(matmul(bar, x if transposed else x.T).astype(dtype) for x in rhs)
+    return lhs_bars, tuple(_rhs_bar(x, bar, call) for x in lhs)
+
+
+def _rhs_bar(lhs: jax.Array, product_bar: jax.Array, call: Call) -> jax.Array:
+    """The derivative by rhs of `lhs @ rhs`, as rhs lies in memory."""
+    x, y = (product_bar, lhs) if call.options.rhs_transposed else (lhs, product_bar)
+    return matmul_of_columns(x, y).astype(lhs.dtype)
+
+
+def _apply(epilogue: Epilogue, product: jax.Array) -> jax.Array:
+    return epilogue(product.astype(jnp.float32)).astype(product.dtype)

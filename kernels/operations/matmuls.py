@@ -1,0 +1,298 @@
+"""The public matmuls: what they compute, what they refuse, and their records.
+
+Over axes that span nodes, such as `("node", "gpu")`, XLA moves between nodes and a fused kernel
+serves within each (`nodes.hierarchical_matmuls`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
+from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
+from stretto.kernels.fused import all_gather_matmul_k, all_gather_matmul_n
+from stretto.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernel
+from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+from stretto.kernels.nodes import hierarchical_matmuls
+from stretto.kernels.operation import BetweenNodes, Call, Examples, Kernel, Operation
+from stretto.kernels.operations import examples, gathered, matmul_derivatives, scattered
+from stretto.kernels.operations.collectives import all_gather, reduce_scatter
+from stretto.kernels.operations.gathered import GatherAxis, Operands
+from stretto.kernels.operations.perform import decide, perform
+from stretto.kernels.problem import checks, epilogues, node_config
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.options import GatherOptions, types_of
+
+
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array | Sequence[jax.Array],
+    axis_name: AxisNames,
+    *,
+    epilogue: Epilogue | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    gather_axis: GatherAxis = "m",
+    return_gathered: bool = False,
+    keep_gathered: bool = False,
+    config: all_gather_matmul_kernel.Config | node_config.Config | None = None,
+    backend: str = "auto",
+) -> Any:
+    """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+
+    Or `epilogue(lhs @ all_gather(rhs))`. Of the problem `M x K x N`, `gather_axis` names the
+    dimension along which the gathered operand lies in shards. Per device, in a team of D:
+
+    | `gather_axis` | lhs | rhs | rhs, transposed | out |
+    |---|---|---|---|---|
+    | "m" | **`[m / D, k]`** | `[k, n]` | `[n, k]` | `[m, n]` |
+    | "k" | **`[m, k / D]`** | `[k, n]` | `[n, k]` | `[m, n]` |
+    | "n" | `[m, k]` | **`[k, n / D]`** | **`[n / D, k]`** | `[m, n]` |
+
+    What is not gathered is the device's own: of "m" and "k" columns of rhs and out, with out
+    `[m, D * n]` as a whole; of "n" rows of lhs and out, as in fully sharded data parallelism.
+
+    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m", and for the others
+    the same with `axis=1`, of lhs for "k" and of rhs for "n"; with products summed in float32 and
+    rounded once, to `out_dtype`.
+
+    Args:
+      lhs: matrix; the fused kernel takes bfloat16 and float16.
+      rhs: matrix of lhs's type. Or several, each with an `n` of its own, in a tuple: lhs is
+        gathered once for all (queries, keys and values; gate and up). Not for "n".
+      axis_name: mesh axis, or tuple of axes, to gather over.
+      epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
+        It is applied to pieces of the product, so what looks at several elements is refused.
+      out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
+      gather_axis: "m", "k" or "n", as above. For "n" XLA transposes the result, and the shard of
+        rhs if that is not given transposed. Only "m" has a fused version over several nodes.
+      return_gathered: return `(out, gathered)`, with the gathered operand, whole.
+      keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
+        place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        shape by default.
+      backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
+        error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
+
+    Returns:
+      out, or a tuple of them where rhs is one; with the gathered operand after it, if asked for.
+
+    Raises:
+      ValueError: operands that do not fit each other, an unknown axis or backend, a call outside
+        `shard_map`, an epilogue that is not elementwise, or a backend that cannot serve the call.
+
+    Memory: the fused kernel holds the peers' shards of what is gathered, D - 1 of them.
+    Synchronisation: every device of the team must make the call.
+    """
+    axes = canonical_axes(axis_name)
+    operands = Operands.checked(gather_axis, lhs, rhs, rhs_transposed, axis_size(axes))
+    options = GatherOptions(
+        out_dtype=checks.check_out_dtype(gathered.OP, out_dtype, lhs.dtype),
+        rhs_transposed=rhs_transposed,
+        axis=1 if gather_axis == "k" else 0,
+        epilogue=epilogue,
+        return_gathered=return_gathered,
+        keep_gathered=keep_gathered,
+    )
+    if epilogue is not None:
+        epilogues.check_elementwise(gathered.OP, epilogue)
+    operation = GATHERS[gather_axis]
+    types = types_of(lhs, operands.sides[0], options)
+    call = decide(operation, operands.sizes(), types, axes, options, backend=backend, config=config)
+    if call is None:
+        outs, whole = operation.reference((lhs, operands.sides), axes, options)
+    else:
+        moved, sides, transposed = operands.for_kernel()
+        results = perform((moved, sides), call.with_options(rhs_transposed=transposed))
+        outs, whole = operands.results(*results)
+    out = outs if isinstance(rhs, tuple | list) else outs[0]
+    return (out, whole) if return_gathered else out
+
+
+def matmul_reduce_scatter(
+    lhs: jax.Array | Sequence[jax.Array],
+    rhs: jax.Array | Sequence[jax.Array],
+    axis_name: AxisNames,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    config: matmul_reduce_scatter_kernel.Config | node_config.Config | None = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+
+    | operand | per device | whole, over a team of D | sharded along |
+    |---|---|---|---|
+    | lhs | `[m, k_shard]` | `[m, D * k_shard]` | columns |
+    | rhs | `[k_shard, n]` | `[D * k_shard, n]` | rows |
+    | rhs, transposed | `[n, k_shard]` | `[n, D * k_shard]` | columns |
+    | out | `[m / D, n]` | `[m, n]` | rows |
+
+    Equals `lax.psum_scatter(lhs @ rhs, axis_name, tiled=True)`. The fused kernel rounds each
+    peer's partial product once, to `out_dtype`, adds them to the device's own in float32, always
+    in the same order, and rounds the sum; XLA sums in `out_dtype`.
+
+    Args:
+      lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
+        Or tuples of as many, each pair with a `k_shard` of its own: their products are added up,
+        as if they were joined along k, and no copy is made.
+      axis_name: mesh axis, or tuple of axes, that the result is scattered over.
+      out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        shape by default.
+      backend: as for `all_gather_matmul`.
+
+    Raises:
+      ValueError: as `all_gather_matmul`, and where m is not a multiple of D.
+
+    Memory: the fused kernel holds partial products, for the peers and from them,
+    `2 * (D - 1) * m / D * n` elements.
+    Synchronisation: every device of the team must make the call.
+    """
+    axes = canonical_axes(axis_name)
+    operation = MATMUL_REDUCE_SCATTER
+    pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
+    sizes = scattered.sizes_of(pairs, axes, options)
+    checks.check_divisible(operation.name, "m", sizes["m"], axis_size(axes))
+    types = types_of(pairs[0][0], pairs[1][0], options)
+    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
+    return operation.reference(pairs, axes, options) if call is None else perform(pairs, call)
+
+
+def matmul_all_reduce(
+    lhs: jax.Array | Sequence[jax.Array],
+    rhs: jax.Array | Sequence[jax.Array],
+    axis_name: AxisNames,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    config: matmul_all_reduce_kernel.Config | node_config.Config | None = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+
+    | operand | per device | whole, over a team of D | sharded along |
+    |---|---|---|---|
+    | lhs | `[m, k_shard]` | `[m, D * k_shard]` | columns |
+    | rhs | `[k_shard, n]` | `[D * k_shard, n]` | rows |
+    | rhs, transposed | `[n, k_shard]` | `[n, D * k_shard]` | columns |
+    | out | `[m, n]` | `[m, n]` | not sharded: the same on every device |
+
+    Equals `lax.psum(lhs @ rhs, axis_name)`. The fused kernel rounds partial products once, to
+    `out_dtype`, sums them in float32, and rounds the sum; every device holds bitwise the same
+    result. XLA sums in `out_dtype`.
+
+    Args:
+      lhs, rhs: matrices, or tuples of matrices, as for `matmul_reduce_scatter`.
+      axis_name: mesh axis, or tuple of axes, to sum over.
+      out_dtype: floating-point type of the result; lhs's by default.
+      rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
+      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+        shape by default.
+      backend: as for `all_gather_matmul`.
+
+    Raises:
+      ValueError: as `all_gather_matmul`.
+
+    Memory: the fused kernel holds partial products, for the peers and from them,
+    `2 * (D - 1) * m / D * n` elements.
+    Synchronisation: every device of the team must make the call.
+    """
+    axes = canonical_axes(axis_name)
+    operation = MATMUL_ALL_REDUCE
+    pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
+    types = types_of(pairs[0][0], pairs[1][0], options)
+    sizes = scattered.sizes_of(pairs, axes, options)
+    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
+    return operation.reference(pairs, axes, options) if call is None else perform(pairs, call)
+
+
+# --- Records --------------------------------------------------------------------------------------
+
+
+def _gather_backward(call: Call, residuals: Any, bars: Any) -> Any:
+    return matmul_derivatives.gather_backward(
+        call,
+        residuals,
+        bars,
+        matmul_reduce_scatter=matmul_reduce_scatter,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+    )
+
+
+def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> Operation:
+    return Operation(
+        name=name,
+        public=all_gather_matmul,
+        sizes=("m", "k", "n"),
+        reference=functools.partial(gathered.reference, gather_axis=gather_axis),
+        forward=matmul_derivatives.gather_forward,
+        backward=_gather_backward,
+        work=functools.partial(gathered.work, gather_axis=gather_axis),
+        kernels=(kernel,),
+        examples=Examples(
+            sets=examples.MATMUL_SETS,
+            shapes=examples.gathering_matmul,
+            operands=functools.partial(gathered.example_operands, gather_axis=gather_axis),
+            needs=functools.partial(gathered.example_needs, gather_axis=gather_axis),
+            keywords={} if gather_axis == "m" else {"gather_axis": gather_axis},
+        ),
+        **more,
+    )
+
+
+GATHERS: dict[str, Operation] = {
+    "m": _gather_record(
+        "m",
+        "all_gather_matmul",
+        all_gather_matmul_kernel.KERNEL,
+        between_nodes=BetweenNodes(run=hierarchical_matmuls.all_gather_matmul, divided=("m", "n")),
+    ),
+    "k": _gather_record("k", "all_gather_matmul_k", all_gather_matmul_k.KERNEL),
+    "n": _gather_record("n", "all_gather_matmul_n", all_gather_matmul_n.KERNEL),
+}
+
+MATMUL_REDUCE_SCATTER = Operation(
+    name="matmul_reduce_scatter",
+    public=matmul_reduce_scatter,
+    sizes=("m", "k", "n"),
+    reference=scattered.reduce_scatter_reference,
+    forward=matmul_derivatives.keep_operands,
+    backward=functools.partial(
+        matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
+    ),
+    work=functools.partial(scattered.work, collective="reduce_scatter"),
+    kernels=(matmul_reduce_scatter_kernel.KERNEL,),
+    between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_reduce_scatter, divided=("m", "k")),
+    examples=Examples(
+        sets=examples.MATMUL_SETS,
+        shapes=examples.reducing_matmul,
+        operands=scattered.example_operands,
+        needs=lambda sizes, d: (("m", sizes["m"], d), ("k", sizes["k"], d)),
+    ),
+)
+
+MATMUL_ALL_REDUCE = Operation(
+    name="matmul_all_reduce",
+    public=matmul_all_reduce,
+    sizes=("m", "k", "n"),
+    reference=scattered.all_reduce_reference,
+    forward=matmul_derivatives.keep_operands,
+    backward=matmul_derivatives.reduce_backward,
+    work=functools.partial(scattered.work, collective="all_reduce"),
+    kernels=(matmul_all_reduce_kernel.KERNEL,),
+    between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_all_reduce, divided=("k",)),
+    examples=Examples(
+        sets=examples.MATMUL_SETS,
+        shapes=examples.reducing_matmul,
+        operands=scattered.example_operands,
+        needs=lambda sizes, d: (("k", sizes["k"], d),),
+    ),
+)

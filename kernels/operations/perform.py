@@ -1,0 +1,115 @@
+"""From a checked call to what serves it: the choice, and the kernel with its derivative."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from stretto.distributed.axes import axis_size, make_varying, varying_axes
+from stretto.kernels.choice import choose
+from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
+from stretto.kernels.problem import node_config
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.xla import collectives
+
+
+def decide(
+    operation: Operation,
+    sizes: Sizes,
+    types: Types,
+    axes: Axes,
+    options: Any,
+    *,
+    backend: str,
+    config: Any,
+) -> Call | None:
+    """The call of the kernel that serves, None where XLA does.
+
+    Args:
+      operation: what is called.
+      sizes: of the whole problem, over all devices.
+      types: of the elements.
+      axes: of the mesh, which the team lies along.
+      options: the operation's own.
+      backend, config: what the caller asked for.
+
+    Raises:
+      ValueError: `backend` is unknown or cannot serve, or `config` does not fit.
+    """
+    problem = Problem(
+        operation=operation.name,
+        sizes=sizes,
+        types=types,
+        devices=axis_size(axes) if axes else 1,
+        machine=Machine.of_mesh(),
+    )
+    choice = choose.choose(operation, problem, backend, config, axes=axes)
+    if choice.backend == "xla" or choice.kernel is None:
+        return None
+    return Call(
+        operation=operation,
+        kernel=choice.kernel,
+        config=choice.config,
+        axes=axes,
+        options=options,
+        backend=backend,
+        interpret=choice.interpret,
+        split=choice.split,
+        pieces=config.pieces if isinstance(config, node_config.Config) else None,
+    )
+
+
+def perform(operands: Arrays, call: Call) -> Arrays:
+    """The results of a call that a kernel serves; reverse-differentiable.
+
+    Operands are typed as varying over the team's axes, and over what any of them varies over: the
+    transpose of this cast is the sum that a replicated operand's gradient needs.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    alike = typed_alike(call.axes, leaves)
+    typed = any(varying_axes(x) for x in alike)
+    return run(jax.tree.unflatten(tree, alike), dataclasses.replace(call, typed=typed))
+
+
+def typed_alike(axes: Axes, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, each typed as varying over `axes` and over what any of them varies over."""
+    varying = frozenset(axes).union(*map(varying_axes, operands))
+    return [make_varying(x, varying) for x in operands]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def run(operands: Arrays, call: Call) -> Arrays:
+    """The kernel's results or, over several nodes, those of its hierarchical version.
+
+    The rules of derivatives call it, too: inside them nothing is differentiated.
+    """
+    if call.split is not None and call.operation.between_nodes is not None:
+        return call.operation.between_nodes.run(operands, call)
+    return call.kernel.run(operands, call)
+
+
+def _forward(operands: Arrays, call: Call) -> tuple[Arrays, Any]:
+    return call.operation.forward(operands, call)
+
+
+def _backward(call: Call, residuals: Any, bars: Arrays) -> tuple[Arrays]:
+    return (call.operation.backward(call, residuals, bars),)
+
+
+run.defvjp(_forward, _backward)
+
+
+def cotangent_of_replicated(call: Call, bar: jax.Array) -> jax.Array:
+    """The cotangent of a replicated result, as each device should use it.
+
+    Where `shard_map` types its values (`check_vma=True`) it is replicated too, and counts once, as
+    it is. Where it does not, each device holds a share of it, and they have to be added up.
+    """
+    if call.typed:
+        return make_varying(bar, call.axes)
+    return collectives.all_reduce(bar, call.axes)

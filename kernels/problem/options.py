@@ -1,0 +1,46 @@
+"""What the matmuls' calls ask for besides their operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.problem import Types
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulOptions:
+    """Of every matmul.
+
+    Attributes:
+      out_dtype: type of the result.
+      rhs_transposed: rhs is given as `[n, k]`.
+    """
+
+    out_dtype: Any
+    rhs_transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherOptions(MatmulOptions):
+    """Of an all-gather matmul.
+
+    Attributes:
+      axis: of lhs, along which it is gathered.
+      epilogue: elementwise function of the float32 product.
+      return_gathered: whether the gathered operand is a result.
+      keep_gathered: whether the backward pass keeps it, in place of gathering it again.
+    """
+
+    axis: int = 0
+    epilogue: Epilogue | None = None
+    return_gathered: bool = False
+    keep_gathered: bool = False
+
+
+def types_of(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Types:
+    """The types of a matmul's call."""
+    return Types(lhs=str(lhs.dtype), rhs=str(rhs.dtype), out=str(options.out_dtype))

@@ -1,0 +1,58 @@
+"""What a call is, as far as the choice of its implementation depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from stretto.kernels.problem.machine import Machine
+
+
+class Types(NamedTuple):
+    """Element types, by JAX's names; of a collective's one operand that is `lhs`."""
+
+    lhs: str
+    out: str
+    rhs: str | None = None
+    scales: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of `lhs`."""
+        return jnp.dtype(self.lhs).itemsize
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes of an element of the result."""
+        return jnp.dtype(self.out).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call of an operation.
+
+    Attributes:
+      operation: its name.
+      sizes: by name, of the whole problem over all devices: `m`, `k` and `n` of a matmul; for a
+        collective `m` rows of one device's operand, of `n` elements each.
+      types: of the elements.
+      devices: the team's size.
+      machine: what the team's devices are.
+    """
+
+    operation: str
+    sizes: Mapping[str, int]
+    types: Types
+    devices: int
+    machine: Machine
+
+    def resized(self, **sizes: int) -> Problem:
+        """The same problem with some other sizes."""
+        return dataclasses.replace(self, sizes={**self.sizes, **sizes})
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.sizes.values()))
+        return f"{self.operation} {sizes} {self.types.lhs} on {self.devices} x {self.machine.kind}"

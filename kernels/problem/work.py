@@ -1,0 +1,76 @@
+"""What a problem asks of one device: arithmetic, bytes sent, bytes held."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The collective inside a problem, in the terms of nccl-tests.
+
+    Attributes:
+      collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+      shape: (rows, columns) of one device's operand of it.
+      itemsize: bytes of an element.
+      devices: the team's size.
+    """
+
+    collective: str
+    shape: tuple[int, int]
+    itemsize: int
+    devices: int
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every device ends with all devices' operands."""
+        return self.collective == "all_gather"
+
+    @property
+    def size(self) -> int:
+        """Bytes that nccl-tests calls the size of the collective.
+
+        The gathered array of an all-gather; one device's operand of the others.
+        """
+        rows, columns = self.shape
+        whole = self.devices if self.gathers else 1
+        return rows * columns * self.itemsize * whole
+
+    @property
+    def bus_factor(self) -> float:
+        """Bytes that one device must send, as a share of `size`."""
+        share = (self.devices - 1) / self.devices
+        return 2 * share if self.collective == "all_reduce" else share
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device must send, without reduction in the switch."""
+        return self.size * self.bus_factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a problem asks of one device.
+
+    Attributes:
+      product: (m, k, n) of the matmul on one device; None for a plain collective.
+      matrices: right-hand sides that the rows of the product are shared out among.
+      traffic: the collective inside; None for an operation on one device.
+    """
+
+    product: tuple[int, int, int] | None = None
+    matrices: int = 1
+    traffic: Traffic | None = None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the matmul, two for each multiply-add."""
+        if self.product is None:
+            return 0
+        m, k, n = self.product
+        return 2 * m * k * n
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device must send."""
+        return self.traffic.sent_bytes if self.traffic is not None else 0.0

@@ -1,0 +1,1 @@
+"""What XLA's own operations compute."""

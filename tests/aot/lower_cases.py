@@ -1,0 +1,84 @@
+"""Lowers kernels for H100s without one, which is far quicker than to compile them.
+
+    python lower_cases.py CASE FILE
+
+writes what `compile_cases.py` does, without kernels: theirs are those of other cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from compile_cases import Program, cases, fused
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.distributed import aot
+
+
+def x64() -> Iterator[Program]:
+    """All operations under `jax_enable_x64`, and moves of types of 64 bits."""
+    four = aot.mesh_of_gpus((4,), ("x",))
+    with jax.enable_x64(True):
+        for name in cases.FORMS:
+            yield name, *fused(name, four, cases.whole(name, 4, 65, 72, 136))
+        for name in ("reduce_scatter", "all_reduce"):
+            call = functools.partial(getattr(st, name), axis_name="x", backend="pallas")
+            yield name, *collective(four, call)
+        yield "moves", *collective(four, moves_of("int64", "float64", "complex128"))
+
+
+def types() -> Iterator[Program]:
+    """Moves of arrays of types that no kernel takes as they are, large enough for one by `auto`."""
+    call = moves_of("bool", "int2", "int4", "uint4", "float4_e2m1fn", "complex64", "key")
+    yield "types", *collective(aot.mesh_of_gpus((4,), ("x",)), call, rows=1 << 17, backend="auto")
+
+
+def moves_of(*dtypes: str) -> Callable:
+    """What is gathered and exchanged of arrays of these types, or of random keys."""
+
+    def call(x: jax.Array, backend: str = "pallas") -> list[jax.Array]:
+        found = [x.astype(dtype) for dtype in dtypes if dtype != "key"]
+        if "key" in dtypes:
+            numbers = x.astype(jnp.uint32).reshape(-1, 2)
+            found.append(jax.random.wrap_key_data(numbers))
+        gather = functools.partial(st.all_gather, axis_name="x", backend=backend)
+        exchange = functools.partial(
+            st.all_to_all, axis_name="x", split_axis=0, concat_axis=0, backend=backend
+        )
+        return [move(x) for move in (gather, exchange) for x in found]
+
+    return call
+
+
+def collective(
+    mesh: Mesh, call: Callable, *, rows: int = 64, **options: Any
+) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """`call` of `rows` x 512 of float32 on each device."""
+    call = functools.partial(call, **options)
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    sharding = NamedSharding(mesh, P("x"))
+    return mapped, [jax.ShapeDtypeStruct((mesh.size * rows, 512), jnp.float32, sharding=sharding)]
+
+
+CASES: dict[str, Callable[[], Iterator[Program]]] = {"types": types, "x64": x64}
+
+
+def main(case: str, file: str) -> None:
+    results = [
+        dict(label=label, hlo=jax.jit(program).lower(*structs).as_text(), kernels=[])
+        for label, program, structs in CASES[case]()
+    ]
+    pathlib.Path(file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

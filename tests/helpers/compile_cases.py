@@ -1,0 +1,354 @@
+"""Compiles kernels for H100s without one; run by `test_compiled.py` in a process of its own.
+
+    python compile_cases.py CASE FILE
+
+writes a JSON list to FILE, an entry for each program of the case: its label, its HLO, and the
+fields of its kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import blackwell
+import field_cases
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import launching
+import ragged_matmul
+import scaled_matmul
+import slow_peers
+import subjects
+import window_cases
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.distributed import aot, clique, settings
+from stretto.distributed.team import Team
+from stretto.kernels.fused import all_gather_matmul
+from stretto.kernels.fused.local_matmul import local_matmul
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem import node_config
+
+MIDDLING = (2048, 1024, 2048)
+type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
+
+
+def fused(name: str, mesh: Mesh, sizes=MIDDLING, *, axis: Any = "x", dtype=jnp.bfloat16, **options):
+    """One call of a fused matmul on operands that lie as it wants them."""
+    m, k, n = sizes
+    in_specs, _ = cases.specs(name, axis)
+    structs = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(m, k), (k, n)], in_specs, strict=True)
+    ]
+    options = {"config": None} | options  # The kernel's own choice.
+    return cases.mapped(name, mesh, axis, backend="pallas", **options), structs
+
+
+def configs(name: str) -> Iterator[Program]:
+    """Every configuration of the fused kernel that the tuner may choose."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for config in OPERATIONS[name].kernels[0].candidates(None):
+        if not config.apart:
+            yield f"{name} {config}", *fused(name, mesh, config=config)
+
+
+def variants(name: str) -> Iterator[Program]:
+    """The default configuration where it is hardest: many peers, sizes that fit no tile."""
+    yield "eight devices", *fused(name, aot.mesh_of_gpus((8,), ("x",)))
+    four = aot.mesh_of_gpus((4,), ("x",))
+    awkward = cases.whole(name, 4, 65, 72, 136)
+    yield "awkward", *fused(name, four, awkward)
+    if name == "all_gather_matmul":
+        yield "awkward, in shards", *fused(name, four, awkward, config=cases.IN_SHARDS)
+
+
+def more_variants(name: str) -> Iterator[Program]:
+    """The default configuration in other settings."""
+    four = aot.mesh_of_gpus((4,), ("x",))
+    square = aot.mesh_of_gpus((2, 2), ("x", "y"))
+    yield "two devices", *fused(name, aot.mesh_of_gpus((2,), ("x",)))
+    yield "float32 out of float16", *fused(name, four, dtype=jnp.float16, out_dtype=jnp.float32)
+    yield "second axis", *fused(name, square, axis="y")
+    yield "tuple of axes", *fused(name, square, axis=("x", "y"))
+
+
+def epilogue() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    yield "gelu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.gelu)
+    # It comes with a rule for its derivative.
+    yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
+
+
+def gathers(name: str) -> Iterator[Program]:
+    """An all-gather matmul along another dimension, rhs given both ways where that matters."""
+    yield "eight devices", *fused(name, aot.mesh_of_gpus((8,), ("x",)))
+    four = aot.mesh_of_gpus((4,), ("x",))
+    yield "awkward", *fused(name, four, cases.whole(name, 4, 65, 72, 136))
+    (lhs, rhs), out = cases.specs(name)
+    call = functools.partial(
+        cases.GATHERS[name],
+        axis_name="x",
+        rhs_transposed=True,
+        epilogue=jax.nn.gelu,
+        return_gathered=True,
+        backend="pallas",
+    )
+    mapped = jax.shard_map(
+        call, mesh=four, in_specs=(lhs, P(*rhs[::-1])), out_specs=(out, P()), check_vma=False
+    )
+    structs = [
+        jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=NamedSharding(four, spec))
+        for spec in (lhs, P(*rhs[::-1]))
+    ]
+    yield "transposed", mapped, structs
+
+
+def no_limit() -> Iterator[Program]:
+    """Waits that spin for ever, as measurements of what the limit costs need them."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for name in cases.OPERATIONS:
+        program, structs = fused(name, mesh)
+
+        def unlimited(*operands, program=program):
+            with settings.wait_limit(0):
+                return program(*operands)
+
+        yield name, unlimited, structs
+
+
+def stacked() -> Iterator[Program]:
+    """A loop that keeps the kernel's result for later and uses it, as a backward pass needs it."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+
+    def body(x, weights):
+        def layer(x, w):
+            product = st.all_gather_matmul(x, w, "x", backend="pallas")
+            return x + product[: len(x), :512], product
+
+        return lax.scan(layer, x, weights)
+
+    specs = P("x"), P(None, None, "x")
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=(P("x"), P(None, None, "x")), check_vma=False
+    )
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(2048, 512), (3, 512, 4096)], specs, strict=True)
+    ]
+    yield "stacked", mapped, structs
+
+
+def a_process_a_gpu() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",), processes=4)
+    for name in cases.OPERATIONS:
+        yield name, *fused(name, mesh)
+
+
+def two_nodes(process: int, processes: int) -> Iterator[Program]:
+    """A fused matmul over the devices of a node, seen from one of the processes of two nodes."""
+    clique.this_process = lambda mesh: process
+    clique.are_several = lambda: True
+    mesh = aot.mesh_of_gpus((2, 2), ("x", "y"), processes=processes)
+
+    def body(lhs, rhs):
+        return lax.psum(st.all_gather_matmul(lhs, rhs, "y", backend="pallas"), "x")
+
+    specs = P(("x", "y")), P(None, "y")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(2048, 1024), (1024, 1024)], specs, strict=True)
+    ]
+    with settings.nodes_of(2):
+        yield f"process {process} of {processes}", mapped, structs
+
+
+def hierarchical(name: str) -> Iterator[Program]:
+    """An operation over two nodes, in several pieces."""
+    mesh = aot.mesh_of_gpus((2, 2), ("x", "y"), processes=2)
+    both, config = ("x", "y"), node_config.Config(pieces=2)
+    with settings.nodes_of(2):
+        if name in cases.OPERATIONS:
+            yield name, *fused(name, mesh, (8192, 1024, 1024), axis=both, config=config)
+            return
+        sharding = NamedSharding(mesh, P(both))
+        mapped = jax.shard_map(
+            functools.partial(
+                OPERATIONS[name].public, axis_name=both, backend="pallas", config=config
+            ),
+            mesh=mesh,
+            in_specs=P(both),
+            out_specs=P(both) if name == "reduce_scatter" else P(),
+            check_vma=False,
+        )
+        yield name, mapped, [jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16, sharding=sharding)]
+
+
+def collectives() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    calls = {
+        "all_gather": (st.all_gather, (1024, 512), P(None)),
+        "reduce_scatter": (st.reduce_scatter, (1024, 512), P("x")),
+        "all_reduce in one shot": (st.all_reduce, (32, 512), P(None)),
+        "all_reduce in two": (st.all_reduce, (4096, 512), P(None)),
+        "all_to_all": (
+            functools.partial(st.all_to_all, split_axis=0, concat_axis=0),
+            (1024, 512),
+            P("x"),
+        ),
+    }
+    for label, (call, (rows, columns), out_spec) in calls.items():
+        mapped = jax.shard_map(
+            functools.partial(call, axis_name="x", backend="pallas"),
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=out_spec,
+            check_vma=False,
+        )
+        sharding = NamedSharding(mesh, P("x"))
+        yield (
+            label,
+            mapped,
+            [jax.ShapeDtypeStruct((4 * rows, columns), jnp.bfloat16, sharding=sharding)],
+        )
+
+
+def windows() -> Iterator[Program]:
+    """Kernels whose stores are all flat copies, or none."""
+    sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
+    for flat in (True, False):
+        chosen = [case for case in window_cases.CASES.values() if case.flat == flat]
+
+        def program(x, chosen=chosen):
+            return window_cases.call(chosen), x
+
+        yield f"{flat}", program, [jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)]
+
+
+def gpu_tests() -> Iterator[Program]:
+    """Programs of `tests/gpu`: what it compiles there must compile here."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for name, make in field_cases.CASES.items():
+        yield name, *on_scalars(make(mesh, "pallas"), mesh, 1)
+    for name, subject in subjects.SUBJECTS.items():
+        sizes = subject.sizes_of(4, 65, 72, 136)
+
+        def body(seed, subject=subject, sizes=sizes):
+            operands = launching.drawn(subject, mesh, sizes, "x", seed, 0)
+            return subject.call(operands, "x", backend="pallas")[:1, :1]
+
+        with slow_peers.signals(lambda send, sem: (slow_peers.sleep_on(sem.team, 2, 200), send())):
+            yield f"{name} that dawdles", *on_scalars(body, mesh, 1)
+
+
+def parts() -> Iterator[Program]:
+    """Kernels of parts that are not in Stretto: tiles read from memory, another fold."""
+    mesh = aot.mesh_of_gpus((1,), ("x",))
+    shapes = [((4096, 8192), jnp.bfloat16), ((8192, 4096), jnp.bfloat16), ((8,), jnp.int32)]
+    for label, options in {"plain": {}, "waits": dict(columns_per_gate=(1024, 2048))}.items():
+        body = functools.partial(ragged_matmul.ragged_matmul, **options)
+        yield label, *on_one(body, mesh, [*shapes, shapes[-1]])
+    addend = ((8, 4096, 4096), jnp.float32)
+    yield (
+        "addend",
+        *on_one(
+            lambda lhs, rhs, sizes, groups, addend: ragged_matmul.ragged_matmul(
+                lhs, rhs, sizes, groups, addend=addend
+            ),
+            mesh,
+            [*shapes, shapes[-1], addend],
+        ),
+    )
+    fp8 = jnp.float8_e4m3fn
+    scaled = [((4096, 4096), fp8), ((4096, 4096), fp8), ((32, 32), jnp.float32)]
+    yield "scaled", *on_one(scaled_matmul.scaled_matmul, mesh, scaled)
+
+
+def on_blackwell() -> Iterator[Program]:
+    """The same kernels with another main loop, for another architecture."""
+    mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
+    tiles = blackwell.TileConfig()
+
+    def local(lhs, rhs):
+        return local_matmul(lhs, rhs, config=tiles, mainloop=blackwell.Matmul)
+
+    yield "local_matmul", *on_one(local, mesh, [((4096, 4096), jnp.bfloat16)] * 2)
+
+    def gathered(lhs, rhs):
+        return all_gather_matmul.launch(
+            lhs,
+            [rhs],
+            Team.along("x"),
+            epilogue=jax.nn.gelu,
+            out_dtype=jnp.dtype(jnp.bfloat16),
+            config=all_gather_matmul.Config(tiles=tiles),
+            rhs_transposed=True,
+            mainloop=blackwell.Matmul,
+        )[0]
+
+    yield "all_gather_matmul", *on_one(gathered, mesh, [((4096, 4096), jnp.bfloat16)] * 2)
+
+
+def on_one(body: Callable, mesh: Mesh, shapes: list[tuple[tuple[int, ...], Any]]) -> tuple:
+    """A program of operands that all devices have alike."""
+    sharding = NamedSharding(mesh, P())
+    structs = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(),) * len(shapes), out_specs=P(), check_vma=False
+    )
+    return mapped, structs
+
+
+def on_scalars(body: Callable, mesh: Mesh, count: int) -> tuple:
+    """A program of whole numbers that all devices get alike."""
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return subjects.on_mesh(body, mesh), [scalar] * count
+
+
+CASES: dict[str, Callable[[], Iterator[Program]]] = {
+    **{f"configs of {name}": functools.partial(configs, name) for name in cases.OPERATIONS},
+    **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
+    **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
+    **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
+    "epilogue": epilogue,
+    "no limit": no_limit,
+    "stacked": stacked,
+    "tests on GPUs": gpu_tests,
+    "a process a GPU": a_process_a_gpu,
+    "other parts": parts,
+    "on Blackwell": on_blackwell,
+    "collectives": collectives,
+    **{
+        f"hierarchical {name}": functools.partial(hierarchical, name)
+        for name in subjects.HIERARCHICAL
+    },
+    "windows": windows,
+    **{
+        f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
+        for process, processes in ((0, 2), (1, 2), (3, 4))
+    },
+}
+
+
+def main(case: str, file: str) -> None:
+    results: list[dict[str, Any]] = []
+    for label, program, structs in CASES[case]():
+        compiled = aot.compile_program(program, *structs)
+        kernels = [dataclasses.asdict(kernel) for kernel in compiled.kernels]
+        results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels))
+    pathlib.Path(file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

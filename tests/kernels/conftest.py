@@ -1,8 +1,0 @@
-"""What the tests of the kernels share lies in `fused_cases.py`, beside them."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

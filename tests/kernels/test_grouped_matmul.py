@@ -1,0 +1,192 @@
+"""`grouped_matmul` in the simulator: groups of any size, both layouts of rhs, both derivatives."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F32, rounded, whole_numbers
+
+import stretto as st
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.fused.grouped_matmul import Config, k_tiles_of, row_tiles
+
+SMALL = Config(tiles=TileConfig(tile_n=128, num_stages=3, store_buffers=2))
+# m, k, n and the sizes of groups: none, one row, more than a tile, rows of no group.
+CASES = {
+    "even": (256, 128, 128, (64, 64, 64, 64)),
+    "uneven": (300, 72, 136, (1, 7, 0, 200, 60)),
+    "one group": (70, 64, 200, (70,)),
+    "few rows": (128, 128, 128, (0, 0, 5)),
+    "no rows": (64, 64, 64, (0, 0)),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def operands(case, transposed: bool):
+    m, k, n, sizes = case
+    lhs, rhs = whole_numbers(m, m, k), whole_numbers(n, len(sizes), k, n)
+    given = rhs.swapaxes(1, 2) if transposed else rhs
+    return lhs, rhs, [jnp.asarray(lhs, BF16), jnp.asarray(given, BF16), jnp.array(sizes, jnp.int32)]
+
+
+def groups(sizes) -> list[slice]:
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def product(lhs, rhs, sizes) -> np.ndarray:
+    out = np.zeros((len(lhs), rhs.shape[2]), np.float32)
+    for rows, matrix in zip(groups(sizes), rhs, strict=True):
+        out[rows] = lhs[rows] @ matrix
+    return out
+
+
+def simulated(program, *arrays, seed=0):
+    with st.simulate(seed=seed, core_count=3) as report:
+        out = jax.tree.map(np.asarray, jax.jit(program)(*arrays))
+    assert report.ok, str(report)
+    return out, report
+
+
+@every_case
+@pytest.mark.parametrize("transposed", [False, True])
+def test_product(case, transposed):
+    lhs, rhs, arrays = operands(case, transposed)
+    call = functools.partial(
+        st.grouped_matmul, rhs_transposed=transposed, config=SMALL, out_dtype=F32
+    )
+    out, report = simulated(call, *arrays)
+    assert report.launches == 1
+    np.testing.assert_array_equal(out, product(lhs, rhs, case[3]))
+
+
+@every_case
+@pytest.mark.parametrize("transposed", [False, True])
+def test_derivatives(case, transposed):
+    lhs, rhs, arrays = operands(case, transposed)
+    bar = whole_numbers(5, case[0], case[2], largest=1)
+
+    def loss(x, y, sizes, **options):
+        out = st.grouped_matmul(x, y, sizes, rhs_transposed=transposed, out_dtype=F32, **options)
+        return jnp.sum(out * bar)
+
+    derivatives = jax.grad(loss, (0, 1))
+    fused, report = simulated(functools.partial(derivatives, config=SMALL), *arrays)
+    assert report.launches == 2
+    lhs_bar = product(bar, rhs.swapaxes(1, 2), case[3])
+    rhs_bar = np.stack([lhs[rows].T @ bar[rows] for rows in groups(case[3])])
+    wanted = lhs_bar, rhs_bar.swapaxes(1, 2) if transposed else rhs_bar
+    for found in (fused, derivatives(*arrays, backend="xla")):
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), rounded(y, BF16))
+
+
+def test_rows_of_no_group_are_zero_whatever_they_hold():
+    """Nothing of theirs is multiplied, so that NaN in them stays there."""
+    lhs = np.full((64, 64), np.nan, np.float32)
+    lhs[:9] = 1
+    arrays = jnp.asarray(lhs, BF16), jnp.ones((2, 64, 64), BF16), jnp.array([4, 5], jnp.int32)
+    call = functools.partial(st.grouped_matmul, config=SMALL)
+    fused, _ = simulated(call, *arrays)
+    for out in (fused, st.grouped_matmul(*arrays, backend="xla")):
+        np.testing.assert_array_equal(np.asarray(out[:9], np.float32), 64)
+        np.testing.assert_array_equal(np.asarray(out[9:], np.float32), 0)
+
+
+def test_nan_stays_in_its_group():
+    """Tiles begin with rows of the group before, and end with rows of the one after."""
+    sizes = (13, 70, 45)
+    lhs = whole_numbers(1, 128, 64)
+    lhs[12], lhs[83] = np.nan, np.inf
+    arrays = jnp.asarray(lhs, BF16), jnp.ones((3, 64, 64), BF16), jnp.array(sizes, jnp.int32)
+
+    def rhs_bar(x, y, sizes):
+        return jax.grad(
+            lambda y: jnp.sum(st.grouped_matmul(x, y, sizes, config=SMALL, out_dtype=F32))
+        )(y)
+
+    found, _ = simulated(rhs_bar, *arrays)
+    assert [bool(np.isfinite(x.astype(np.float32)).all()) for x in found] == [False, True, False]
+
+
+def test_sizes_that_do_not_fit():
+    """Rows beyond m are cut off; a negative size counts as none."""
+    lhs, rhs = whole_numbers(0, 64, 64), whole_numbers(1, 3, 64, 64)
+    arrays = jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)
+    wanted = product(lhs, rhs, (40, 0, 24))
+    call = functools.partial(st.grouped_matmul, config=SMALL, out_dtype=F32)
+    fused, _ = simulated(call, *arrays, jnp.array([40, -3, 100], jnp.int32))
+    plain = st.grouped_matmul(
+        *arrays, jnp.array([40, -3, 100], jnp.int32), out_dtype=F32, backend="xla"
+    )
+    for out in (fused, plain):
+        np.testing.assert_array_equal(out, wanted)
+
+
+def test_a_second_call_with_fewer_rows():
+    lhs, rhs, arrays = operands(CASES["even"], False)
+    call = functools.partial(st.grouped_matmul, config=SMALL, out_dtype=F32)
+    with st.simulate(core_count=3) as report:
+        program = jax.jit(call)
+        for sizes in ((100, 80, 60, 16), (3, 0, 9, 1)):
+            out = np.asarray(program(*arrays[:2], jnp.array(sizes, jnp.int32)))
+            np.testing.assert_array_equal(out, product(lhs, rhs, sizes))
+    assert report.ok and report.launches == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables(seed):
+    """Every row is in one tile's own part, and every row of a group is contracted once."""
+    draw = np.random.default_rng(seed)
+    m, count = 512, int(draw.integers(1, 9))
+    sizes = draw.multinomial(draw.integers(0, m + 1), draw.dirichlet(np.ones(count)))
+    table, number = row_tiles(jnp.array(sizes), m, 128, m // 128 + count + 1)
+    seen = np.zeros(m, int)
+    owner = np.repeat(np.arange(count + 1), [*sizes, m - sizes.sum()])
+    for group, first, start, end in np.asarray(table)[: int(number[0])]:
+        rows = np.arange(8 * first + start, 8 * first + end)
+        seen[rows] += 1
+        assert (owner[rows] == group).all()
+    assert (seen == 1).all()
+    whole, copied = k_tiles_of(jnp.array(sizes), m, 64)
+    for rows, (first, tiles, others), loose in zip(groups(sizes), whole, copied, strict=True):
+        taken = [*range(8 * first, 8 * first + 64 * tiles), *(x for x in loose if x < m)]
+        assert sorted(map(int, taken)) == list(range(rows.start, rows.stop))
+        assert others <= 2
+
+
+class TestChoice:
+    def explained(self, *, rhs_dtype=BF16, **options):
+        structs = [
+            jax.ShapeDtypeStruct(*x)
+            for x in (((256, 64), BF16), ((4, 64, 64), rhs_dtype), ((4,), jnp.int32))
+        ]
+        return st.explain(st.grouped_matmul, *structs, **options)
+
+    def test_on_a_cpu(self):
+        choice = self.explained()
+        assert choice.backend == "xla" and "the devices are cpu" in choice.reason
+        assert str(choice).startswith("grouped_matmul 256x64x64x4 bfloat16 on 1 x cpu")
+
+    def test_in_a_simulation(self):
+        with st.simulate(core_count=2):
+            assert self.explained().backend == "simulator"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "message"),
+    [
+        ([(8, 16), (16, 8)], [8], r"rhs has shape \(16, 8\); it must be \[groups, k, n\]"),
+        ([(8, 16), (2, 24, 8)], [4, 4], "has k=16 columns and rhs .* has k=24 rows"),
+        ([(8, 16), (2, 16, 8)], [8], r"group_sizes is int32\[1\]; it must be int32\[2\]"),
+        ([(8, 16), (2, 16, 8)], [4.0, 4.0], r"group_sizes is float32\[2\]; it must be int32"),
+    ],
+)
+def test_bad_input(shapes, sizes, message):
+    lhs, rhs = (jnp.zeros(shape, BF16) for shape in shapes)
+    with pytest.raises(ValueError, match=f"grouped_matmul: .*{message}|{message}"):
+        st.grouped_matmul(lhs, rhs, jnp.array(sizes))
