@@ -39,7 +39,7 @@ class HostArray:
         Raises:
           ValueError: it has another shape or type.
         """
-        value = np.ascontiguousarray(value)
+        value = np.asarray(value, order="C")  # Unlike ascontiguousarray, it leaves rank 0 alone.
         if value.shape != tuple(self.shape) or value.dtype != np.dtype(self.dtype):
             raise ValueError(
                 f"a result of shape {value.shape} and type {value.dtype} stands where the program"

@@ -39,6 +39,7 @@ PRIVATE_JAX = (
     "distributed/jax_marks.py",
     "distributed/jax_meshes.py",
     "distributed/jax_options.py",
+    "distributed/jax_pallas_call.py",
     "distributed/jax_programs.py",
     "distributed/jax_store.py",
 )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stretto.distributed.simulator.allocations import bits_of
+from stretto.distributed.simulator.arithmetic import bit_width
 from stretto.distributed.simulator.memory import Buffer, Region
 
 BY_DESCRIPTOR = 128
@@ -58,4 +58,4 @@ def _first_byte(region: Region) -> int | None:
 
 
 def _bytes(buffer: Buffer, elements: int) -> int:
-    return elements * bits_of(buffer.data.dtype) // 8
+    return elements * bit_width(buffer.data.dtype) // 8

@@ -7,12 +7,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
+from stretto.distributed.simulator.arithmetic import bit_width
 from stretto.distributed.simulator.barriers import BarrierArray
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer, poison
+
+_WHY_NOT = {
+    "tmem": ", which is Blackwell's, and the simulator is of Hopper",
+    "gmem": " of anything but semaphores, which Mosaic GPU refuses; return it as one more result",
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Allocation:
       dtype: of the elements; None for barriers and semaphores.
       arrivals: of a barrier.
       cluster_axes, to_leader: of a cluster barrier.
+      cells_per_byte: of a union (`Buffer.cells_per_byte`).
     """
 
     kind: str
@@ -35,25 +42,19 @@ class Allocation:
     arrivals: int = 0
     cluster_axes: tuple = ()
     to_leader: bool = False
+    cells_per_byte: int = 1
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a buffer in shared memory; 0 for anything else."""
         if self.kind not in ("shared", "union"):
             return 0
-        return math.prod(self.shape) * bits_of(self.dtype) // 8
+        return math.prod(self.shape) * bit_width(self.dtype) // 8
 
     def describe(self) -> str:
         """The buffer in words."""
         shape = "x".join(map(str, self.shape)) or "one"
         return f"{self.name} ({shape} {'bytes' if self.kind == 'union' else self.dtype})"
-
-
-def bits_of(dtype: Any) -> int:
-    """Bits of an element, of which numpy knows only whole bytes."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize
 
 
 def is_semaphore(aval: Any) -> bool:
@@ -67,7 +68,7 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
     if kind == "WGMMAAbstractAccumulatorRef":
         return Allocation("registers", name, aval.shape, aval.dtype)
     if kind == "AbstractRefUnion":
-        return Allocation("union", name, aval.shape, np.int8)
+        return _union(aval, name)
     if is_semaphore(aval):
         return Allocation("semaphore", name, aval.shape)
     dtype = aval.dtype
@@ -84,7 +85,17 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
         return Allocation("shared", name, aval.shape, np.dtype(dtype))
     if space == "regs":
         return Allocation("registers", name, aval.shape, np.dtype(dtype))
-    raise UnsupportedKernelError(f"an allocation in memory space {space}")
+    raise UnsupportedKernelError(f"an allocation in memory space {space}{_WHY_NOT.get(space, '')}")
+
+
+def _union(aval: Any, name: str) -> Allocation:
+    """Room for several refs in turn, with a mark for each element of the smallest type."""
+    if str(aval.memory_space) != "smem":
+        space = str(aval.memory_space)
+        raise UnsupportedKernelError(f"a union in memory space {space}{_WHY_NOT.get(space, '')}")
+    bits = min((bit_width(ref.dtype) for ref in jax.tree.leaves(aval.refs)), default=8)
+    cells = max(8 // bits, 1)
+    return Allocation("union", name, aval.shape, np.int8, cells_per_byte=cells)
 
 
 def allocations_of(eqn: Any) -> list[Allocation]:
@@ -121,7 +132,7 @@ def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
         )
     return Buffer(
         poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,
-        block=block.index, key=key, written=False, is_union=spec.kind == "union",
+        block=block.index, key=key, written=False, cells_per_byte=spec.cells_per_byte,
     )  # fmt: skip
 
 
@@ -137,7 +148,7 @@ def like(machine: Any, block: Any, ref: Any) -> Any:
     return Buffer(
         poison(ref.data.shape, ref.data.dtype), name=ref.name, space="smem",
         device=block.device.index, block=block.index, key=ref.key, written=False,
-        is_union=ref.is_union,
+        cells_per_byte=ref.cells_per_byte,
     )  # fmt: skip
 
 
@@ -145,4 +156,4 @@ def shared_bytes(allocation: Any) -> int:
     """Shared memory that a buffer or barriers take."""
     if isinstance(allocation, BarrierArray):
         return 8 * len(allocation.items)
-    return allocation.data.nbytes
+    return allocation.data.size * bit_width(allocation.data.dtype) // 8

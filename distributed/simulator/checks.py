@@ -222,6 +222,9 @@ class Checks:
             for device in machine.devices:
                 for access in device.remote_touches.values():
                     self._after_end(device, access)
+                for block in device.blocks:
+                    for access in block.remote_touches.values():
+                        self._after_blocks_end(block, access)
             for copy in machine.pending_loads:
                 if not any(knows(end, *copy.writing) for end in ends):
                     self._find(
@@ -245,6 +248,18 @@ class Checks:
             f"{access.describe()} touches memory of {device.describe()}, which may have ended"
             " by then and given the memory away: nothing that it waits for comes after. Every"
             " kernel needs a closing synchronisation.",
+            access.site,
+            name=access.what,
+        )
+
+    def _after_blocks_end(self, block: Any, access: Access) -> None:
+        if knows(block.clock, access.timeline, access.value):
+            return
+        self._find(
+            "after end",
+            f"{access.describe()} touches shared memory of {block.describe()}, which may have ended"
+            " by then: nothing that it waits for comes after. The blocks of a cluster have to meet"
+            " at a plgpu.ClusterBarrier before they end.",
             access.site,
             name=access.what,
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from stretto.distributed import jax_callbacks, jax_compat, jax_lowering
+from stretto.distributed import jax_callbacks, jax_compat, jax_lowering, jax_pallas_call
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.errors import (
     DeadlockError,
@@ -238,4 +238,20 @@ def _current() -> _Simulation:
     return _outside
 
 
+def _why_no_pallas_call(kernel: str, for_mosaic: bool) -> UnsupportedKernelError | None:
+    """Why a `pl.pallas_call` is not simulated; None outside of `simulate`."""
+    if not is_simulating():
+        return None
+    what = (
+        "with plgpu.CompilerParams is lowered for no GPU by this JAX"
+        if for_mosaic
+        else "makes a kernel for Triton, and the simulator runs kernels for Mosaic GPU"
+    )
+    return UnsupportedKernelError(
+        f"kernel {kernel}: pl.pallas_call {what}; write it with plgpu.kernel, and with"
+        " plgpu.emit_pipeline for what its BlockSpecs do."
+    )
+
+
 jax_compat.install_kernel_interception(_intercept)
+jax_pallas_call.refuse_pallas_calls(_why_no_pallas_call)

@@ -11,21 +11,9 @@ from stretto.distributed.simulator import clocks
 from stretto.distributed.simulator.barriers import Barrier
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.races import Access
+from stretto.distributed.simulator.reductions import REDUCTIONS
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.waiting import wake
-
-REDUCTIONS: dict[str, Callable] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "umin": np.minimum,
-    "umax": np.maximum,
-    "smin": np.minimum,
-    "smax": np.maximum,
-}
 
 
 class Copy:

@@ -8,6 +8,7 @@ from stretto.distributed.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.distributed.simulator.report import Report
+    from stretto.distributed.simulator.sites import Site
 
 
 class SimulationError(StrettoError, RuntimeError):
@@ -33,7 +34,13 @@ class KernelFaultError(SimulationError):
 
 
 class UnsupportedKernelError(StrettoError, NotImplementedError):
-    """The kernel uses something that the simulator does not know. The message says where."""
+    """The kernel uses something that the simulator does not know. The message says where.
+
+    Attributes:
+      site: the line that the message names; None as long as it names none.
+    """
+
+    site: Site | None = None
 
 
 class RendezvousError(SimulationError):

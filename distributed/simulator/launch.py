@@ -10,9 +10,11 @@ import numpy as np
 
 from stretto.distributed.simulator import (  # noqa: F401  (the rules register themselves)
     rules_arrays,
+    rules_async_store,
     rules_barriers,
     rules_control,
     rules_copy,
+    rules_loops,
     rules_memory,
     rules_mma,
     rules_scope,
@@ -37,6 +39,7 @@ from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.sites import parameter_names
+from stretto.distributed.simulator.unsupported import check_primitives
 
 
 @dataclass(eq=False)
@@ -70,6 +73,7 @@ class KernelCall:
                 f"kernel {self.name} takes semaphores as operands; the simulator knows those that a"
                 " kernel allocates itself."
             )
+        check_primitives(self.name, self.jaxpr)
         sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
         kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
         return kernel, Compiler(kernel, self.jaxpr).program

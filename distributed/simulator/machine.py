@@ -128,6 +128,11 @@ class Machine:
         """Warpgroups of a block."""
         return self.kernel.mesh.num_threads or 1
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can reach each other's shared memory."""
+        return math.prod(self.kernel.mesh.cluster or ()) > 1
+
     def add_blocks(self) -> None:
         """Makes the blocks of the grid on every device, and starts those that are resident."""
         names = [name for name, _ in self._shape]
@@ -219,7 +224,10 @@ class Machine:
     def in_cluster(self, task: Task, ref: Any, where: dict[Hashable, int]) -> Any:
         """The allocation symmetric to `ref` in another block of the task's cluster."""
         block = self.cluster_block(task.block, where)
-        return block.shared[ref.key] if ref.key in block.shared else self.allocate(block, ref)
+        for there in (block.shared, block.left):
+            if ref.key in there:
+                return there[ref.key]
+        return self.allocate(block, ref)
 
     def cluster_block(self, block: Block, where: dict[Hashable, int]) -> Block:
         """The block of the same cluster whose index along some cluster axes is as given."""
@@ -272,6 +280,12 @@ class Machine:
         target.remote_touches[access.timeline] = access
         if not self.has_start_barrier and not clocks.knows(access.clock, target.start, 1):
             self.checks.before_start(target, access)
+
+    def touch_shared(self, buffer: Buffer, access: Access, block: Block) -> None:
+        """Remembers an access of `block` to shared memory, to compare with its owner's end."""
+        if buffer.block is not None and buffer.block != block.index:
+            owner = self.devices[buffer.device].blocks[buffer.block]
+            owner.remote_touches[access.timeline] = access
 
     def count_copy(self, source: int, destination: int, num_bytes: int) -> None:
         """Counts a bulk copy of `num_bytes`."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from stretto.distributed.simulator.packing import PackedView
+
 UNWRITTEN = 0
 """Id of the write record of memory that nobody has written since it was allocated."""
 
@@ -25,12 +27,15 @@ class Buffer:
       key: what names the same allocation on every device (or, in shared memory, in every block).
       data: the elements, in logical order: tiling and swizzling change no element's value, so they
         are not modelled.
-      writes: int32, the id of the last write to each element (of a union: to each byte).
+      writes: int32, the id of the last write to each element (of a union: to each cell).
       reads: int32, the id of the set of reads since that write; 0 is the empty set.
-      is_union: the buffer is raw bytes that several refs share.
+      cells_per_byte: marks that a union keeps of each of its bytes; more than one if it has refs
+        whose elements are below a byte, so that each element has a mark of its own.
     """
 
-    __slots__ = ("block", "data", "device", "is_union", "key", "name", "reads", "space", "writes")
+    __slots__ = (
+        "block", "cells_per_byte", "data", "device", "key", "name", "reads", "space", "writes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,7 +47,7 @@ class Buffer:
         block: int | None,
         key: Any,
         written: bool,
-        is_union: bool = False,
+        cells_per_byte: int = 1,
     ):
         self.data = data
         self.name = name
@@ -50,9 +55,10 @@ class Buffer:
         self.device = device
         self.block = block
         self.key = key
-        self.is_union = is_union
-        self.writes = np.full(data.shape, INITIAL if written else UNWRITTEN, np.int32)
-        self.reads = np.zeros(data.shape, np.int32)
+        self.cells_per_byte = cells_per_byte
+        cells = data.shape if cells_per_byte == 1 else (data.size * cells_per_byte,)
+        self.writes = np.full(cells, INITIAL if written else UNWRITTEN, np.int32)
+        self.reads = np.zeros(cells, np.int32)
 
     def describe(self) -> str:
         """The buffer in words."""
@@ -94,10 +100,17 @@ class Region:
 
     def set(self, value: Any) -> None:
         """Writes the elements."""
-        self._base(self.buffer.data, False)[self.index] = value
+        if self.steps and isinstance(self.steps[0], PackedView):
+            elements = part = self.steps[0](self.buffer.data, False)
+            for step in self.steps[1:]:
+                part = step(part, False)
+            part[self.index] = value
+            self.steps[0].write_back(self.buffer.data, elements)
+        else:
+            self._base(self.buffer.data, False)[self.index] = value
 
     def write_ids(self) -> np.ndarray:
-        """Ids of the last writes of the elements (with one more axis for a union's bytes)."""
+        """Ids of the last writes of the elements (with one more axis for a union's cells)."""
         return self._base(self.buffer.writes, True)[self.index]
 
     def read_ids(self) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.errors import UnsupportedKernelError
-from stretto.distributed.simulator.sites import UNKNOWN_SITE, Site, site_of
+from stretto.distributed.simulator.sites import UNKNOWN_SITE, Site, is_kernel_code, site_of
 
 type Env = list
 type Step = tuple[bool, Callable]
@@ -135,21 +135,28 @@ class Compiler:
         name = name if name in RULES else name.removesuffix("_p")
         self.site = site_of(eqn)
         if name not in RULES:
-            raise UnsupportedKernelError(
+            raise self._unsupported(
                 f"kernel {self.kernel.name}: the simulator does not know the primitive {name!r},"
                 f" used at {self.site}."
             )
         try:
             step = RULES[name](self, eqn)
         except UnsupportedKernelError as error:
-            if "used at" in str(error):
+            if error.site is None:
+                text = f"kernel {self.kernel.name}: {error} ({name!r} used at {self.site})"
+            elif is_kernel_code(self.site) and not is_kernel_code(error.site):
+                text = f"{error}, in {self.site}"
+            else:
                 raise
-            raise UnsupportedKernelError(
-                f"kernel {self.kernel.name}: {error} ({name!r} used at {self.site})"
-            ) from error
+            raise self._unsupported(text) from error
         if step is not None:
             self.program.steps.append(step)
             self.program.yields |= step[0]
+
+    def _unsupported(self, text: str) -> UnsupportedKernelError:
+        error = UnsupportedKernelError(text)
+        error.site = self.site
+        return error
 
     def _new_slot(self, variable: Any) -> int:
         self.slots[variable] = len(self.template)

@@ -5,49 +5,29 @@ No JAX here: running JAX from inside a callback of a running JAX program can dea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from stretto.distributed.simulator import arithmetic
+from stretto.distributed.simulator.arithmetic import bit_width, is_float, whole_bytes, widen
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
 from stretto.distributed.simulator.rules_scalar import scalar_step
 
+type Function = Callable[..., np.ndarray]
 
-def _int_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if a.dtype.kind not in "iu":
-        return a / b
-    safe = np.where(b == 0, 1, b)
-    quotient = np.abs(a) // np.abs(safe) * (np.sign(a) * np.sign(safe))
-    return np.where(b == 0, -1, quotient)
-
-
-def _rem(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if a.dtype.kind not in "iu":
-        return np.fmod(a, b)
-    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
-
-
-def _round(x: np.ndarray, rounding_method: Any = 1, **_: Any) -> np.ndarray:
-    if int(rounding_method) == 1:
-        return np.rint(x)
-    return np.where(x < 0, np.ceil(x - 0.5), np.floor(x + 0.5))
-
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
-_BINARY: dict[str, Callable] = {
+_BINARY: dict[str, Function] = {
     "add": np.add,
     "add_any": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "div": _int_div,
-    "rem": _rem,
-    "max": np.maximum,
-    "min": np.minimum,
+    "div": arithmetic.divide,
+    "rem": arithmetic.remainder,
+    "max": arithmetic.maximum,
+    "min": arithmetic.minimum,
     "pow": np.power,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
@@ -60,19 +40,28 @@ _BINARY: dict[str, Callable] = {
     "ge": np.greater_equal,
     "atan2": np.arctan2,
     "nextafter": np.nextafter,
-    "shift_left": np.left_shift,
-    "shift_right_arithmetic": np.right_shift,
+    "_copysign": np.copysign,
+    "clamp": arithmetic.clamp,
 }
 
-_UNARY: dict[str, Callable] = {
+# These keep a small float's own rounding.
+_EXACT: dict[str, Function] = {
     "neg": np.negative,
-    "sign": np.sign,
+    "sign": arithmetic.sign,
     "floor": np.floor,
     "ceil": np.ceil,
+    "abs": np.abs,
+    "not": np.invert,
+    "is_finite": np.isfinite,
+}
+
+# These are computed in float32, as on the device.
+_ROUNDED: dict[str, Function] = {
     "exp": np.exp,
     "exp2": np.exp2,
     "expm1": np.expm1,
     "log": np.log,
+    "log2": np.log2,
     "log1p": np.log1p,
     "tanh": np.tanh,
     "sin": np.sin,
@@ -81,25 +70,21 @@ _UNARY: dict[str, Callable] = {
     "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "cbrt": np.cbrt,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "abs": np.abs,
-    "not": np.invert,
-    "is_finite": np.isfinite,
-    "square": lambda x: x * x,
-    "erf": _erf,
-    "erfc": lambda x: 1 - _erf(x),
+    "logistic": arithmetic.logistic,
+    "square": np.square,
+    "erf": arithmetic.erf,
+    "erfc": arithmetic.erfc,
     "one_minus_square": lambda x: 1 - x * x,
 }
 
-# These keep a small float's own rounding; the rest are computed in float32, as on the device.
-_EXACT = {"neg", "sign", "abs", "not", "floor", "ceil", "is_finite"}
-
-
-def widen(x: np.ndarray) -> np.ndarray:
-    """A float below 32 bits as float32, anything else as it is."""
-    if x.dtype.itemsize < 4 and x.dtype.kind not in "iub":
-        return x.astype(np.float32)
-    return x
+# These depend on the number of bits of an element.
+_BY_WIDTH: dict[str, Callable[[int], Function]] = {
+    "shift_left": arithmetic.shift_left,
+    "shift_right_arithmetic": arithmetic.shift_right_arithmetic,
+    "shift_right_logical": arithmetic.shift_right_logical,
+    "population_count": arithmetic.population_count,
+    "clz": arithmetic.count_leading_zeros,
+}
 
 
 def define(compiler: Compiler, eqn: Any, compute: Callable[..., np.ndarray]) -> Step:
@@ -118,19 +103,27 @@ def define(compiler: Compiler, eqn: Any, compute: Callable[..., np.ndarray]) -> 
     return False, step
 
 
-def _elementwise(name: str, function: Callable) -> Callable[[Compiler, Any], Step]:
+def _elementwise(name: str) -> Callable[[Compiler, Any], Step]:
     def make(compiler: Compiler, eqn: Any) -> Step:
         if (step := scalar_step(compiler, eqn)) is not None:
             return step
-        if name in _BINARY or name in _EXACT:
-            return define(compiler, eqn, function)
-        return define(compiler, eqn, lambda x: function(widen(x)))
+        if name in _ROUNDED:
+            function = _ROUNDED[name]
+            return define(compiler, eqn, lambda x: function(widen(x)))
+        if name in _BY_WIDTH:
+            function = _BY_WIDTH[name](bit_width(eqn.invars[0].aval.dtype))
+        else:
+            function = _BINARY.get(name) or _EXACT[name]
+        return define(compiler, eqn, lambda *xs: function(*map(whole_bytes, xs)))
 
     return make
 
 
-for _name, _function in (*_BINARY.items(), *_UNARY.items()):
-    rule(_name)(_elementwise(_name, _function))
+ELEMENTWISE = {*_BINARY, *_EXACT, *_ROUNDED, *_BY_WIDTH}
+"""Names of the primitives that compute each element of their result from those in its place."""
+
+for _name in ELEMENTWISE:
+    rule(_name)(_elementwise(_name))
 
 
 def _identity(compiler: Compiler, eqn: Any) -> Step:
@@ -167,40 +160,17 @@ def _reduce_precision(compiler: Compiler, eqn: Any) -> Step:
 
 
 @rule("round")
-def _round_rule(compiler: Compiler, eqn: Any) -> Step:
-    return define(compiler, eqn, lambda x: _round(x, **eqn.params))
+def _round(compiler: Compiler, eqn: Any) -> Step:
+    nearest_even = int(eqn.params["rounding_method"]) == 1
+    return define(compiler, eqn, np.rint if nearest_even else arithmetic.round_away)
 
 
 @rule("integer_pow")
 def _integer_pow(compiler: Compiler, eqn: Any) -> Step:
     y = eqn.params["y"]
     if y < 0:
-        return define(compiler, eqn, lambda x: 1 / np.power(widen(x), -y))
-    return define(compiler, eqn, lambda x: np.power(x, np.asarray(y, x.dtype)))
-
-
-@rule("shift_right_logical")
-def _shift_right_logical(compiler: Compiler, eqn: Any) -> Step:
-    def compute(x: np.ndarray, n: np.ndarray) -> np.ndarray:
-        unsigned = np.dtype(f"u{x.dtype.itemsize}")
-        return (x.view(unsigned) >> n.astype(unsigned)).view(x.dtype)
-
-    return define(compiler, eqn, compute)
-
-
-@rule("population_count")
-def _population_count(compiler: Compiler, eqn: Any) -> Step:
-    return define(compiler, eqn, lambda x: np.bitwise_count(x.view(f"u{x.dtype.itemsize}")))
-
-
-@rule("clz")
-def _clz(compiler: Compiler, eqn: Any) -> Step:
-    def compute(x: np.ndarray) -> np.ndarray:
-        bits = x.dtype.itemsize * 8
-        values = x.view(f"u{x.dtype.itemsize}").ravel().tolist()
-        return np.array([bits - v.bit_length() for v in values]).reshape(x.shape)
-
-    return define(compiler, eqn, compute)
+        return define(compiler, eqn, lambda x: 1 / arithmetic.integer_power(widen(x), -y))
+    return define(compiler, eqn, lambda x: arithmetic.integer_power(whole_bytes(x), y))
 
 
 @rule("convert_element_type")
@@ -211,19 +181,17 @@ def _convert(compiler: Compiler, eqn: Any) -> Step:
         return _identity(compiler, eqn)  # A count on its way into a semaphore.
     target = np.dtype(eqn.params["new_dtype"])
 
-    def compute(x: np.ndarray) -> np.ndarray:
-        if target.kind in "iu" and x.dtype.kind not in "iub":
-            limits = np.iinfo(target)
-            x = np.nan_to_num(widen(x).astype(np.float64), nan=0.0)
-            return np.clip(np.trunc(x), limits.min, limits.max).astype(target)
-        return x.astype(target)
-
-    return define(compiler, eqn, compute)
+    return define(compiler, eqn, lambda x: arithmetic.convert(x, target))
 
 
 @rule("bitcast_convert_type")
 def _bitcast(compiler: Compiler, eqn: Any) -> Step:
     target, shape = np.dtype(eqn.params["new_dtype"]), eqn.outvars[0].aval.shape
+    widths = bit_width(eqn.invars[0].aval.dtype), bit_width(target)
+    if widths[0] != widths[1] and min(widths) < 8:
+        raise UnsupportedKernelError(
+            f"a bitcast from {widths[0]} bits an element to {widths[1]}, which Mosaic GPU refuses"
+        )
     return define(
         compiler, eqn, lambda x: np.ascontiguousarray(x).reshape(-1).view(target).reshape(shape)
     )
@@ -244,11 +212,6 @@ def _select_n(compiler: Compiler, eqn: Any) -> Step:
     return define(compiler, eqn, compute)
 
 
-@rule("clamp")
-def _clamp(compiler: Compiler, eqn: Any) -> Step:
-    return define(compiler, eqn, lambda low, x, high: np.minimum(np.maximum(x, low), high))
-
-
 @rule("mma")
 def _mma(compiler: Compiler, eqn: Any) -> Step:
     return define(compiler, eqn, lambda acc, a, b: acc + matmul(a, b, acc.dtype))
@@ -261,7 +224,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out_dtype: Any) -> np.ndarray:
     share the machine's cores, and BLAS threads that spin for a core take a hundred times longer.
     """
     dtype = np.dtype(out_dtype)
-    if dtype.kind not in "iu" and dtype.itemsize < 4:
+    if is_float(dtype) and dtype.itemsize < 4:
         dtype = np.dtype(np.float32)
     a, b = np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype)
     out = np.zeros((a.shape[0], b.shape[1]), dtype)
@@ -272,8 +235,3 @@ def matmul(a: np.ndarray, b: np.ndarray, out_dtype: Any) -> np.ndarray:
                 piece = np.matmul(a[i : i + step, k : k + step], b[k : k + step, j : j + step])
                 out[i : i + step, j : j + step] += piece
     return out.astype(out_dtype, copy=False)
-
-
-@rule("inline_mgpu")
-def _inline_mgpu(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("inline_mgpu holds device code that only a GPU can run")

@@ -1,17 +1,19 @@
-"""Control flow: calls, branches, loops, and the ids of the task that runs."""
+"""Control flow: calls, branches, and the ids of the task that runs."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
+import jax
 
-from stretto.distributed.simulator.errors import UnsupportedKernelError
-from stretto.distributed.simulator.program import Compiler, Program, Step, rule, to_scalar
+from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
+from stretto.distributed.simulator.program import Compiler, Program, Step, rule
+from stretto.distributed.simulator.sites import Site
 
 
-def _store(env: list, outs: list[int], values: list) -> None:
+def store(env: list, outs: list[int], values: list) -> None:
+    """Puts results into their slots."""
     for out, value in zip(outs, values, strict=True):
         env[out] = value
 
@@ -21,12 +23,12 @@ def call_step(program: Program, ins: list[int], outs: list[int]) -> Step:
     if not program.yields:
 
         def call_now(task: Any, env: list) -> None:
-            _store(env, outs, program.run_now(task, [env[i] for i in ins]))
+            store(env, outs, program.run_now(task, [env[i] for i in ins]))
 
         return False, call_now
 
     def call(task: Any, env: list) -> Generator:
-        _store(env, outs, (yield from program.run(task, [env[i] for i in ins])))
+        store(env, outs, (yield from program.run(task, [env[i] for i in ins])))
 
     return True, call
 
@@ -74,100 +76,14 @@ def _cond(compiler: Compiler, eqn: Any) -> Step:
     if not any(b.yields for b in branches):
 
         def cond_now(task: Any, env: list) -> None:
-            _store(env, outs, choose(env).run_now(task, [env[i] for i in ins]))
+            store(env, outs, choose(env).run_now(task, [env[i] for i in ins]))
 
         return False, cond_now
 
     def cond(task: Any, env: list) -> Generator:
-        _store(env, outs, (yield from choose(env).run(task, [env[i] for i in ins])))
+        store(env, outs, (yield from choose(env).run(task, [env[i] for i in ins])))
 
     return True, cond
-
-
-@rule("while")
-def _while(compiler: Compiler, eqn: Any) -> Step:
-    p, invars = eqn.params, eqn.invars
-    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
-    cond = compiler.sub(p["cond_jaxpr"], [*invars[:n_cond], *invars[n_cond + n_body :]])
-    body = compiler.sub(p["body_jaxpr"], invars[n_cond:])
-    if cond.yields:
-        raise UnsupportedKernelError("a loop condition that synchronises")
-    ins, outs = compiler.ins(eqn), compiler.outs(eqn)
-
-    def start(env: list) -> tuple[list, list, list]:
-        values = [env[i] for i in ins]
-        return values[:n_cond], values[n_cond : n_cond + n_body], values[n_cond + n_body :]
-
-    if not body.yields:
-
-        def while_now(task: Any, env: list) -> None:
-            cond_consts, body_consts, carry = start(env)
-            while cond.run_now(task, cond_consts + carry)[0]:
-                carry = body.run_now(task, body_consts + carry)
-            _store(env, outs, carry)
-
-        return False, while_now
-
-    def loop(task: Any, env: list) -> Generator:
-        cond_consts, body_consts, carry = start(env)
-        while cond.run_now(task, cond_consts + carry)[0]:
-            carry = yield from body.run(task, body_consts + carry)
-        _store(env, outs, carry)
-
-    return True, loop
-
-
-def _scan_parts(params: dict, num_in: int) -> tuple[int, int]:
-    """Numbers of constants and of carried values of a scan."""
-    if "ft_in" in params:
-        consts, carry, _ = params["ft_in"].update(list(range(num_in))).unpack()
-        return len(list(consts)), len(list(carry))
-    return params["num_consts"], params["num_carry"]
-
-
-@rule("scan")
-def _scan(compiler: Compiler, eqn: Any) -> Step:
-    p = eqn.params
-    n_consts, n_carry = _scan_parts(p, len(eqn.invars))
-    length, n_xs = p["length"], len(eqn.invars) - n_consts - n_carry
-    tags = [compiler.tag(v) for v in eqn.invars[: n_consts + n_carry]] + [None] * n_xs
-    body = compiler.sub(p["jaxpr"], tags=tags)
-    ins, outs = compiler.ins(eqn), compiler.outs(eqn)
-    ys_avals = [v.aval for v in eqn.outvars[n_carry:]]
-    order = range(length - 1, -1, -1) if p["reverse"] else range(length)
-
-    def start(env: list) -> tuple[list, list, list, list]:
-        values = [env[i] for i in ins]
-        ys = [np.empty(a.shape, a.dtype) for a in ys_avals]
-        return values[:n_consts], values[n_consts : n_consts + n_carry], values[-n_xs:], ys
-
-    def inputs(consts: list, carry: list, xs: list, i: int) -> list:
-        if not n_xs:
-            return consts + carry
-        return consts + carry + [to_scalar(x[i]) if x.ndim == 1 else x[i] for x in xs]
-
-    def collect(results: list, ys: list, i: int) -> list:
-        for y, value in zip(ys, results[n_carry:], strict=True):
-            y[i] = value
-        return results[:n_carry]
-
-    if not body.yields:
-
-        def scan_now(task: Any, env: list) -> None:
-            consts, carry, xs, ys = start(env)
-            for i in order:
-                carry = collect(body.run_now(task, inputs(consts, carry, xs, i)), ys, i)
-            _store(env, outs, carry + ys)
-
-        return False, scan_now
-
-    def scan(task: Any, env: list) -> Generator:
-        consts, carry, xs, ys = start(env)
-        for i in order:
-            carry = collect((yield from body.run(task, inputs(consts, carry, xs, i))), ys, i)
-        _store(env, outs, carry + ys)
-
-    return True, scan
 
 
 @rule("axis_index")
@@ -262,5 +178,24 @@ for _name in (
 
 
 @rule("check")
-def _check(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("checkify in a kernel")
+def _check(compiler: Compiler, eqn: Any) -> Step | None:
+    """`pl.debug_check`: under `pl.enable_debug_checks` it stops the kernel, else it is nothing."""
+    if not eqn.params["debug"]:
+        raise UnsupportedKernelError(
+            "a check of checkify's, which Mosaic GPU refuses; use pl.debug_check"
+        )
+    if not jax.config.jax_pallas_enable_debug_checks:
+        return None
+    ins, tree, site = compiler.ins(eqn), eqn.params["err_tree"], compiler.site
+
+    def step(task: Any, env: list) -> None:
+        failure = jax.tree.unflatten(tree, [env[i] for i in ins]).get()
+        if failure is not None:
+            _stop(failure, site)
+
+    return False, step
+
+
+def _stop(why: str, site: Site) -> None:
+    """Ends the kernel with an error, which finds `site` here (`site_of_error`)."""
+    raise KernelFaultError(why)

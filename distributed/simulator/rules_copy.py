@@ -11,6 +11,7 @@ from stretto.distributed.simulator.engine import Taken, check_promise, taken
 from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule
+from stretto.distributed.simulator.reductions import check_copied
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.views import ViewPlan, plan_view
 from stretto.distributed.simulator.waiting import Wait
@@ -38,6 +39,8 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
     layout = Layout.of(src)
     may_be_flat = reduction is None and not layout.rearranged
+    if reduction is not None:
+        check_copied(reduction, eqn.invars[0].aval.dtype)
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:
@@ -222,8 +225,3 @@ def _part_index(shape: tuple, part: int, count: int) -> tuple:
 @rule("commit_smem")
 def _commit_smem(compiler: Compiler, eqn: Any) -> Step:
     return False, lambda task, env: task.commit()
-
-
-@rule("async_store_smem", "wait_gmem_to_smem")
-def _unsupported(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("not supported")

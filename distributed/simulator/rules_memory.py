@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.allocations import is_semaphore
-from stretto.distributed.simulator.copies import REDUCTIONS
-from stretto.distributed.simulator.errors import UnsupportedKernelError
+from stretto.distributed.simulator.arithmetic import widen
 from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
-from stretto.distributed.simulator.rules_arrays import widen
+from stretto.distributed.simulator.reductions import REDUCTIONS
 from stretto.distributed.simulator.semaphores import SemaphoreArray
 from stretto.distributed.simulator.sites import Site
 from stretto.distributed.simulator.views import plan_view
@@ -34,6 +33,8 @@ def load_region(task: Any, region: Region, site: Site, what: str = "read") -> np
     if buffer.space == "gmem":
         task.machine.touch(buffer.device, access)
         task.machine.count_link(buffer.device, task.device.index, value.nbytes)
+    else:
+        task.machine.touch_shared(buffer, access, task.block)
     return value
 
 
@@ -49,6 +50,8 @@ def store_region(
             task.machine.touch(buffer.device, access)
             size = np.size(value) * buffer.data.itemsize
             task.machine.count_link(task.device.index, buffer.device, size)
+        else:
+            task.machine.touch_shared(buffer, access, task.block)
     region.set(value)
 
 
@@ -183,8 +186,3 @@ def _multimem_load_reduce(compiler: Compiler, eqn: Any) -> Step:
         env[out] = _as_value(np.asarray(reduce(combine, parts)).astype(dtype))
 
     return True, step
-
-
-@rule("masked_load", "masked_swap")
-def _masked(compiler: Compiler, eqn: Any) -> Step:
-    raise UnsupportedKernelError("masked loads and stores, which Mosaic GPU does not lower either")

@@ -37,9 +37,12 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
-    "shift_left": lambda a, b: a << b,
-    "shift_right_arithmetic": lambda a, b: a >> b,
 }
+
+# Their results may leave the range of the type, and wrap.
+_WRAPPING = {"add", "sub", "mul", "add_any", "div"}
+
+_SHIFTS = ("shift_left", "shift_right_arithmetic", "shift_right_logical")
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": lambda a: -a,
@@ -77,7 +80,10 @@ def scalar_step(compiler: Any, eqn: Any) -> tuple[bool, Callable] | None:
     out_dtype = np.dtype(eqn.outvars[0].aval.dtype)
     if name in _BINARY:
         a, b = compiler.ins(eqn)
-        return _binary(_BINARY[name], a, b, compiler.outs(eqn)[0], out_dtype, name)
+        return _binary(name, a, b, compiler.outs(eqn)[0], out_dtype)
+    if name in _SHIFTS:
+        x, count = compiler.ins(eqn)
+        return _shift(name, x, count, compiler.outs(eqn)[0], out_dtype)
     if name in _UNARY and out_dtype.kind != "b":
         (a,) = compiler.ins(eqn)
         (out,) = compiler.outs(eqn)
@@ -109,18 +115,15 @@ def scalar_step(compiler: Any, eqn: Any) -> tuple[bool, Callable] | None:
     return None
 
 
-def _binary(
-    op: Callable, a: int, b: int, out: int, out_dtype: np.dtype, name: str
-) -> tuple[bool, Callable] | None:
-    if name in ("div", "rem") and out_dtype.kind == "u":
-        return None
+def _binary(name: str, a: int, b: int, out: int, out_dtype: np.dtype) -> tuple[bool, Callable]:
+    op = _BINARY[name]
     if out_dtype.kind == "b":
 
         def compare(task: Any, env: list) -> None:
             env[out] = bool(op(env[a], env[b]))
 
         return False, compare
-    if name in ("add", "sub", "mul", "add_any", "shift_left", "div"):
+    if name in _WRAPPING:
         wrap = wrapper(out_dtype)
 
         def wrapped(task: Any, env: list) -> None:
@@ -132,6 +135,23 @@ def _binary(
         env[out] = op(env[a], env[b])
 
     return False, plain
+
+
+def _shift(name: str, x: int, count: int, out: int, dtype: np.dtype) -> tuple[bool, Callable]:
+    """A shift by a count that is read as unsigned; from the type's width on nothing is left."""
+    size, wrap = dtype.itemsize, wrapper(dtype)
+    unsigned, signed = wrapper(np.dtype(f"u{size}")), wrapper(np.dtype(f"i{size}"))
+
+    def step(task: Any, env: list) -> None:
+        n = min(unsigned(env[count]), size * 8)
+        if name == "shift_left":
+            env[out] = wrap(env[x] << n)
+        elif name == "shift_right_logical":
+            env[out] = wrap(unsigned(env[x]) >> n)
+        else:
+            env[out] = wrap(signed(env[x]) >> n)
+
+    return False, step
 
 
 def _convert(compiler: Any, eqn: Any, out_dtype: np.dtype) -> tuple[bool, Callable]:

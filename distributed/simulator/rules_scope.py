@@ -16,7 +16,7 @@ from stretto.distributed.simulator.allocations import (
 )
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer
-from stretto.distributed.simulator.program import Compiler, Step, rule
+from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
 from stretto.distributed.simulator.sites import assigned_name
 from stretto.distributed.simulator.tasks import Task
 from stretto.distributed.simulator.waiting import Wait, wake
@@ -46,7 +46,9 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
         results = yield from body.run(task, [env[i] for i in ins] + refs)
         task.semaphore_top = tops
         if shared:
-            task.block.leave_scope(number, task.machine.num_warpgroups)
+            task.block.leave_scope(
+                number, task.machine.num_warpgroups, in_cluster=task.machine.has_clusters
+            )
         for out, value in zip(outs, results, strict=True):
             env[out] = value
 
@@ -128,25 +130,31 @@ def _heap_semaphores(compiler: Compiler, eqn: Any) -> Step:
 
 @rule("run_state")
 def _run_state(compiler: Compiler, eqn: Any) -> Step:
-    jaxpr = eqn.params["jaxpr"]
-    body = compiler.sub(jaxpr, eqn.invars)
+    """Values become refs for the time of a body, and come back as what the refs then hold.
+
+    Where the body returns values, these come back first, in the refs' place: so Mosaic GPU lowers
+    it (0.11.2, 0.12.0.1), and so code that returns what it read from an accumulator relies on it.
+    """
+    body = compiler.sub(eqn.params["jaxpr"], eqn.invars)
     ins, outs = compiler.ins(eqn), compiler.outs(eqn)
+    is_value = [not hasattr(v.aval, "inner_aval") for v in eqn.outvars]
+    dtypes = [v.aval.dtype for v in eqn.outvars]
 
     def step(task: Any, env: list) -> Generator:
-        refs = []
-        for slot in ins:
-            value = env[slot]
-            if isinstance(value, np.ndarray | np.generic | int | float):
-                data = np.array(value)
-                value = Buffer(data, name="state", space="registers", device=task.device.index,
-                               block=task.block.index, key=None, written=True)  # fmt: skip
-            refs.append(value)
-        yield from body.run(task, refs)
+        refs = [env[slot] for slot in ins]
+        for i, one in enumerate(refs):
+            if is_value[i]:
+                refs[i] = Buffer(np.array(one, dtypes[i]), name="state", space="registers",
+                                 device=task.device.index, block=task.block.index, key=None,
+                                 written=True)  # fmt: skip
+        returned = yield from body.run(task, refs)
         for matmul in task.matmuls:  # The values of accumulators are waited for.
             task.acquire_one(*matmul)
         task.matmuls.clear()
-        for slot, out, ref in zip(ins, outs, refs, strict=True):
-            env[out] = ref.data if ref is not env[slot] else ref
+        final = [ref.data for ref, value in zip(refs, is_value, strict=True) if value]
+        values = iter([*returned, *(x if x.ndim else to_scalar(x) for x in final)])
+        for slot, out, value in zip(ins, outs, is_value, strict=True):
+            env[out] = next(values) if value else env[slot]
 
     return True, step
 

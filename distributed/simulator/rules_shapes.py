@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from stretto.distributed.simulator.arithmetic import is_float, widen
 from stretto.distributed.simulator.errors import UnsupportedKernelError
 from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
-from stretto.distributed.simulator.rules_arrays import define, widen
+from stretto.distributed.simulator.rules_arrays import define
 
 
 @rule("broadcast_in_dim")
@@ -101,6 +102,17 @@ def _split(compiler: Compiler, eqn: Any) -> Step:
     return False, step
 
 
+@rule("unstack")
+def _unstack(compiler: Compiler, eqn: Any) -> Step:
+    (source,), outs, axis = compiler.ins(eqn), compiler.outs(eqn), eqn.params["axis"]
+
+    def step(task: Any, env: list) -> None:
+        for out, part in zip(outs, np.moveaxis(env[source], axis, 0), strict=True):
+            env[out] = to_scalar(np.asarray(part)) if np.ndim(part) == 0 else part
+
+    return False, step
+
+
 @rule("pad")
 def _pad(compiler: Compiler, eqn: Any) -> Step:
     config = eqn.params["padding_config"]
@@ -134,34 +146,30 @@ def _iota(compiler: Compiler, eqn: Any) -> Step:
     return define(compiler, eqn, lambda *_: value)
 
 
-def _logical(function: Callable) -> Callable:
-    return lambda x, axis: function.reduce(x, axis=axis)
-
-
-_REDUCTIONS: dict[str, Callable] = {
-    "reduce_sum": lambda x, axis: np.sum(widen(x), axis=axis),
-    "reduce_prod": lambda x, axis: np.prod(widen(x), axis=axis),
-    "reduce_max": lambda x, axis: np.max(x, axis=axis),
-    "reduce_min": lambda x, axis: np.min(x, axis=axis),
-    "reduce_and": _logical(np.bitwise_and),
-    "reduce_or": _logical(np.bitwise_or),
-    "reduce_xor": _logical(np.bitwise_xor),
+REDUCTIONS: dict[str, Callable] = {
+    "reduce_sum": np.sum,
+    "reduce_prod": np.prod,
+    "reduce_max": np.max,
+    "reduce_min": np.min,
+    "reduce_and": np.bitwise_and.reduce,
+    "reduce_or": np.bitwise_or.reduce,
+    "reduce_xor": np.bitwise_xor.reduce,
 }
 for _op in ("sum", "prod", "max", "min"):
-    _REDUCTIONS[f"mosaic_gpu_reduce_{_op}"] = _REDUCTIONS[f"reduce_{_op}"]
+    REDUCTIONS[f"mosaic_gpu_reduce_{_op}"] = REDUCTIONS[f"reduce_{_op}"]
 
 
-@rule(*_REDUCTIONS)
+@rule(*REDUCTIONS)
 def _reduce(compiler: Compiler, eqn: Any) -> Step:
-    function, axes = _REDUCTIONS[eqn.primitive.name], tuple(eqn.params["axes"])
-    return define(compiler, eqn, lambda x: function(x, axes))
+    function, axes = REDUCTIONS[eqn.primitive.name], tuple(eqn.params["axes"])
+    return define(compiler, eqn, lambda x: function(widen(x), axis=axes))
 
 
 @rule("argmax", "argmin")
 def _arg_reduce(compiler: Compiler, eqn: Any) -> Step:
     function = np.argmax if eqn.primitive.name == "argmax" else np.argmin
     (axis,) = eqn.params["axes"]
-    return define(compiler, eqn, lambda x: function(x, axis=axis))
+    return define(compiler, eqn, lambda x: function(widen(x), axis=axis))
 
 
 _SCANS: dict[str, Any] = {
@@ -179,7 +187,7 @@ def _cumulative(compiler: Compiler, eqn: Any) -> Step:
 
     def compute(x: np.ndarray) -> np.ndarray:
         x = np.flip(x, axis) if reverse else x
-        out = ufunc.accumulate(x, axis=axis)
+        out = ufunc.accumulate(widen(x), axis=axis)
         return np.flip(out, axis) if reverse else out
 
     return define(compiler, eqn, compute)
@@ -189,7 +197,8 @@ def _cumulative(compiler: Compiler, eqn: Any) -> Step:
 def _dot_general(compiler: Compiler, eqn: Any) -> Step:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     out_dtype = np.dtype(eqn.outvars[0].aval.dtype)
-    wide = out_dtype if out_dtype.kind in "iu" or out_dtype.itemsize >= 4 else np.dtype(np.float32)
+    small = is_float(out_dtype) and out_dtype.itemsize < 4
+    wide = np.dtype(np.float32) if small else out_dtype
 
     def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         labels = iter(range(a.ndim + b.ndim))

@@ -162,8 +162,9 @@ def _semaphore_read(compiler: Compiler, eqn: Any) -> Step:
         yield
         array = view.owner(task, env)
         semaphore = array.items[pick(view, array, env)]
-        task.machine.checks.atomic_touch(semaphore, task.access("relaxed read", site, "sys"))
         env[out] = semaphore.value
+        task.acquire(*semaphore.look(task.device.index))
+        task.machine.checks.atomic_touch(semaphore, task.access("read", site, "sys"))
 
     return True, step
 

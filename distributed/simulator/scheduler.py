@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from stretto.distributed.simulator.errors import KernelFaultError, StepLimitError
 from stretto.distributed.simulator.sites import site_of_error
+from stretto.distributed.simulator.waiting import wake
 
 
 class Order(Protocol):
@@ -137,6 +139,13 @@ class Scheduler:
       order: name of the order, a key of `ORDERS`.
       seed: of the order.
       max_steps: after so many steps a run is given up.
+
+    Attributes:
+      steps: taken so far.
+      changes: how often something may have changed that a task could see: once for each step of a
+        task that does not only look.
+      time_of_change: the time of the last of these, by the cost model.
+      waiters: tasks that have looked in vain, and wait for the next change.
     """
 
     def __init__(self, order: str, seed: int, max_steps: int):
@@ -144,13 +153,35 @@ class Scheduler:
         self.push = self._order.push
         self.max_steps = max_steps
         self.steps = 0
+        self.changes = 0
+        self.time_of_change = 0.0
+        self.waiters: list[Any] = []
+        self._looking: set[Any] = set()
+
+    @contextlib.contextmanager
+    def looking(self, task: Any) -> Generator[None]:
+        """`task` does nothing but look in here, so its steps wake no other that does the same."""
+        self._changed(task)  # By what it did in this step already.
+        is_outermost = task not in self._looking
+        self._looking.add(task)
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self._looking.remove(task)
+
+    def _changed(self, task: Any) -> None:
+        if task not in self._looking:
+            self.changes += 1
+            self.time_of_change = task.time
+            wake(self, self)
 
     def run(self) -> None:
         """Runs until every task is done or waits.
 
-          Raises:
-            StepLimitError: after `max_steps` steps.
-        KernelFaultError: a task did what it can not.
+        Raises:
+          StepLimitError: after `max_steps` steps.
+          KernelFaultError: a task did what it can not.
         """
         order = self._order
         while len(order):
@@ -166,10 +197,12 @@ class Scheduler:
                 wait = next(task.body)
             except StopIteration:
                 task.finish()
+                self._changed(task)
                 continue
             except (KernelFaultError, ValueError) as error:
                 site = site_of_error(error)
                 raise KernelFaultError(f"{task.describe()} at {site}: {error}") from error
+            self._changed(task)
             if wait is None or wait.ready():
                 order.push(task)
             else:

@@ -116,6 +116,16 @@ class Semaphore:
         time = max((s.time for s in self._signals[max(count - 1, 0) : count]), default=0.0)
         return *self._carried(count, device, scope), time
 
+    def look(self, device: int) -> tuple[Clock, Clock]:
+        """What a task on `device` takes over by reading the count: all signals that it counts.
+
+        `semaphore_read` acquires in scope "sys" (0.11.2, 0.12.0.1).
+
+        Returns:
+          What it takes over, and what of it has been committed.
+        """
+        return self._carried(len(self._signals), device, "sys")
+
     def _carried(self, count: int, device: int, scope: str) -> tuple[Clock, Clock]:
         """What the first `count` signals carry to a task on `device` that waits in `scope`."""
         known = self._joined.setdefault((device, scope), [(0, empty(), empty())])

@@ -61,6 +61,11 @@ class Site:
 UNKNOWN_SITE = Site("?", 0, "?")
 
 
+def is_kernel_code(site: Site) -> bool:
+    """Whether the line is known, and is neither JAX's own nor of the layers beneath a kernel."""
+    return site.line > 0 and not _PLUMBING.search(site.file)
+
+
 def site_of(eqn: Any) -> Site:
     """The innermost line of kernel source that made `eqn`, an equation of a jaxpr."""
     traceback = getattr(eqn.source_info, "traceback", None)

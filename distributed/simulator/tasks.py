@@ -182,6 +182,8 @@ class Block:
       index: linear, row-major over the grid and then the cluster.
       coords: index along each axis of the grid and of the cluster.
       shared: shared allocations, by the number of the scope and the position in it.
+      left: those of scopes that it has left, where another block of its cluster may still look.
+      remote_touches: the last access of each timeline of another block to its shared memory.
       barrier: what its warpgroups meet at when they enter a shared scope.
       shared_bytes: shared memory that it holds now.
       scope_exits: how many of its warpgroups have left each shared scope.
@@ -193,12 +195,14 @@ class Block:
     """
 
     __slots__ = (
-        "barrier", "clock", "coords", "device", "index", "registers", "running", "scope_exits",
-        "shared", "shared_bytes", "tensor_free", "time",
+        "barrier", "clock", "coords", "device", "index", "left", "registers", "remote_touches",
+        "running", "scope_exits", "shared", "shared_bytes", "tensor_free", "time",
     )  # fmt: skip
 
     def __init__(self, device: Any, index: int, coords: dict[Hashable, int]):
         self.device = device
+        self.left: dict[Any, Any] = {}
+        self.remote_touches: dict[int, Access] = {}
         self.index = index
         self.coords = coords
         self.shared: dict[Any, Any] = {}
@@ -211,13 +215,16 @@ class Block:
         self.time = 0.0
         self.tensor_free = 0.0
 
-    def leave_scope(self, number: int, num_warpgroups: int) -> None:
+    def leave_scope(self, number: int, num_warpgroups: int, *, in_cluster: bool) -> None:
         """A warpgroup leaves the shared scope `number`; the last one gives its memory back."""
         self.scope_exits[number] = self.scope_exits.get(number, 0) + 1
         if self.scope_exits[number] < num_warpgroups:
             return
         for key in [k for k in self.shared if k[0] == number]:
-            self.shared_bytes -= shared_bytes(self.shared.pop(key))
+            gone = self.shared.pop(key)
+            self.shared_bytes -= shared_bytes(gone)
+            if in_cluster:
+                self.left[key] = gone
 
     def axis_index(self, name: Hashable) -> int | None:
         """The block's index along an axis of the kernel's mesh; None if it is not one of its."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from stretto.distributed.simulator.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.memory import Buffer, Region
+from stretto.distributed.simulator.packing import PackedView, is_packed
 
 # Layout only: they move elements within a buffer and change none.
 _LAYOUT = {"UntilingTransform", "UnswizzleRef", "MemorySpaceCastTransform", "IdentityTransform"}
@@ -83,7 +84,7 @@ class ViewPlan:
         shape = buffer.data.shape
         if self.alias is not None:
             shape = self.alias[1]
-            steps.append(_alias_step(*self.alias))
+            steps.append(_alias_step(*self.alias, buffer.cells_per_byte))
         dims: list | None = None
         for kind, arg in self.steps:
             if kind == "index":
@@ -201,14 +202,16 @@ def _index_step(index: tuple) -> Callable:
     return lambda array, bookkeeping: array[index]
 
 
-def _alias_step(dtype: np.dtype, shape: tuple, offset: int) -> Callable:
+def _alias_step(dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int) -> Callable:
+    if is_packed(dtype):
+        return PackedView(dtype, shape, offset, cells_per_byte)
     size = int(np.prod(shape)) * dtype.itemsize
 
     def step(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
-        part = array[offset : offset + size]
-        if bookkeeping:  # One mark a byte: the last axis is the bytes of an element.
-            return part.reshape((*shape, dtype.itemsize))
-        return part.view(dtype).reshape(shape)
+        if bookkeeping:  # The last axis is the marks of an element.
+            marks = array[offset * cells_per_byte : (offset + size) * cells_per_byte]
+            return marks.reshape((*shape, dtype.itemsize * cells_per_byte))
+        return array[offset : offset + size].view(dtype).reshape(shape)
 
     return step
 

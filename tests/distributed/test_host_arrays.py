@@ -43,6 +43,22 @@ def test_negative_numbers_of_four_bits():
     np.testing.assert_array_equal(place.read(ctypes.addressof(room)).astype(int), value)
 
 
+@pytest.mark.parametrize("value", [np.float32(1.5), np.array(1.5, np.float32)])
+def test_a_single_value_has_no_axis(value):
+    place = HostArray((), np.dtype(np.float32))
+    room = (ctypes.c_float * 1)()
+    place.write(ctypes.addressof(room), value)
+    assert room[0] == 1.5
+    assert place.read(ctypes.addressof(room)).shape == ()
+
+
+def test_columns_are_written_as_rows():
+    value = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    room = (ctypes.c_float * 6)()
+    HostArray((3, 2), value.dtype).write(ctypes.addressof(room), value)
+    assert list(room) == [0, 3, 1, 4, 2, 5]
+
+
 def test_an_empty_array_needs_no_memory():
     place = HostArray((0, 4), np.dtype(np.float32))
     place.write(0, np.zeros((0, 4), np.float32))

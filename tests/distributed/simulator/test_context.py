@@ -251,8 +251,8 @@ def test_devices_of_other_processes_are_refused(monkeypatch):
 
 def test_step_limit():
     def body(x_ref, out_ref, sem):
-        lax.while_loop(lambda seen: seen == 0, lambda _: pl.semaphore_read(sem), jnp.int32(0))
-        out_ref[...] = x_ref[...]
+        looks = lax.while_loop(lambda _: pl.semaphore_read(sem) == 0, lambda n: n + 1, jnp.int32(0))
+        out_ref[...] = x_ref[...] + looks.astype(jnp.float32)
 
     with pytest.raises(StepLimitError, match="max_steps=1000"), simulate(max_steps=1000):
         jax.block_until_ready(plgpu.kernel(body, out_type=like(X), scratch_types=[SEMAPHORE])(X))

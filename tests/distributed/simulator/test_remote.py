@@ -143,10 +143,12 @@ def test_blocks_add_atomically():
     assert out[:, 0].tolist() == [5, 10]
 
 
-@pytest.mark.parametrize("op", ["add", "min", "max"])
-def test_reducing_copies(op):
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("add", "float32"), ("min", "float16"), ("max", "bfloat16")]
+)
+def test_reducing_copies(op, dtype):
     def body(x_ref, out_ref, smem, landed, ready_sem, done_sem):
-        out_ref[...] = jnp.full((1, COLUMNS), {"add": 0, "min": 9, "max": -9}[op], jnp.float32)
+        out_ref[...] = jnp.full((1, COLUMNS), {"add": 0, "min": 9, "max": -9}[op], dtype)
         peers = [{"y": y} for y in range(3)]
         for peer in peers:
             pl.semaphore_signal(ready_sem, device_id=peer)
@@ -160,8 +162,8 @@ def test_reducing_copies(op):
             pl.semaphore_signal(done_sem, device_id=peer)
         pl.semaphore_wait(done_sem, 3)
 
-    scratch = [plgpu.SMEM((1, COLUMNS), jnp.float32), plgpu.Barrier(), SEMAPHORE, SEMAPHORE]
-    (out,), report = launch(body, scratch, shape=(1, 3))
+    scratch = [plgpu.SMEM((1, COLUMNS), dtype), plgpu.Barrier(), SEMAPHORE, SEMAPHORE]
+    (out,), report = launch(body, scratch, shape=(1, 3), dtype=jnp.dtype(dtype))
     assert report.ok, str(report)
     assert out[:, 0].tolist() == [{"add": 3, "min": 0, "max": 2}[op]] * 3
 

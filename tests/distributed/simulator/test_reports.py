@@ -63,7 +63,7 @@ def out_of_bounds():
 
 def spin():
     def body(x_ref, out_ref, sem):
-        lax.while_loop(lambda seen: seen == 0, lambda _: pl.semaphore_read(sem), jnp.int32(0))
+        lax.while_loop(lambda n: n >= 0, lambda n: n + 1 + pl.semaphore_read(sem), jnp.int32(0))
         out_ref[...] = x_ref[...]
 
     call(body, SEMAPHORE)(X).block_until_ready()
