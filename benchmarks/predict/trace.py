@@ -113,7 +113,11 @@ def _simulate(case: Case, mesh: Any, operands: Operands) -> dict[str, Any]:
     candidate = Candidate(body=case.call("simulator"), operands=case.operands)
     inputs = operands.sets(candidate, 1)[0]
     with simulator.simulate(
-        trace=True, cost_model=CostModel(), core_count=SIMULATED_BLOCKS, detect_races=False
+        trace=True,
+        cost_model=CostModel(),
+        core_count=SIMULATED_BLOCKS,
+        detect_races=False,
+        check_hardware=False,
     ) as report:
         programs.run_once(candidate, mesh, inputs).block_until_ready()
     if report.trace is None or not report.trace.events:

@@ -3,7 +3,7 @@
 From the CUDA programming guide, of bulk copies on GPUs of compute capability 9.0: a copy by a
 descriptor has its part of shared memory begin at a multiple of 128 bytes; a flat one, which Mosaic
 GPU makes of a window that is contiguous in global memory and need not be cut off, has both parts
-begin at multiples of 16 bytes, and be as many long. Buffers themselves are aligned.
+begin at multiples of 16 bytes, and takes a multiple of 16. Buffers themselves are aligned.
 
 Tiles and swizzles are not modelled, so a part of shared memory is looked at only where they cannot
 move it: where it is contiguous.
@@ -12,7 +12,6 @@ move it: where it is contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +20,6 @@ from stretto.distributed.simulator.memory import Buffer, Region
 
 BY_DESCRIPTOR = 128
 FLAT = 16
-
-
-def is_plain(transforms: Any) -> bool:
-    """Whether shared memory seen through `transforms` is neither swizzled nor otherwise moved."""
-    moving = ("UnswizzleRef", "UntilingTransform", "TransposeTransform")
-    return not any(type(transform).__name__ in moving for transform in transforms or ())
 
 
 def misalignments(shared: Region, window: Region, *, may_be_flat: bool) -> Iterator[str]:

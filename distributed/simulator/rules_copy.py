@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from stretto.distributed.simulator.alignment import is_plain
 from stretto.distributed.simulator.barriers import pick
 from stretto.distributed.simulator.copies import Copy, load_body, store_body
 from stretto.distributed.simulator.engine import Taken, check_promise, taken
@@ -39,7 +38,7 @@ def _copy_smem_to_gmem(compiler: Compiler, eqn: Any) -> Step:
     target = plan_view(compiler, eqn.invars[1], dst)
     commit, reduction = eqn.params["commit_group"], eqn.params["reduction_op"]
     layout = Layout.of(src)
-    may_be_flat = reduction is None and is_plain(src)
+    may_be_flat = reduction is None and not layout.rearranged
     if reduction is not None:
         check_copied(reduction, eqn.invars[0].aval.dtype)
     site = compiler.site
@@ -121,8 +120,7 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
     axes = tuple(eqn.params["collective_axes"] or ())
     layout, mode = Layout.of(dst), eqn.params.get("oob_mode")
-    cuts_off = getattr(eqn.params["oob_mode"], "name", "ZEROS") == "ZEROS"
-    may_be_flat = not cuts_off and is_plain(dst)
+    may_be_flat = getattr(mode, "name", "ZEROS") != "ZEROS" and not layout.rearranged
     site = compiler.site
 
     def step(task: Any, env: list) -> Generator:

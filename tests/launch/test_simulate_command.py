@@ -76,6 +76,17 @@ def test_a_deadlock_fails_the_command(run):
     assert "nothing wrong" not in done.stderr
 
 
+def test_a_kernel_that_no_gpu_runs_fails_the_command_unless_told_otherwise(run):
+    odd = SCRIPT.replace("3 * 128.0", "3 * 100.0")
+    done = run("-n", "3", "--seeds", "2", text=odd)
+    assert done.returncode == 1
+    assert "[does not compile] JAX does not lower kernel body for an H100" in done.stderr
+    assert "script.py:13 (body): plgpu.remote_ref(out_ref, to)" in done.stderr
+    done = run("-n", "3", "--seeds", "2", "--no-hardware", text=odd)
+    assert done.returncode == 0, done.stderr
+    assert "2 seeds, 2 kernel launches: nothing wrong found" in done.stderr
+
+
 def test_the_status_is_the_script_s(run):
     done = run("-n", "3", "--seeds", "2", args=("seven",))
     assert done.returncode == 7

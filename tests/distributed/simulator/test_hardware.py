@@ -219,7 +219,10 @@ def chosen(x_ref, out_ref, smem, landed):
         (through, (3,), ["divisible by 128, but got 96"]),
         (through, (4, 3), ["strides", "multiple of 16 bytes"]),
         (doubled, (8, 100), ["Failed to infer", "8x100 at"]),
-        (zeros, (3, 128), ["WGStridedFragLayout(shape=(3, 128)", "a multiple of 256 elements"]),
+        pytest.param(
+            *(zeros, (3, 128), ["WGStridedFragLayout(shape=(3, 128)", "multiple of 256 elements"]),
+            marks=pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12 takes it"),
+        ),
         (chosen, (8, 128), ["Implicit broadcast"]),
     ],
 )
