@@ -86,6 +86,11 @@ def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where((a == 0) & (b == 0), -(-a - b), np.minimum(a, b))
 
 
+def power(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """`x ** y`, not of 0-d arrays: for an exponent of 0.5 that is one, numpy takes the root."""
+    return np.power(np.atleast_1d(x), np.atleast_1d(y)).reshape(x.shape)
+
+
 def integer_power(x: np.ndarray, y: int) -> np.ndarray:
     """`x ** y` for a `y` of at least 0, by multiplications of the type of `x`."""
     if y < 2:

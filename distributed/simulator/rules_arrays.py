@@ -28,7 +28,7 @@ _BINARY: dict[str, Function] = {
     "rem": arithmetic.remainder,
     "max": arithmetic.maximum,
     "min": arithmetic.minimum,
-    "pow": np.power,
+    "pow": arithmetic.power,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,

@@ -13,6 +13,7 @@ from stretto.distributed.simulator.memory import Region
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.reductions import check_copied
 from stretto.distributed.simulator.sites import Site
+from stretto.distributed.simulator.unsupported import CP_ASYNC
 from stretto.distributed.simulator.views import ViewPlan, plan_view
 from stretto.distributed.simulator.waiting import Wait
 from stretto.distributed.windows import Layout
@@ -110,9 +111,11 @@ def _wait_for_copy(task: Any, copy: Copy, read_only: bool, site: Site) -> Genera
 @rule("copy_gmem_to_smem")
 def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     if not eqn.params["has_barrier"]:
-        raise UnsupportedKernelError("copies without a barrier (cp.async), which Hopper has not")
+        raise UnsupportedKernelError(CP_ASYNC)
     if eqn.params["leader_tracked"] is not None:
-        raise UnsupportedKernelError("leader-tracked copies, which are Blackwell's")
+        raise UnsupportedKernelError(
+            "leader_tracked copies are Blackwell's; leave it out, and each block tracks its own"
+        )
     src, dst, rest, predicate = _split(compiler, eqn, 3)
     source = plan_view(compiler, eqn.invars[0], src)
     target = plan_view(compiler, eqn.invars[1], dst)

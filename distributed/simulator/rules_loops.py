@@ -18,7 +18,8 @@ from stretto.distributed.simulator.waiting import Wait
 
 # What a loop may do and still be one that only looks. Others may do so too; they are known to act.
 _LOOKS = ELEMENTWISE | {
-    "get", "load", "semaphore_read", "delay", "axis_index", "program_id", "num_programs",
+    "get", "load", "semaphore_read", "barrier_test", "delay",
+    "axis_index", "program_id", "num_programs",
     "convert_element_type", "select_n", "broadcast_in_dim", "reshape", "squeeze", "slice",
     "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
     "jit", "pjit", "closed_call", "cond", "while", "scan",
@@ -92,21 +93,22 @@ def _looking(
 ) -> Generator[Any, None, list]:
     """A loop that only looks. After a pass in vain the next comes when somebody else has acted.
 
-    A pass is in vain if it leaves what the loop carries as it was: the next would do the same. So
-    loops that wait for each other are a deadlock at once, and not when all steps are used up.
+    A pass is in vain if it leaves what the loop carries as it was, and has seen no barrier's phase
+    end: the next would do the same. So loops that wait for each other are a deadlock at once, and
+    not when all steps are used up.
     """
     cond_consts, body_consts, carry = values
     scheduler = task.machine.scheduler
     with scheduler.looking(task):
         while True:
-            seen, steps = scheduler.changes, scheduler.steps
+            seen, steps, phases = scheduler.changes, scheduler.steps, task.phases.copy()
             (goes_on,) = yield from cond.run(task, cond_consts + carry)
             if not goes_on:
                 return carry
             before = carry
             carry = yield from body.run(task, body_consts + carry)
             task.polled = True
-            if all(map(_same, before, carry)):
+            if all(map(_same, before, carry)) and task.phases == phases:
                 yield from _wait_for_change(task, seen, site)
             elif scheduler.steps == steps:
                 yield

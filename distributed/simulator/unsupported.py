@@ -17,7 +17,7 @@ _LAUNCH_CONTROL = (
     "cluster launch control, of which plgpu.dynamic_scheduling_loop is made, is Blackwell's, and"
     " the simulator is of Hopper; divide the work among the blocks with plgpu.nd_loop"
 )
-_CP_ASYNC = (
+CP_ASYNC = (
     "copies without a barrier (cp.async) are refused by Mosaic GPU on Hopper, too; give"
     " copy_gmem_to_smem a plgpu.Barrier and wait for that"
 )
@@ -39,7 +39,7 @@ REFUSED: dict[str, str] = {
     "async_store_tmem": _TENSOR_MEMORY,
     "commit_tmem": _TENSOR_MEMORY,
     "wait_load_tmem": _TENSOR_MEMORY,
-    "wait_gmem_to_smem": _CP_ASYNC,
+    "wait_gmem_to_smem": CP_ASYNC,
     "masked_load": _MASKED,
     "masked_swap": _MASKED,
     "wgmma": "it is made while JAX lowers a kernel, and no kernel has it before",

@@ -114,6 +114,36 @@ def test_looking_in_vain_is_a_deadlock(schedule):
     assert error.value.report.statistics.steps < 200
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_looking_at_a_barrier(schedule, arrives):
+    def body(x_ref, out_ref, first, second):
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            # The first look that succeeds changes nothing but the barrier's phase.
+            def look(_):
+                plgpu.barrier_test(first)
+                return plgpu.barrier_test(second)
+
+            lax.while_loop(lambda seen: ~seen, look, False)
+            out_ref[...] = x_ref[...]
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _():
+            plgpu.barrier_arrive(first)
+            if arrives:
+                plgpu.barrier_arrive(second)
+
+    scratch = [plgpu.Barrier(), plgpu.Barrier()]
+    if arrives:
+        out, report = run(body, scratch, threads=2, schedule=schedule)
+        assert report.ok, str(report)
+        np.testing.assert_array_equal(out, X)
+    else:
+        with pytest.raises(DeadlockError, match="nothing has changed since"):
+            run(body, scratch, threads=2, schedule=schedule)
+
+
 def test_looking_that_carries_a_limit_ends_by_itself():
     """A pass that changes what the loop carries is not in vain."""
 

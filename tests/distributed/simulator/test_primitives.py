@@ -102,10 +102,12 @@ def test_global_scratch_is_refused():
     assert "one more result" in refusal(body, [plgpu.GMEM((128,), F32)])
 
 
-def test_copies_without_a_barrier_are_refused():
+@pytest.mark.parametrize("waits", [True, False])
+def test_copies_without_a_barrier_are_refused(waits):
     def body(x_ref, out_ref, smem):
         plgpu.copy_gmem_to_smem(x_ref, smem)
-        plgpu.wait_gmem_to_smem(0)
+        if waits:
+            plgpu.wait_gmem_to_smem(0)
         out_ref[...] = smem[...]
 
     assert "give copy_gmem_to_smem a plgpu.Barrier" in refusal(body, [plgpu.SMEM((128,), F32)])

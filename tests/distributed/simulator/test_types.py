@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.simulator import rules_arrays, simulate
@@ -162,17 +163,25 @@ def in_kernel(functions: dict[str, Callable], x, y, *, scalars: bool) -> dict[st
         for name, function in functions.items():
             out_refs[name][...] = function(x_ref[...], y_ref[...])
 
-    def of_scalars(x_ref, y_ref, out_refs, results):
-        left, right = x_ref[...], y_ref[...]
-        for name, function in functions.items():
-            for i in range(x.size):
-                results[name][i] = function(left[i], right[i])
+    def of_scalars(x_ref, y_ref, out_refs, operands, results):
+        operands[0][...], operands[1][...] = x_ref[...], y_ref[...]
+
+        @pl.loop(0, x.size)
+        def _(i):
+            left, right = operands[0][i], operands[1][i]
+            for name, function in functions.items():
+                results[name][i] = function(left, right)
+
+        for name in functions:
             out_refs[name][...] = results[name][...]
 
-    scratch = {n: plgpu.SMEM(o.shape, o.dtype) for n, o in out.items()} if scalars else ()
+    scratch = [
+        [plgpu.SMEM(x.shape, x.dtype)] * 2,
+        {n: plgpu.SMEM(o.shape, o.dtype) for n, o in out.items()},
+    ]
     body = of_scalars if scalars else of_arrays
     with simulate(detect_races=False):
-        got = plgpu.kernel(body, out_type=out, scratch_types=[scratch] if scalars else [])(x, y)
+        got = plgpu.kernel(body, out_type=out, scratch_types=scratch if scalars else [])(x, y)
         return {name: np.asarray(value) for name, value in got.items()}
 
 
@@ -214,7 +223,7 @@ def test_arrays_give_what_xla_gives(dtype):
 def test_scalars_give_what_xla_gives(dtype):
     """Scalars take another way through the interpreter than arrays."""
     with jax.enable_x64(dtype in WIDE):
-        found = differences(dtype, 40, scalars=True)
+        found = differences(dtype, 200, scalars=True)
     assert not found, "\n".join(found)
 
 
