@@ -2,7 +2,7 @@
 
 The copy engine cuts a window off at the edges of its array: what it would store past them is
 dropped, what it would load is zeros. There are two exceptions, both where the window is prepared
-(`launch_context.py` of Mosaic GPU; read on JAX 0.11.2 and seen on H100s and H200s):
+(`launch_context.py` of Mosaic GPU; read on JAX 0.11.2 and 0.12.0.1, seen on H100s and H200s):
 
 - A store out of shared memory that is not swizzled, of a window that is contiguous in its array,
   is one flat copy of as many bytes. It is cut off at the end of the whole array only: at any other

@@ -89,5 +89,5 @@ def test_a_compiler_that_is_not_there_is_told(monkeypatch, installed, way_out):
 
 
 def test_unknown_gpus_are_refused():
-    with pytest.raises(ValueError, match=r"target='h1' must be one of h100\."):
+    with pytest.raises(ValueError, match=r"target='h1' must be one of b200, h100\."):
         aot.mesh_of_gpus((4,), ("x",), target="h1")

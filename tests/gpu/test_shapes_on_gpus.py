@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import subjects
 import verification
+from jax.sharding import PartitionSpec as P
 from subjects import COLLECTIVES, SUBJECTS
 from verification import Problem
 
@@ -48,6 +54,34 @@ def test_gathers_along_other_dimensions(name, mesh, scale, tally) -> None:
     sizes = scale.gather_shapes(subject, mesh.size)
     options = dict(backend=scale.backend)
     tally.outcomes(verification.verify(mesh, [Problem(subject, s, options) for s in sizes]))
+
+
+@pytest.mark.parametrize("devices", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3)])
+@pytest.mark.parametrize("kept", [False, True])
+def test_shards_that_lie_side_by_side(devices, kept, scale, tally) -> None:
+    """Two of them are as wide as a piece, which must not run on into the second (`windows`)."""
+    name = "all_gather_matmul_k"
+    lhs, rhs = cases.operands(*cases.whole(name, devices, 65, 72, 136))
+    call = functools.partial(
+        cases.GATHERS[name],
+        axis_name="x",
+        return_gathered=kept,
+        out_dtype=cases.F32,
+        backend=scale.backend,
+    )
+    in_specs, out = cases.specs(name)
+    program = jax.shard_map(
+        call,
+        mesh=cases.mesh_of(devices),
+        in_specs=in_specs,
+        out_specs=(out, P()) if kept else out,
+        check_vma=False,
+    )
+    found = jax.jit(program)(jnp.asarray(lhs, cases.BF16), jnp.asarray(rhs, cases.BF16))
+    wanted = (lhs @ rhs, lhs) if kept else (lhs @ rhs,)
+    for got, want in zip(jax.tree.leaves(found), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+    tally.checks(len(wanted))
 
 
 @pytest.mark.gpu(2)
