@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.launch.heartbeat import progress
-    from stretto.launch.startup import Process, initialize
+    from stretto.launch.process.heartbeat import progress
+    from stretto.launch.process.startup import Process, initialize
 
 __all__ = ["Process", "initialize", "progress"]
 
@@ -18,5 +18,5 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "progress":
-        return importlib.import_module("stretto.launch.heartbeat").progress
-    return getattr(importlib.import_module("stretto.launch.startup"), name)
+        return importlib.import_module("stretto.launch.process.heartbeat").progress
+    return getattr(importlib.import_module("stretto.launch.process.startup"), name)

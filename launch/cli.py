@@ -11,14 +11,17 @@ from stretto.launch.errors import LaunchError
 # Subcommand: where its `main(argv) -> int` is, and what it does. Imported only when called, so
 # that help is quick and one command's needs are not another's.
 _COMMANDS = {
-    "run": ("stretto.launch.command_run", "start a script in the processes of a job"),
+    "run": ("stretto.launch.commands.run", "start a script in the processes of a job"),
     "doctor": ("stretto.launch.doctor.command", "what this machine can do, and what is wrong"),
     "bench": (
         "stretto.benchmarks.commands.bench",
         "measure kernels and show the time they could take",
     ),
     "tune": ("stretto.benchmarks.commands.tune", "find the best configuration of a kernel here"),
-    "simulate": ("stretto.launch.simulate", "run a script's kernels in the simulator on a CPU"),
+    "simulate": (
+        "stretto.launch.commands.simulate",
+        "run a script's kernels in the simulator on a CPU",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import FlagCreatePairsOff
 
-from stretto.launch import environment, gpus
+from stretto.launch import environment
 from stretto.launch.doctor.finding import Finding, count, error
 from stretto.launch.doctor.gpu import judge_driver, judge_links, query_gpus, query_links
 from stretto.launch.doctor.heap import check_heap
@@ -20,6 +20,7 @@ from stretto.launch.doctor.mpi import check_mpi
 from stretto.launch.doctor.nccl import check_nccl
 from stretto.launch.doctor.peers import check_peers
 from stretto.launch.doctor.software import check_software
+from stretto.launch.planning import gpus
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 

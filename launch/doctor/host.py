@@ -4,8 +4,8 @@ import os
 import socket
 from pathlib import Path
 
-from stretto.launch import network
 from stretto.launch.doctor.finding import Finding, error, ok, warning
+from stretto.launch.planning import network
 
 _GIB = 1 << 30
 _LEAST_MEMORY = 4 * _GIB

@@ -6,7 +6,7 @@ import sys
 from stretto.launch import environment
 from stretto.launch.doctor.finding import Finding, error, ok, warning
 from stretto.launch.doctor.tools import Output, ask
-from stretto.launch.launchers import MpiRun, find_mpirun
+from stretto.launch.planning.launchers import MpiRun, find_mpirun
 
 _TIMEOUT_S = 60
 _LIBRARY_CODE = (

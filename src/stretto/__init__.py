@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         matmul_all_reduce,
         matmul_reduce_scatter,
     )
-    from stretto.launch.startup import initialize
+    from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ _MODULES = {
     "all_to_all": "stretto.kernels.operations.collectives",
     "explain": "stretto.kernels.choice.explain",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
-    "initialize": "stretto.launch.startup",
+    "initialize": "stretto.launch.process.startup",
     "kernel_errors": "stretto.distributed.mailbox",
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",

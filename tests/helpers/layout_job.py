@@ -23,7 +23,7 @@ from subjects import SUBJECTS
 from verification import Problem
 
 import stretto.launch
-from stretto.launch.startup import Process
+from stretto.launch.process.startup import Process
 
 
 def verified(mesh: jax.sharding.Mesh, backend: str, sizes: list) -> list[verification.Outcome]:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch import cli, hosts, network
-from stretto.launch.cluster import load_cluster
+from stretto.launch import cli
 from stretto.launch.errors import LaunchError
-from stretto.launch.gpus import Gpu
-from stretto.launch.options import RunOptions
-from stretto.launch.slurm import devices_per_host, expand_nodelist
+from stretto.launch.planning import hosts, network
+from stretto.launch.planning.cluster import load_cluster
+from stretto.launch.planning.gpus import Gpu
+from stretto.launch.planning.options import RunOptions
+from stretto.launch.planning.slurm import devices_per_host, expand_nodelist
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "cluster").glob("*.toml"))
 GPUS = tuple(Gpu(i, "H100", f"GPU-{i}") for i in range(4))

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from stretto.launch.detection import Launched, detect, inside_launcher
 from stretto.launch.errors import LaunchError
-from stretto.launch.startup import devices_of_local_process
+from stretto.launch.process.detection import Launched, detect, inside_launcher
+from stretto.launch.process.startup import devices_of_local_process
 
 OPEN_MPI_4 = {
     "OMPI_COMM_WORLD_RANK": "3",

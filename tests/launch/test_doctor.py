@@ -16,7 +16,7 @@ from stretto.launch.doctor import command, gpu, heap, host, jax_devices, mpi, nc
 from stretto.launch.doctor import peer_probe as probe_module
 from stretto.launch.doctor.finding import Finding, error, ok
 from stretto.launch.doctor.tools import Output, ask
-from stretto.launch.launchers import MpiRun
+from stretto.launch.planning.launchers import MpiRun
 
 OPEN_MPI = MpiRun("/x/mpirun", "openmpi", (5, 0, 11))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.launch import gpus
-from stretto.launch.gpus import parse_listing, usable_gpus, visible
+from stretto.launch.planning import gpus
+from stretto.launch.planning.gpus import parse_listing, usable_gpus, visible
 
 LISTING = "".join(
     f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{c * 4}-1)\n" for i, c in enumerate("abcd")

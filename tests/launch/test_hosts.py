@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.launch.errors import LaunchError
-from stretto.launch.hosts import parse_hostfile, parse_hosts
+from stretto.launch.planning.hosts import parse_hostfile, parse_hosts
 
 UGLY = (
     "# a cluster\r\n"

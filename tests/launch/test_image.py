@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.cluster import load_cluster
+from stretto.launch.planning.cluster import load_cluster
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch import launchers
 from stretto.launch.errors import LaunchError
-from stretto.launch.launchers import MpiRun
-from stretto.launch.layout import HostDevices, plan
+from stretto.launch.planning import launchers
+from stretto.launch.planning.launchers import MpiRun
+from stretto.launch.planning.layout import HostDevices, plan
 
 TWO_HOSTS = plan([HostDevices("a", 2), HostDevices("b", 1)], "gpu", "gpu")
 AGENT = launchers.agent_program()
@@ -48,7 +48,7 @@ def test_openmpi_5_as_root():
     assert "--allow-run-as-root" in argv
     assert "OVERSUBSCRIBE" in text
     assert "-n 4" in text
-    assert argv[-4:] == (sys.executable, "-P", "-m", "stretto.launch.agent")
+    assert argv[-4:] == (sys.executable, "-P", "-m", "stretto.launch.supervision.agent")
     assert "STRETTO_RENDEZVOUS" in argv  # by name: its value is no one's business in `ps`
 
 

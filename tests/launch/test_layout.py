@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.launch.errors import LaunchError
-from stretto.launch.layout import HostDevices, one_host, plan, share_devices
+from stretto.launch.planning.layout import HostDevices, one_host, plan, share_devices
 
 TWO_NODES = [HostDevices("a", 4), HostDevices("b", 2)]
 

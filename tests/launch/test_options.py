@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.options import parse, split_arguments
+from stretto.launch.planning.options import parse, split_arguments
 
 
 @pytest.mark.parametrize(

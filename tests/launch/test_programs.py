@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from stretto.launch import programs
-from stretto.launch.programs import Comparison, Program, find_mismatch, hints
-from stretto.launch.report import exited, killed
+from stretto.launch.supervision import programs
+from stretto.launch.supervision.programs import Comparison, Program, find_mismatch, hints
+from stretto.launch.supervision.report import exited, killed
 
 
 def told(*names: str, group: tuple[int, ...] = (0, 1)) -> list[Program]:

@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 from stretto.launch import worker
-from stretto.launch.layout import ProcessPlan
-from stretto.launch.report import (
+from stretto.launch.planning.layout import ProcessPlan
+from stretto.launch.supervision.report import (
     Whereabouts,
     exited,
     failure_text,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch import cli, gpus
+from stretto.launch import cli
+from stretto.launch.planning import gpus
 
 FAKE_SMI = """#!/bin/sh
 echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)'
@@ -161,7 +162,7 @@ def test_no_script(capfd):
 def test_help_needs_no_jax():
     code = "import sys; from stretto.launch.cli import main; main(['--help'])\n"
     code += "try: main(['run', '--help'])\nexcept SystemExit: pass\n"
-    code += "import stretto.launch.agent, stretto.launch.command_run\n"
+    code += "import stretto.launch.supervision.agent, stretto.launch.commands.run\n"
     code += "sys.exit('jax' in sys.modules)"
     result = subprocess.run(
         [shutil.which("python") or "python", "-c", code], capture_output=True, text=True

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
-from stretto.launch.launchers import find_mpirun
+from stretto.launch.planning.launchers import find_mpirun
 
 
 def _load_helper():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from stretto.launch.launchers import find_mpirun
+from stretto.launch.planning.launchers import find_mpirun
 
 MPIRUN = find_mpirun()
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun that works")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import socket
 import struct
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from stretto.launch import start, supervisor
-from stretto.launch.console import Console
+from stretto.launch import worker
 from stretto.launch.errors import LaunchError
-from stretto.launch.job import Job
-from stretto.launch.launchers import AgentCommand, agent_program
-from stretto.launch.layout import HostDevices, plan
-from stretto.launch.member import Member
-from stretto.launch.session import Session
+from stretto.launch.planning.job import Job
+from stretto.launch.planning.launchers import AgentCommand, agent_program
+from stretto.launch.planning.layout import HostDevices, plan
+from stretto.launch.supervision import start, supervisor
+from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.member import Member
+from stretto.launch.supervision.session import Session
 
 AGENT = agent_program()
 
@@ -142,5 +142,5 @@ def test_failure_is_told_once():
 
 def test_worker_needs_the_standard_library_only():
     """Whatever a script imports is its own: the worker brings nothing of ours."""
-    source = Path(sys.modules["stretto.launch.session"].__file__ or "").with_name("worker.py")
+    source = Path(worker.__file__)
     assert "stretto.launch" not in source.read_text().split('"""', 2)[2]

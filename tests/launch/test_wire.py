@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from stretto.launch.wire import Channel
+from stretto.launch.supervision.wire import Channel
 
 
 @pytest.fixture

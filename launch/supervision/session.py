@@ -16,13 +16,14 @@ import subprocess
 import time
 from types import FrameType
 
-from stretto.launch import environment, network
-from stretto.launch.console import Console
+from stretto.launch import environment
 from stretto.launch.errors import LaunchError
-from stretto.launch.job import Job
-from stretto.launch.member import Member
-from stretto.launch.report import Failure
-from stretto.launch.wire import Channel
+from stretto.launch.planning import network
+from stretto.launch.planning.job import Job
+from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.member import Member
+from stretto.launch.supervision.report import Failure
+from stretto.launch.supervision.wire import Channel
 
 _STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL
 _STOP_LIMIT_S = 3.5

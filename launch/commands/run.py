@@ -7,19 +7,21 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from stretto.launch import environment, gpus, launchers, layout, supervisor
-from stretto.launch.cluster import load_cluster
-from stretto.launch.console import Console
-from stretto.launch.detection import inside_launcher
+from stretto.launch import environment
+from stretto.launch.commands.dry_run import describe
 from stretto.launch.doctor.nccl import why_no_process_per_gpu
-from stretto.launch.dry_run import describe
 from stretto.launch.errors import LaunchError
-from stretto.launch.hosts import choose_hosts
-from stretto.launch.job import Job
-from stretto.launch.launchers import AgentCommand
-from stretto.launch.options import RunOptions, parse
-from stretto.launch.reach import check_hosts
-from stretto.launch.session import Interrupted
+from stretto.launch.planning import gpus, launchers, layout
+from stretto.launch.planning.cluster import load_cluster
+from stretto.launch.planning.hosts import choose_hosts
+from stretto.launch.planning.job import Job
+from stretto.launch.planning.launchers import AgentCommand
+from stretto.launch.planning.options import RunOptions, parse
+from stretto.launch.planning.reach import check_hosts
+from stretto.launch.process.detection import inside_launcher
+from stretto.launch.supervision import supervisor
+from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.session import Interrupted
 
 
 def main(argv: list[str]) -> int:

@@ -8,10 +8,11 @@ cannot use, a coordinator that a host cannot reach.
 import time
 from collections.abc import Callable
 
-from stretto.launch import environment, network
+from stretto.launch import environment
 from stretto.launch.errors import LaunchError
-from stretto.launch.member import Member
-from stretto.launch.session import Session
+from stretto.launch.planning import network
+from stretto.launch.supervision.member import Member
+from stretto.launch.supervision.session import Session
 
 _PREPARE_LIMIT_S = 15.0
 _LAUNCHER_LINES = 30

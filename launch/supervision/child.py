@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.launch import environment
-from stretto.launch.heartbeat import RECORD_SIZE, decode
+from stretto.launch.process.heartbeat import RECORD_SIZE, decode
 
 _READ_SIZE = 1 << 16
 _LONGEST_LINE = 1 << 16
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).parents[1] / "worker.py"
 
 
 @dataclass(frozen=True)

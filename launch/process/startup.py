@@ -9,10 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.launch import environment, gpus, heartbeat, network
-from stretto.launch.coordinator import agree_on_coordinator
-from stretto.launch.detection import Launched, detect
+from stretto.launch import environment
 from stretto.launch.errors import LaunchError
+from stretto.launch.planning import gpus, network
+from stretto.launch.process import heartbeat
+from stretto.launch.process.coordinator import agree_on_coordinator
+from stretto.launch.process.detection import Launched, detect
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from stretto.launch import environment, network
-from stretto.launch.child import Child, Pipe, StateChange
-from stretto.launch.detection import detect
-from stretto.launch.wire import Channel, Message
+from stretto.launch import environment
+from stretto.launch.planning import network
+from stretto.launch.process.detection import detect
+from stretto.launch.supervision.child import Child, Pipe, StateChange
+from stretto.launch.supervision.wire import Channel, Message
 
 _CONNECT_TIMEOUT_S = 4.0
 _PROBE_TIMEOUT_S = 3.0

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.launch.launchers import AgentCommand
-from stretto.launch.layout import Layout
+from stretto.launch.planning.launchers import AgentCommand
+from stretto.launch.planning.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.launch.layout import ProcessPlan
+from stretto.launch.planning.layout import ProcessPlan
 
 # Signals by which a process dies of itself or of the kernel. SIGABRT is not one of them: JAX
 # aborts a process when another one of the job is gone.
 _FIRST_CAUSE_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_WORKER_FILE = str(Path(__file__).with_name("worker.py"))
+_WORKER_FILE = str(Path(__file__).parents[1] / "worker.py")
 TIMEOUT_STATUS = 124
 
 

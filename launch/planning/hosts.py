@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.launch import network, slurm
-from stretto.launch.cluster import Cluster
 from stretto.launch.errors import LaunchError
-from stretto.launch.gpus import Gpu
-from stretto.launch.layout import HostDevices, Platform, one_host, share_devices
-from stretto.launch.options import RunOptions
+from stretto.launch.planning import network, slurm
+from stretto.launch.planning.cluster import Cluster
+from stretto.launch.planning.gpus import Gpu
+from stretto.launch.planning.layout import HostDevices, Platform, one_host, share_devices
+from stretto.launch.planning.options import RunOptions
 
 _SLOTS = re.compile(r"^(?P<key>max[_-]slots|slots)\s*=\s*(?P<value>\S+)$")
 

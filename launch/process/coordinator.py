@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from stretto.launch import network
-from stretto.launch.detection import Launched
 from stretto.launch.errors import LaunchError
-from stretto.launch.slurm import expand_nodelist
+from stretto.launch.planning import network
+from stretto.launch.planning.slurm import expand_nodelist
+from stretto.launch.process.detection import Launched
 
 _POLL_S = 0.02
 _FIRST_DERIVED_PORT = 20_000  # below Linux's range of ports for outgoing connections

@@ -2,7 +2,7 @@
 
 import shlex
 
-from stretto.launch.job import Job
+from stretto.launch.planning.job import Job
 
 
 def describe(job: Job) -> str:

@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from stretto.launch import network
 from stretto.launch.errors import LaunchError
+from stretto.launch.planning import network
 
 _CONNECT_TIMEOUT_S = 5.0
 _SSH_TIMEOUT_S = 5.0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stretto.launch.report import Failure
+from stretto.launch.supervision.report import Failure
 
 SILENCE_LIMIT_S = 5.0
 _ASK_AFTER_S = 4.0

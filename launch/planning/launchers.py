@@ -11,11 +11,11 @@ from typing import Literal
 
 from stretto.launch import environment
 from stretto.launch.errors import LaunchError
-from stretto.launch.layout import Layout
+from stretto.launch.planning.layout import Layout
 
 Flavour = Literal["openmpi", "mpich"]
 LauncherName = Literal["auto", "mpirun", "local", "srun"]
-_AGENT = ("-P", "-m", "stretto.launch.agent")
+_AGENT = ("-P", "-m", "stretto.launch.supervision.agent")
 _VERSION_TIMEOUT_S = 20
 
 

@@ -8,9 +8,16 @@ import time
 from dataclasses import replace
 
 from stretto.launch.errors import LaunchError
-from stretto.launch.programs import Program
-from stretto.launch.report import Failure, Whereabouts, exited, killed, place_in_script, signal_name
-from stretto.launch.wire import Channel, Message
+from stretto.launch.supervision.programs import Program
+from stretto.launch.supervision.report import (
+    Failure,
+    Whereabouts,
+    exited,
+    killed,
+    place_in_script,
+    signal_name,
+)
+from stretto.launch.supervision.wire import Channel, Message
 
 
 class Member:

@@ -8,19 +8,19 @@ shows where each of its processes is.
 
 import time
 
-from stretto.launch.console import Console
 from stretto.launch.errors import LaunchError
-from stretto.launch.job import Job
-from stretto.launch.programs import Comparison, hints
-from stretto.launch.report import (
+from stretto.launch.planning.job import Job
+from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.programs import Comparison, hints
+from stretto.launch.supervision.report import (
     TIMEOUT_STATUS,
     Failure,
     failure_text,
     first_cause,
     whereabouts_text,
 )
-from stretto.launch.session import Interrupted, Session
-from stretto.launch.start import begin
+from stretto.launch.supervision.session import Interrupted, Session
+from stretto.launch.supervision.start import begin
 
 _SETTLE_S = 0.7
 _STACKS_WAIT_S = 1.5

@@ -1,0 +1,1 @@
+"""The commands of `stretto` that start programs, each with its options."""

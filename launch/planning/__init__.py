@@ -1,0 +1,1 @@
+"""What a job is before it starts: its hosts, their GPUs, its processes and their addresses."""

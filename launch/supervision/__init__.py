@@ -1,0 +1,1 @@
+"""What watches a job that runs: an agent on each host, the supervisor, and what failures mean."""
