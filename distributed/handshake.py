@@ -31,7 +31,8 @@ import dataclasses
 import jax
 from jax.experimental import pallas as pl
 
-from stretto.distributed import heap, semaphores
+from stretto.distributed import semaphores
+from stretto.distributed.memory import heap
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
 

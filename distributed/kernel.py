@@ -13,21 +13,16 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import (
-    clique,
-    handshake,
-    heap,
-    jax_kernels,
-    profiling,
-    semaphores,
-    settings,
-    simulator,
-)
-from stretto.distributed.axes import make_varying, varying_axes
+from stretto.distributed import handshake, semaphores, settings, simulating
+from stretto.distributed.devices import clique
+from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.handshake import Handshake
-from stretto.distributed.jax_kernels import TeamKernelInfo
+from stretto.distributed.memory import heap
+from stretto.distributed.primitives import team_kernel
+from stretto.distributed.primitives.team_kernel import TeamKernelInfo
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team, counting_from_the_end
+from stretto.distributed.tools import profiling
 
 GRID_AXIS = "grid"
 THREAD_AXIS = "warpgroup"
@@ -110,7 +105,7 @@ def launch(
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
     axes = team.axes if team is not None else ()
-    turned = clique.are_several() or simulator.counts_from_the_end()
+    turned = clique.are_several() or simulating.counts_from_the_end()
     info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and turned)
 
     @counting_from_the_end(info.turned)
@@ -153,9 +148,9 @@ def launch(
         interpret=interpret,
     )
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with jax_kernels.tracing():
+    with team_kernel.tracing():
         traced = jax.make_jaxpr(call)(*structs)
-    outs = jax_kernels.bind_team_kernel(traced, operands, info)[: len(out_type)]
+    outs = team_kernel.bind_team_kernel(traced, operands, info)[: len(out_type)]
     # XLA would run a kernel twice whose result goes into a loop's stack and is used besides: once
     # for the use, and once more to write it into the stack itself (its dynamic-slice fusion).
     outs = lax.optimization_barrier(outs)
@@ -249,7 +244,7 @@ def _multiprocessors_of_device() -> int:
 
     CPU devices have none; the simulator says how many blocks its devices run.
     """
-    if simulator.is_simulating():
+    if simulating.is_simulating():
         return jax.local_devices(backend="cpu")[0].core_count  # `core_count` of `simulate`.
     device = jax.sharding.get_abstract_mesh().abstract_device
     count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)

@@ -16,8 +16,11 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import jax_compat, jax_heap, jax_marks, settings
-from stretto.distributed.mailbox import Site
+from stretto.distributed import settings
+from stretto.distributed.memory.mailbox import Site
+from stretto.distributed.primitives import heap_semaphores
+from stretto.distributed.primitives.bounded_wait import bounded_wait
+from stretto.distributed.private_jax import marks
 from stretto.distributed.team import Team, are_turned
 
 LOCAL_PATIENCE = 1.25
@@ -81,7 +84,7 @@ class Semaphore:
         if self.spec.heap_word is None:
             plgpu.semaphore_signal(self._element(), inc, device_id=device_id)
         else:
-            jax_heap.signal(self._element(), inc, device_id=device_id, turned=are_turned())
+            heap_semaphores.signal(self._element(), inc, device_id=device_id, turned=are_turned())
 
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
@@ -89,7 +92,7 @@ class Semaphore:
         Past the limit of `settings.wait_limit_s` (for a local semaphore a quarter later) the kernel
         reports the wait (`mailbox`) and stops.
         """
-        jax_compat.bounded_wait(
+        bounded_wait(
             self._element(),
             value,
             indices=self.indices,
@@ -131,9 +134,9 @@ def allocate(
     """
     if spec.heap_word is None:
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
-        jax_marks.name_semaphores(ref, name)
+        marks.name_semaphores(ref, name)
     else:
-        ref = jax_heap.semaphores(spec.shape, spec.heap_word, name=name, turned=are_turned())
+        ref = heap_semaphores.semaphores(spec.shape, spec.heap_word, name=name, turned=are_turned())
     if awaits_start:
         limit_s = settings.start_limit_s()
     else:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed import jax_heap, jax_marks
-from stretto.distributed.axes import AxisNames, canonical_axes
+from stretto.distributed.devices.axes import AxisNames, canonical_axes
+from stretto.distributed.primitives import heap_semaphores
+from stretto.distributed.private_jax import marks
 
 # Set while the body of a kernel is traced: whether it counts its devices from the other end
 # (`clique`). None outside.
@@ -99,13 +100,13 @@ class Team:
 
     def slot(self, device_id: int | jax.Array) -> jax.Array:
         """The slot of member `device_id` in the `heap`; inside a kernel only."""
-        return jax_heap.slot(self.address(device_id), turned=are_turned())
+        return heap_semaphores.slot(self.address(device_id), turned=are_turned())
 
     def _place(self) -> jax.Array:
         """Along the axes, as the kernel counts that is being traced."""
         if _mirrored.get() is None:
             return lax.axis_index(self.axes)
-        place, *others = (jax_marks.place(lax.axis_index(axis)) for axis in self.axes)
+        place, *others = (marks.place(lax.axis_index(axis)) for axis in self.axes)
         for axis, index in zip(self.axes[1:], others, strict=True):
             place = place * lax.axis_size(axis) + index
         return place

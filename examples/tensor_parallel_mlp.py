@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 import stretto as st
-from stretto.distributed.simulator import is_simulating
+from stretto.distributed.simulating import is_simulating
 
 PIXELS, HIDDEN, CLASSES = 64, 512, 16  # ten digits, padded to a multiple of 8
 BATCH = 128

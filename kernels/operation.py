@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from stretto.distributed.topology import Split
+from stretto.distributed.devices.topology import Split
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Work
 

@@ -76,9 +76,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def only_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated kernels are not lowered for GPUs as well: it takes long, and tests/aot does it."""
     if request.node.get_closest_marker("compiles") is None:
-        from stretto.distributed import jax_lowering
+        from stretto.distributed.private_jax import lowering
 
-        monkeypatch.setattr(jax_lowering, "is_possible", lambda: False)
+        monkeypatch.setattr(lowering, "is_possible", lambda: False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

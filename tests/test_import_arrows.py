@@ -6,6 +6,7 @@ Each check takes the source as text, so that the tests at the end can show that 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,20 +30,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 # The command line hands `stretto bench` and `stretto tune` over inside functions, when asked for.
 LAZY = {"launch": {"benchmarks"}}
 USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author would
-PRIVATE_JAX = (
-    "distributed/jax_callbacks.py",
-    "distributed/jax_compat.py",
-    "distributed/jax_first_runs.py",
-    "distributed/jax_heap.py",
-    "distributed/jax_kernels.py",
-    "distributed/jax_lowering.py",
-    "distributed/jax_marks.py",
-    "distributed/jax_meshes.py",
-    "distributed/jax_options.py",
-    "distributed/jax_pallas_call.py",
-    "distributed/jax_programs.py",
-    "distributed/jax_store.py",
-)
+PRIVATE_JAX = ("distributed/private_jax/", "distributed/primitives/")
 STANDARD_LIBRARY_ONLY = (
     "launch/worker.py"  # runs the user's script, which pays for no import of ours
 )
@@ -51,7 +39,7 @@ READS_ENVIRONMENT = {
     "distributed/settings.py",
     "distributed/xla_flags.py",
     STANDARD_LIBRARY_ONLY,
-    "distributed/aot.py",  # sets JAX's variables for the time of a compilation, and puts them back
+    "distributed/tools/aot.py",  # sets JAX's variables while it compiles, and puts them back
 }
 
 
@@ -88,7 +76,9 @@ def breaches(source: str, path: str) -> list[str]:
                 found.append(f"{path} imports {module}")
         elif top in FOLDERS:
             found.append(f"{path} imports {module} under its bare name")
-        elif top not in packages | set(sys.stdlib_module_names) and path not in PRIVATE_JAX:
+        elif top not in packages | set(sys.stdlib_module_names) and not path.startswith(
+            PRIVATE_JAX
+        ):
             found.append(f"{path} imports {module}")
     return found
 
@@ -120,6 +110,45 @@ def environment_reads(source: str, path: str) -> list[str]:
 
 # For each room of a folder, and each file beside the rooms: which of the others it may import.
 ROOMS: dict[str, dict[str, set[str]]] = {
+    "distributed": {
+        "errors": set(),
+        "settings": set(),
+        "simulating": set(),
+        "sites": set(),
+        "xla_flags": set(),
+        "private_jax": {"settings", "xla_flags"},
+        "devices": {"private_jax", "settings"},
+        "memory": {"devices", "errors", "private_jax", "settings", "sites"},
+        "primitives": {"devices", "memory", "private_jax", "sites"},
+        "tools": {"settings"},
+        "team": {"devices", "primitives", "private_jax"},
+        "schedule": set(),
+        "copies": {"schedule", "team"},
+        "semaphores": {"memory", "primitives", "private_jax", "settings", "team"},
+        "handshake": {"memory", "semaphores", "team"},
+        "kernel": {  # not the simulator: a program that does not simulate does not import it
+            *("devices", "handshake", "memory", "primitives", "semaphores", "settings"),
+            *("simulating", "team", "tools"),
+        },
+        "simulator": {"errors", "memory", "primitives", "private_jax", "simulating", "sites"},
+    },
+    "distributed/simulator": {
+        "reports": set(),
+        "state": {"reports"},
+        "refusals": {"reports", "state"},
+        "program": {"reports"},
+        "rules": {"program", "refusals", "reports", "state"},
+        "scheduler": {"reports", "state"},
+        "checks": {"refusals", "reports", "state"},
+        "machine": {"checks", "program", "reports", "scheduler", "state"},
+        "rendezvous": {"reports"},
+        "settings": {"machine", "reports", "scheduler", "state"},
+        "launch": {
+            *("machine", "program", "refusals", "reports", "rules", "scheduler", "settings"),
+            *("state",),
+        },
+        "context": {"launch", "machine", "refusals", "rendezvous", "reports", "settings", "state"},
+    },
     "kernels": {
         "problem": set(),
         "xla": {"problem"},
@@ -166,17 +195,18 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 
 
 def rooms_entered(source: str, path: str) -> list[str]:
-    """Where the file at `path` imports from a room of its folder that its own room may not."""
-    folder, room = Path(path).parts[0], Path(path).parts[1].removesuffix(".py")
-    if room == "__init__":
-        return []
-    allowed = ROOMS[folder][room] | {room}
+    """Where the file at `path` imports from a room of a folder that its own room may not."""
     found = []
-    for module, _ in imports(source, path):
-        top, *rest = module.split(".")
-        is_ours = [top, *rest[:1]] == ["stretto", folder] and len(rest) > 1
-        if is_ours and rest[1] not in allowed:
-            found.append(f"{path} imports {module}")
+    for folder, rooms in ROOMS.items():
+        if not path.startswith(f"{folder}/"):
+            continue
+        room = path.removeprefix(f"{folder}/").split("/")[0].removesuffix(".py")
+        package = f"stretto.{folder.replace('/', '.')}."
+        for module, _ in imports(source, path):
+            entered = module.removeprefix(package).split(".")[0]
+            may_enter = {room} | rooms.get(room, set(rooms) if room == "__init__" else set())
+            if module.startswith(package) and entered not in may_enter:
+                found.append(f"{path} imports {module}")
     return found
 
 
@@ -191,7 +221,7 @@ FILES = [
 def test_file_keeps_the_arrows(path: str) -> None:
     source = (ROOT / path).read_text()
     found = breaches(source, path)
-    if path not in PRIVATE_JAX:
+    if not path.startswith(PRIVATE_JAX):
         found += private_jax(source, path)
     if path not in READS_ENVIRONMENT:
         found += environment_reads(source, path)
@@ -250,7 +280,7 @@ def test_environment_read_is_caught(source: str) -> None:
     assert environment_reads(source, "kernels/x.py")
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.split("/")[0] in ROOMS])
+@pytest.mark.parametrize("file", [f for f in FILES if f.split("/")[0] in ROOMS])
 def test_file_keeps_to_its_room(file: str) -> None:
     found = rooms_entered((ROOT / file).read_text(), file)
     assert not found, "\n".join(found)
@@ -260,3 +290,12 @@ def test_a_way_back_up_is_found() -> None:
     source = "from stretto.kernels.operations import matmuls"
     assert rooms_entered(source, "kernels/engine/fuse.py")
     assert not rooms_entered(source, "kernels/operations/collectives.py")
+    source = "from stretto.distributed.simulator.rules import copy"
+    assert rooms_entered(source, "distributed/kernel.py")
+    assert rooms_entered(source, "distributed/simulator/state/copies.py")
+
+
+def test_a_program_that_does_not_simulate_does_not_import_the_simulator() -> None:
+    program = "import jax, stretto, sys; stretto.all_reduce, stretto.explain"
+    program += "; assert not any('simulator' in name for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

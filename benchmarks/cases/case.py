@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from stretto.benchmarks.cases import shapes
 from stretto.benchmarks.cases.meshes import AXIS
 from stretto.benchmarks.errors import UnavailableError
-from stretto.distributed.axes import AxisNames
+from stretto.distributed.devices.axes import AxisNames
 from stretto.kernels.operation import Operand, Operation, Sizes
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types

@@ -21,7 +21,7 @@ from stretto.benchmarks.timing import programs
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.operands import Operands
 from stretto.distributed import simulator
-from stretto.distributed.simulator.cost_model import CostModel
+from stretto.distributed.simulator.state.cost_model import CostModel
 from stretto.kernels.choice.costs import TILE_M, TILE_N
 from stretto.kernels.operation import Sizes
 from stretto.kernels.problem.machine import MULTIPROCESSORS

@@ -25,8 +25,9 @@ from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.timing import programs
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.operands import Operands
-from stretto.distributed import profiling, simulator
-from stretto.distributed.simulator.cost_model import CostModel
+from stretto.distributed import simulator
+from stretto.distributed.simulator.state.cost_model import CostModel
+from stretto.distributed.tools import profiling
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.problem.machine import Machine

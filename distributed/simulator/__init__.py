@@ -1,13 +1,11 @@
 """Runs multi-GPU kernels on a CPU, and finds their deadlocks and races. See docs/simulator.md."""
 
+from stretto.distributed.simulating import counts_from_the_end, is_simulating
 from stretto.distributed.simulator.context import (
     SimulatorParams,
-    counts_from_the_end,
-    is_simulating,
     simulate,
 )
-from stretto.distributed.simulator.cost_model import CostModel
-from stretto.distributed.simulator.errors import (
+from stretto.distributed.simulator.reports.errors import (
     DeadlockError,
     FindingError,
     KernelFaultError,
@@ -16,7 +14,8 @@ from stretto.distributed.simulator.errors import (
     StepLimitError,
     UnsupportedKernelError,
 )
-from stretto.distributed.simulator.report import Finding, Report
+from stretto.distributed.simulator.reports.report import Finding, Report
+from stretto.distributed.simulator.state.cost_model import CostModel
 
 __all__ = [
     "CostModel",

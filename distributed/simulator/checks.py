@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.distributed.simulator.alignment import misalignments
-from stretto.distributed.simulator.clocks import Clock, knows
-from stretto.distributed.simulator.engine import Taken
-from stretto.distributed.simulator.limits import REGISTERS
-from stretto.distributed.simulator.memory import Region
-from stretto.distributed.simulator.races import Access
-from stretto.distributed.simulator.report import Finding
-from stretto.distributed.simulator.semaphores import Semaphore
-from stretto.distributed.simulator.sites import Site
+from stretto.distributed.simulator.refusals.limits import REGISTERS
+from stretto.distributed.simulator.reports.report import Finding
+from stretto.distributed.simulator.state.alignment import misalignments
+from stretto.distributed.simulator.state.clocks import Clock, knows
+from stretto.distributed.simulator.state.engine import Taken
+from stretto.distributed.simulator.state.memory import Region
+from stretto.distributed.simulator.state.races import Access
+from stretto.distributed.simulator.state.semaphores import Semaphore
+from stretto.distributed.sites import Site
 
 
 class Checks:

@@ -11,27 +11,29 @@ from typing import Any, Literal
 
 import jax
 
-from stretto.distributed import jax_callbacks, jax_compat, jax_lowering, jax_pallas_call
-from stretto.distributed.simulator.cost_model import CostModel
-from stretto.distributed.simulator.errors import (
+from stretto.distributed import simulating
+from stretto.distributed.primitives import cpu_kernels
+from stretto.distributed.private_jax import (
+    callbacks,
+    cores,
+    lowering,
+    pallas_call,
+)
+from stretto.distributed.simulator.launch import KernelCall
+from stretto.distributed.simulator.machine import Limits
+from stretto.distributed.simulator.refusals.lowering import flaw_of
+from stretto.distributed.simulator.rendezvous import Activity, Rendezvous
+from stretto.distributed.simulator.reports.errors import (
     DeadlockError,
     FindingError,
     SimulationError,
     UnsupportedKernelError,
 )
-from stretto.distributed.simulator.launch import KernelCall
-from stretto.distributed.simulator.machine import Limits
-from stretto.distributed.simulator.mesh import DeviceMesh
-from stretto.distributed.simulator.refusals import flaw_of
-from stretto.distributed.simulator.rendezvous import Activity, Rendezvous
-from stretto.distributed.simulator.report import Report
+from stretto.distributed.simulator.reports.report import Report
+from stretto.distributed.simulator.reports.trace import Trace
 from stretto.distributed.simulator.settings import Settings, schedule_of
-from stretto.distributed.simulator.trace import Trace
-
-# (core_count, check_hardware, from_the_end). Part of the key of JAX's caches, so that nothing that
-# is traced or lowered for the simulator is used outside, nor the other way round. It does not hold
-# the seed: a new seed needs no new compilation.
-_is_simulating = jax.make_user_context(default_value=None)
+from stretto.distributed.simulator.state.cost_model import CostModel
+from stretto.distributed.simulator.state.mesh import DeviceMesh
 
 
 class _Simulation:
@@ -157,12 +159,12 @@ def simulate(
     simulation = _Simulation(settings, report)
     _active.append(simulation)
     try:
-        setting = core_count, check_hardware, from_the_end
-        with _is_simulating(setting), jax_compat.cpu_core_count(core_count):
+        setting = simulating.Setting(core_count, check_hardware, from_the_end)
+        with simulating.setting(setting), cores.cpu_core_count(core_count):
             try:
                 yield report
             finally:
-                jax_callbacks.finish_programs()
+                callbacks.finish_programs()
     except Exception as error:
         if simulation.error is not None and not isinstance(error, SimulationError):
             raise simulation.error from error
@@ -180,25 +182,15 @@ def simulate(
         raise simulation.error
 
 
-def is_simulating() -> bool:
-    """Whether kernels called here run in the simulator."""
-    return _is_simulating.value is not None
-
-
-def counts_from_the_end() -> bool:
-    """Whether kernels that are traced here are to count their devices from the end."""
-    return is_simulating() and _is_simulating.value[2]
-
-
 def _must_lower() -> bool:
     """Whether a kernel for the simulator is lowered for GPUs, too."""
-    setting = _is_simulating.value
-    return jax_lowering.is_possible() and (setting is None or setting[1])
+    setting = simulating.setting.value
+    return lowering.is_possible() and (setting is None or setting.check_hardware)
 
 
-def _intercept(call: jax_compat.LoweredKernel) -> Any:
+def _intercept(call: cpu_kernels.LoweredKernel) -> Any:
     """The callback that stands for a kernel call, or None to leave the call alone."""
-    if not is_simulating() and not isinstance(call.interpret, SimulatorParams):
+    if not simulating.is_simulating() and not isinstance(call.interpret, SimulatorParams):
         return None
     mesh = DeviceMesh(call.axis_names, call.axis_sizes, turned=call.turned)
     if jax.process_count() > 1 and mesh.num_devices > jax.local_device_count():
@@ -224,7 +216,7 @@ def _intercept(call: jax_compat.LoweredKernel) -> Any:
         if refusal is not None:
             kernel.flaws.append(flaw_of(refusal, call.name, call.jaxpr))
 
-    def receive(visit: jax_callbacks.Visit) -> None:
+    def receive(visit: callbacks.Visit) -> None:
         _current().rendezvous_of(kernel).come(visit.position, visit)
 
     return receive
@@ -240,7 +232,7 @@ def _current() -> _Simulation:
 
 def _why_no_pallas_call(kernel: str, for_mosaic: bool) -> UnsupportedKernelError | None:
     """Why a `pl.pallas_call` is not simulated; None outside of `simulate`."""
-    if not is_simulating():
+    if not simulating.is_simulating():
         return None
     what = (
         "with plgpu.CompilerParams is lowered for no GPU by this JAX"
@@ -253,5 +245,5 @@ def _why_no_pallas_call(kernel: str, for_mosaic: bool) -> UnsupportedKernelError
     )
 
 
-jax_compat.install_kernel_interception(_intercept)
-jax_pallas_call.refuse_pallas_calls(_why_no_pallas_call)
+cpu_kernels.install_kernel_interception(_intercept)
+pallas_call.refuse_pallas_calls(_why_no_pallas_call)

@@ -8,38 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from stretto.distributed.simulator import (  # noqa: F401  (the rules register themselves)
-    rules_arrays,
-    rules_async_store,
-    rules_barriers,
-    rules_control,
-    rules_copy,
-    rules_loops,
-    rules_memory,
-    rules_mma,
-    rules_scope,
-    rules_shapes,
-    rules_sync,
-)
-from stretto.distributed.simulator.allocations import is_semaphore
-from stretto.distributed.simulator.deadlock import describe_deadlock
-from stretto.distributed.simulator.errors import (
+from stretto.distributed.simulator import rules  # noqa: F401  (they register themselves)
+from stretto.distributed.simulator.machine import Device, Machine
+from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
+from stretto.distributed.simulator.refusals.limits import over_limits
+from stretto.distributed.simulator.refusals.unsupported import check_primitives
+from stretto.distributed.simulator.reports.deadlock import describe_deadlock
+from stretto.distributed.simulator.reports.errors import (
     DeadlockError,
     FindingError,
     SimulationError,
     UnsupportedKernelError,
 )
-from stretto.distributed.simulator.flaws import Flaw
-from stretto.distributed.simulator.limits import over_limits
-from stretto.distributed.simulator.machine import Device, Machine
-from stretto.distributed.simulator.memory import Buffer, poison
-from stretto.distributed.simulator.mesh import DeviceMesh
-from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
-from stretto.distributed.simulator.report import Report
+from stretto.distributed.simulator.reports.flaws import Flaw
+from stretto.distributed.simulator.reports.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
-from stretto.distributed.simulator.sites import parameter_names
-from stretto.distributed.simulator.unsupported import check_primitives
+from stretto.distributed.simulator.state.allocations import is_semaphore
+from stretto.distributed.simulator.state.memory import Buffer, poison
+from stretto.distributed.simulator.state.mesh import DeviceMesh
+from stretto.distributed.sites import parameter_names
 
 
 @dataclass(eq=False)

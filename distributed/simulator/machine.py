@@ -9,20 +9,20 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.distributed.simulator import clocks
-from stretto.distributed.simulator.allocations import like, shared_bytes
-from stretto.distributed.simulator.barriers import BarrierArray
 from stretto.distributed.simulator.checks import Checks
-from stretto.distributed.simulator.cost_model import Clock, CostModel
-from stretto.distributed.simulator.memory import Buffer
-from stretto.distributed.simulator.mesh import DeviceMesh
 from stretto.distributed.simulator.program import KernelInfo, Program
-from stretto.distributed.simulator.races import Access, RaceDetector
-from stretto.distributed.simulator.report import Report
+from stretto.distributed.simulator.reports.report import Report
+from stretto.distributed.simulator.reports.trace import Trace
 from stretto.distributed.simulator.scheduler import Scheduler
-from stretto.distributed.simulator.semaphores import SemaphoreArray
-from stretto.distributed.simulator.tasks import Block, Task
-from stretto.distributed.simulator.trace import Trace
+from stretto.distributed.simulator.state import clocks
+from stretto.distributed.simulator.state.allocations import like, shared_bytes
+from stretto.distributed.simulator.state.barriers import BarrierArray
+from stretto.distributed.simulator.state.cost_model import Clock, CostModel
+from stretto.distributed.simulator.state.memory import Buffer
+from stretto.distributed.simulator.state.mesh import DeviceMesh
+from stretto.distributed.simulator.state.races import Access, RaceDetector
+from stretto.distributed.simulator.state.semaphores import SemaphoreArray
+from stretto.distributed.simulator.state.tasks import Block, Task
 
 
 @dataclass(frozen=True, kw_only=True)

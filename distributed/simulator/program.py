@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from stretto.distributed.simulator.errors import UnsupportedKernelError
-from stretto.distributed.simulator.sites import UNKNOWN_SITE, Site, is_kernel_code, site_of
+from stretto.distributed.simulator.reports.errors import UnsupportedKernelError
+from stretto.distributed.sites import UNKNOWN_SITE, Site, is_kernel_code, site_of
 
 type Env = list
 type Step = tuple[bool, Callable]

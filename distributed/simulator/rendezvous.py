@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stretto.distributed.simulator.errors import RendezvousError
+from stretto.distributed.simulator.reports.errors import RendezvousError
 
 if TYPE_CHECKING:
-    from stretto.distributed.jax_callbacks import Visit
+    from stretto.distributed.private_jax.callbacks import Visit
 
 type Launch = Callable[[int, list[list[Any]]], list[list[Any]]]
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-from stretto.distributed.simulator.errors import KernelFaultError, StepLimitError
-from stretto.distributed.simulator.sites import site_of_error
-from stretto.distributed.simulator.waiting import wake
+from stretto.distributed.simulator.reports.errors import KernelFaultError, StepLimitError
+from stretto.distributed.simulator.state.waiting import wake
+from stretto.distributed.sites import site_of_error
 
 
 class Order(Protocol):

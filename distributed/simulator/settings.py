@@ -7,10 +7,10 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.machine import Limits
+from stretto.distributed.simulator.reports.trace import Trace
 from stretto.distributed.simulator.scheduler import ORDERS
-from stretto.distributed.simulator.trace import Trace
+from stretto.distributed.simulator.state.cost_model import CostModel
 
 ROTATION = ("pct", "random")
 """The schedules that take turns under "rotating": what one rarely finds the other often does."""

@@ -21,7 +21,7 @@ import parallel
 from jax.sharding import Mesh
 from step import make_train_step, state_shapes
 
-from stretto.distributed import aot
+from stretto.distributed.tools import aot
 
 _INSTRUCTION = re.compile(
     r" = (?P<types>.+?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"

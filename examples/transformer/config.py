@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from stretto.distributed.simulator import is_simulating
+from stretto.distributed.simulating import is_simulating
 
 VOCABULARY = 256  # the model reads and writes bytes
 

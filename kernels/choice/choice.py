@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from stretto.distributed import simulator
-from stretto.distributed.topology import Split
+from stretto.distributed.devices.topology import Split
 from stretto.kernels.operation import Kernel
 from stretto.kernels.problem.problem import Problem
 
@@ -37,7 +36,12 @@ class Choice:
     @property
     def interpret(self) -> Any:
         """What the kernel's launch takes as `interpret`."""
-        return simulator.SimulatorParams() if self.backend == "simulator" else None
+        if self.backend != "simulator":
+            return None
+        # Only a program that simulates imports the simulator.
+        from stretto.distributed.simulator import SimulatorParams
+
+        return SimulatorParams()
 
     def __str__(self) -> str:
         times = [

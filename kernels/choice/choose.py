@@ -10,8 +10,10 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import clique, jax_options, simulator, topology
+from stretto.distributed import simulating
+from stretto.distributed.devices import clique, topology
 from stretto.distributed.errors import BackendUnavailableError
+from stretto.distributed.private_jax import options
 from stretto.kernels.choice import costs, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Axes, Kernel, Operation
@@ -79,7 +81,7 @@ def _choose(
         return _choose_across_nodes(operation, problem, backend, config, split)
     if isinstance(config, node_config.Config):
         config = config.kernel
-    simulated = backend == "simulator" or simulator.is_simulating()
+    simulated = backend == "simulator" or simulating.is_simulating()
     kernel, obstacle = serving(operation, problem, config)
     if obstacle is None and not simulated:
         obstacle = _unsuitable_devices(problem)
@@ -242,4 +244,4 @@ def _unsuitable_devices(problem: Problem) -> str | None:
         return f"the devices are {found.platform}, not GPUs."
     if found.architecture != machine.HOPPER:
         return f"the kernels are written for Hopper GPUs and these are {found.kind}."
-    return jax_options.why_kernels_are_recorded()
+    return options.why_kernels_are_recorded()

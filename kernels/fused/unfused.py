@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from stretto.distributed.axes import axis_size
+from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.schedule import ceil_div
 from stretto.kernels.collectives import arrays
 from stretto.kernels.operation import Call

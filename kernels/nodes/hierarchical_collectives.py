@@ -17,7 +17,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from stretto.distributed.topology import Split
+from stretto.distributed.devices.topology import Split
 from stretto.kernels.collectives import arrays, row_layout
 from stretto.kernels.nodes import nodes, pipelines
 from stretto.kernels.nodes.nodes import Nodes

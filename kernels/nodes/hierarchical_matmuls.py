@@ -21,7 +21,7 @@ from typing import cast
 
 import jax
 
-from stretto.distributed.topology import Split
+from stretto.distributed.devices.topology import Split
 from stretto.kernels.collectives import arrays
 from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.nodes import nodes, pipelines

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed import schedule
-from stretto.distributed.axes import make_varying, varying_axes
-from stretto.distributed.topology import Split
+from stretto.distributed.devices.axes import make_varying, varying_axes
+from stretto.distributed.devices.topology import Split
 
 # Pieces that what goes to or comes from other nodes is cut into, at most.
 MOST_PIECES = 4

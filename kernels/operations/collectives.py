@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
+from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.collectives import exchange, kernels, summation
 from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions
 from stretto.kernels.nodes import hierarchical_collectives

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from stretto.distributed.axes import AxisNames, axis_size, canonical_axes
+from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels.fused import all_gather_matmul_k, all_gather_matmul_n
 from stretto.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernel

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from stretto.distributed.axes import axis_size, make_varying, varying_axes
+from stretto.distributed.devices.axes import axis_size, make_varying, varying_axes
 from stretto.kernels.choice import choose
 from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
 from stretto.kernels.problem import node_config

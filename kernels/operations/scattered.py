@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from stretto.distributed.axes import axis_size
+from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.options import MatmulOptions

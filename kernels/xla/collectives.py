@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed.axes import AxisNames
+from stretto.distributed.devices.axes import AxisNames
 from stretto.kernels.xla import gloo
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed.axes import AxisNames, make_varying
+from stretto.distributed.devices.axes import AxisNames, make_varying
 from stretto.kernels.problem.machine import Machine
 
 

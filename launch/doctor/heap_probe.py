@@ -7,7 +7,8 @@ import ctypes
 import json
 import sys
 
-from stretto.distributed import cuda, heap_memory
+from stretto.distributed.devices import cuda
+from stretto.distributed.memory import heap_memory
 
 
 def main() -> int:

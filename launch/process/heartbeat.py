@@ -58,10 +58,10 @@ def tell_programs() -> None:
     fd, pid = environment.record_target()
     if pid != os.getpid() or environment.current().get(environment.CHECK_PROGRAMS) == "0":
         return
-    from stretto.distributed import jax_programs
+    from stretto.distributed.private_jax import programs
 
-    def tell(program: jax_programs.Program) -> None:
+    def tell(program: programs.Program) -> None:
         record = json.dumps({"program": dataclasses.asdict(program)})
         os.write(fd, record.encode("ascii") + b"\n")
 
-    jax_programs.watch(tell)
+    programs.watch(tell)

@@ -153,9 +153,9 @@ def _join(process: Process, timeout_s: float) -> None:
         initialization_timeout=int(timeout_s),
     )
     heartbeat.tell_programs()
-    from stretto.distributed import jax_first_runs
+    from stretto.distributed.private_jax import first_runs
 
-    jax_first_runs.wait_before_first_collectives()
+    first_runs.wait_before_first_collectives()
 
 
 def _limit_devices(device_ids: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from stretto.distributed.xla_flags import exclude_kernels_from_command_buffers
 
 if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
-    from stretto.distributed.mailbox import kernel_errors
+    from stretto.distributed.memory.mailbox import kernel_errors
     from stretto.distributed.simulator import simulate
     from stretto.kernels.choice.explain import explain
     from stretto.kernels.operations.collectives import (
@@ -59,7 +59,7 @@ _MODULES = {
     "explain": "stretto.kernels.choice.explain",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.process.startup",
-    "kernel_errors": "stretto.distributed.mailbox",
+    "kernel_errors": "stretto.distributed.memory.mailbox",
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
     "reduce_scatter": "stretto.kernels.operations.collectives",

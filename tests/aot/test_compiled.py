@@ -20,7 +20,7 @@ from folders import HELPERS
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from window_cases import CASES
 
-from stretto.distributed import aot
+from stretto.distributed.tools import aot
 
 pytestmark = pytest.mark.skipif(
     not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"

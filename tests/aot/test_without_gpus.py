@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jax.experimental import topologies
 
-from stretto.distributed import aot
+from stretto.distributed.tools import aot
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformer" / "collectives.py"
 

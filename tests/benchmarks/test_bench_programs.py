@@ -20,7 +20,7 @@ from stretto.benchmarks.timing import programs
 from stretto.benchmarks.timing import timers as timing
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.operands import Operands
-from stretto.distributed import aot
+from stretto.distributed.tools import aot
 from stretto.kernels.operation import Operand
 from stretto.kernels.operations import OPERATIONS
 

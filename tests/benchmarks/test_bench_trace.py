@@ -13,7 +13,7 @@ from stretto.benchmarks.measurements import results
 from stretto.benchmarks.pages import timeline
 from stretto.benchmarks.predict import estimates as predict
 from stretto.benchmarks.predict import simulated, trace
-from stretto.distributed.simulator.cost_model import CostModel
+from stretto.distributed.simulator.state.cost_model import CostModel
 
 
 def timed_case(shape="256x128x256", devices=2):

@@ -12,7 +12,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import handshake, heap, jax_heap, kernel, settings
+from stretto.distributed import handshake, kernel, settings
+from stretto.distributed.memory import heap
+from stretto.distributed.primitives import heap_semaphores
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError
 from stretto.distributed.team import Team
@@ -217,7 +219,7 @@ class TestHeap:
 
     def test_semaphores_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match="do not fit a slot"):
-            jax_heap.semaphores((2,), heap.SLOT_BYTES // 4 - 1, name="sem", turned=False)
+            heap_semaphores.semaphores((2,), heap.SLOT_BYTES // 4 - 1, name="sem", turned=False)
 
     def test_without_gpus_it_is_some_address(self):
         assert heap.address() == heap.ADDRESS_WITHOUT_GPUS

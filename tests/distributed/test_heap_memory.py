@@ -8,8 +8,9 @@ import os
 
 import pytest
 
-from stretto.distributed import cuda, heap_memory
-from stretto.distributed.heap_memory import PREFERRED_ADDRESS, SLOT_BYTES
+from stretto.distributed.devices import cuda
+from stretto.distributed.memory import heap_memory
+from stretto.distributed.memory.heap_memory import PREFERRED_ADDRESS, SLOT_BYTES
 
 
 def number(x):

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import stretto as st
-from stretto.distributed.host_arrays import HostArray
+from stretto.distributed.private_jax.host_arrays import HostArray
 
 VALUES = [1, 0, 1, 1, 0, 1, 1]
 

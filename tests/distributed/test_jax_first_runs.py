@@ -15,8 +15,9 @@ from jax._src.interpreters import pxla
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from stretto.distributed import jax_first_runs, jax_store
-from stretto.distributed.jax_first_runs import Meetings
+from stretto.distributed.private_jax import first_runs
+from stretto.distributed.private_jax import store as jax_store
+from stretto.distributed.private_jax.first_runs import Meetings
 
 BOTH = ("x", "y")
 
@@ -30,7 +31,7 @@ def on_mesh(body):
 
 def groups(body) -> list[str]:
     x = jax.ShapeDtypeStruct((64, 8), np.float32)
-    return jax_first_runs.groups_in(on_mesh(body).lower(x).compile().as_text())
+    return first_runs.groups_in(on_mesh(body).lower(x).compile().as_text())
 
 
 def test_groups_are_those_of_the_collectives():
@@ -50,8 +51,8 @@ def met(monkeypatch):
     """What is met for, in order; programs run on one process, and are taken for two's."""
     order: list = []
     monkeypatch.setattr(pxla, "ExecuteReplicated", pxla.ExecuteReplicated)
-    monkeypatch.setattr(jax_first_runs, "_groups", lambda program: ([0, 1], ["one", "two"]))
-    assert jax_first_runs.watch(lambda processes, group: order.append((*processes, group)))
+    monkeypatch.setattr(first_runs, "_groups", lambda program: ([0, 1], ["one", "two"]))
+    assert first_runs.watch(lambda processes, group: order.append((*processes, group)))
     return order
 
 
@@ -69,13 +70,13 @@ def test_they_meet_before_the_first_run_and_not_again(met):
 
 def test_a_program_of_one_process_has_nobody_to_meet(monkeypatch):
     monkeypatch.setattr(pxla, "ExecuteReplicated", pxla.ExecuteReplicated)
-    assert jax_first_runs.watch(lambda *_: pytest.fail("met"))
+    assert first_runs.watch(lambda *_: pytest.fail("met"))
     on_mesh(lambda x: lax.psum(2 * x, "x"))(np.ones((64, 8), np.float32))
 
 
 def test_a_jax_without_that_class(monkeypatch):
     monkeypatch.delattr(pxla, "ExecuteReplicated")
-    assert not jax_first_runs.wait_before_first_collectives()
+    assert not first_runs.wait_before_first_collectives()
 
 
 class Store:

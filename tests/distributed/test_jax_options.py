@@ -63,7 +63,9 @@ def test_it_is_noticed_that_xla_had_read_its_flags_before() -> None:
     assert "import stretto before" in told.lower()
 
 
-@pytest.mark.skipif("not __import__('stretto.distributed.aot', fromlist=['_']).is_available()")
+@pytest.mark.skipif(
+    "not __import__('stretto.distributed.tools.aot', fromlist=['_']).is_available()"
+)
 def test_a_kernel_that_would_be_recorded_is_refused_and_auto_takes_xla() -> None:
     told = run("import jax; jax.devices()" + LOWER)
     assert told.startswith("auto False\n")

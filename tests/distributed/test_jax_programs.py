@@ -13,7 +13,7 @@ from jax._src import compiler
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stretto.distributed import jax_programs
+from stretto.distributed.private_jax import programs
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Auto,))
 
@@ -21,7 +21,7 @@ MESH = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Auto,))
 def described(body, rows=4, dtype=np.float32):
     program = jax.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     lowered = jax.jit(program).lower(jax.ShapeDtypeStruct((rows, 8), dtype))
-    return jax_programs.describe(lowered.compiler_ir(), (0, 1))
+    return programs.describe(lowered.compiler_ir(), (0, 1))
 
 
 def test_what_a_process_puts_in_of_its_own_counts_for_nothing():
@@ -47,7 +47,7 @@ def test_what_must_be_the_same(changes):
 
 def test_many_operands_are_cut():
     lowered = jax.jit(lambda *xs: sum(xs)).lower(*[np.zeros((4, 5))] * 60)
-    text = jax_programs.describe(lowered.compiler_ir(), (0, 1)).text
+    text = programs.describe(lowered.compiler_ir(), (0, 1)).text
     assert len(text) < 200 and text.endswith(" ...")
 
 
@@ -55,7 +55,7 @@ def test_who_is_told(monkeypatch):
     """Of programs of several processes, compiled by the main thread."""
     compiled, told = [], []
     monkeypatch.setattr(compiler, "compile_or_get_cached", lambda *args: compiled.append(args))
-    assert jax_programs.watch(told.append)
+    assert programs.watch(told.append)
     module = jax.jit(lambda x: x).lower(1.0).compiler_ir()
 
     def compile_for(*processes):
@@ -73,4 +73,4 @@ def test_who_is_told(monkeypatch):
 
 def test_a_jax_that_compiles_elsewhere(monkeypatch):
     monkeypatch.delattr(compiler, "compile_or_get_cached")
-    assert not jax_programs.watch(print)
+    assert not programs.watch(print)

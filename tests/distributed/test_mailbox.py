@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from stretto.distributed import mailbox
 from stretto.distributed.errors import KernelTimeoutError, StrettoError
-from stretto.distributed.mailbox import Site
+from stretto.distributed.memory import mailbox
+from stretto.distributed.memory.mailbox import Site
 
 SITE = Site(kernel="all_gather_matmul", semaphore="received", limit_s=2.5)
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from stretto.distributed import sharing
+from stretto.distributed.memory import sharing
 
 
 class Store:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stretto.distributed import axes
+from stretto.distributed.devices import axes
 from stretto.distributed.team import Team
 
 

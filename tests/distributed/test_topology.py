@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stretto.distributed import clique, settings, topology
-from stretto.distributed.topology import Domain, Split
+from stretto.distributed import settings
+from stretto.distributed.devices import clique, topology
+from stretto.distributed.devices.topology import Domain, Split
 
 VARIABLE = settings.DEVICES_PER_NODE_VARIABLE
 

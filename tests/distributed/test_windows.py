@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from window_cases import CASES
 
-from stretto.distributed import copies, edges, kernel
+from stretto.distributed import copies, kernel
+from stretto.distributed.memory import edges
 
 F32 = jnp.float32
 

@@ -32,8 +32,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import aot, clique, settings
+from stretto.distributed import settings
+from stretto.distributed.devices import clique
 from stretto.distributed.team import Team
+from stretto.distributed.tools import aot
 from stretto.kernels.fused import all_gather_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import aot
+from stretto.distributed.tools import aot
 
 
 def x64() -> Iterator[Program]:

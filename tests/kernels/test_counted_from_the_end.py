@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from subjects import SUBJECTS
 
 import stretto as st
-from stretto.distributed import clique
+from stretto.distributed.devices import clique
 
 
 @pytest.fixture(autouse=True)

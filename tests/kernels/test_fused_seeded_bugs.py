@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import stretto as st
-from stretto.distributed import edges
+from stretto.distributed.memory import edges
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError, SimulationError
 from stretto.kernels.fused.pull_config import PullConfig

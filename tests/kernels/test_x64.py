@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import copies, edges, kernel, settings
+from stretto.distributed import copies, kernel, settings
+from stretto.distributed.memory import edges
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 

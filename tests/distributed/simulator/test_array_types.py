@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.simulator import rules_shapes, simulate
+from stretto.distributed.simulator import simulate
+from stretto.distributed.simulator.rules import shapes as rules_shapes
 
 WIDE = ("int64", "uint64", "float64")  # with JAX_ENABLE_X64
 INTEGERS = ("int4", "uint4", "int8", "int16", "int32", "uint8", "uint16", "uint32")

@@ -25,7 +25,7 @@ from stretto.distributed.simulator import (
     is_simulating,
     simulate,
 )
-from stretto.distributed.simulator.statistics import Statistics
+from stretto.distributed.simulator.reports.statistics import Statistics
 
 SEMAPHORE = plgpu.SemaphoreType.REGULAR
 X = np.arange(128, dtype=np.float32)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.simulator import KernelFaultError, UnsupportedKernelError, simulate
 from stretto.distributed.simulator.program import RULES
-from stretto.distributed.simulator.unsupported import REFUSED
+from stretto.distributed.simulator.refusals.unsupported import REFUSED
 
 X = np.arange(128, dtype=np.float32)
 F32 = jnp.float32

@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.simulator import rules_arrays, simulate
+from stretto.distributed.simulator import simulate
+from stretto.distributed.simulator.rules import arrays as rules_arrays
 
 INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 WIDE = ("int64", "uint64", "float64")  # with JAX_ENABLE_X64

@@ -1,0 +1,1 @@
+"""Memory that devices share, and the windows of arrays that copies move."""

@@ -1,0 +1,118 @@
+"""Memory on every GPU that its peers reach, and that outlives every program.
+
+XLA places a kernel's buffers anew for each program, and zeroes its semaphores before each launch.
+So nothing of a kernel's may be touched by a peer before the two have met, and XLA has them meet in
+a kernel of its own (a barrier). Counters that are always there let kernels meet by themselves
+(`handshake`), while they already work.
+
+GPUs that kernels join share a heap, in which each has a slot, by its place among them in the job's
+order. Slot `i` is at `address() + i * SLOT_BYTES`, for all GPUs of a process alike. Another set of
+processes has another heap, even if some of them are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Generator
+
+import jax
+
+from stretto.distributed import settings
+from stretto.distributed.devices import topology
+from stretto.distributed.memory import heap_memory, sharing
+from stretto.distributed.memory.heap_memory import SLOT_BYTES
+from stretto.distributed.private_jax import store
+
+MAX_SLOTS = 64
+"""XLA connects at most 8 devices of a process, or 32 of several; the simulator has had 33."""
+ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
+
+__all__ = ["ADDRESS_WITHOUT_GPUS", "MAX_SLOTS", "SLOT_BYTES", "address", "is_wanted", "joining"]
+
+
+def is_wanted() -> bool:
+    """Whether kernels use a heap, which `STRETTO_HEAP=0` forbids."""
+    return settings.heap_is_wanted()
+
+
+@contextlib.contextmanager
+def joining(processes: tuple[int, ...]) -> Generator[None]:
+    """Inside, kernels are lowered that join devices of `processes`, one for each slot, in order."""
+    token = _joined.set(processes)
+    try:
+        yield
+    finally:
+        _joined.reset(token)
+
+
+_joined = contextvars.ContextVar[tuple[int, ...]]("joined", default=())
+
+
+def address() -> int:
+    """Where slot 0 is of the devices that are `joining`. The first call for them makes their heap.
+
+    Without GPUs, where kernels are only compiled, it is some address. Where kernels join several
+    processes, each of them has to call it: they wait for each other.
+
+    Raises:
+      OSError: the driver refuses, or a process does not come; then again at each later call.
+    """
+    if not topology.devices_of_job("cuda"):
+        return ADDRESS_WITHOUT_GPUS
+    return _heap_of(_joined.get()).address()
+
+
+@functools.cache
+def _heap_of(processes: tuple[int, ...]) -> _Heap:
+    return _Heap(processes)
+
+
+class _Heap:
+    """The heap of `processes`, made once, whichever thread that lowers a program asks first."""
+
+    def __init__(self, processes: tuple[int, ...]):
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._address: int | None = None
+        self._error = ""
+
+    def address(self) -> int:
+        with self._lock:
+            if self._error:
+                raise OSError(self._error)
+            if self._address is None:
+                try:
+                    self._address = self._make()
+                except OSError as error:
+                    self._error = (
+                        f"the GPUs' shared memory cannot be made: {error} With STRETTO_HEAP=0, on"
+                        " every process, kernels do without."
+                    )
+                    raise OSError(self._error) from error
+            return self._address
+
+    def _make(self) -> int:
+        several = len(set(self._processes)) > 1
+        return _of_processes(self._processes) if several else _of_process()
+
+
+@functools.cache
+def _of_process() -> int:
+    devices = sorted(jax.local_devices(backend="cuda"), key=lambda device: device.id)
+    return heap_memory.map_slots([device.local_hardware_id for device in devices])
+
+
+def _of_processes(processes: tuple[int, ...]) -> int:
+    """The heap of `processes`, which have one GPU each."""
+    (device,) = jax.local_devices(backend="cuda")
+    own, group = jax.process_index(), "stretto/heap/" + ",".join(map(str, processes))
+
+    def share(handle: int) -> dict[int, int]:
+        return sharing.exchange(handle, own, processes, group, store)
+
+    base = heap_memory.map_slots_of_processes(device.local_hardware_id, own, processes, share)
+    sharing.wait_for_all(own, processes, f"{group}/mapped", store)
+    return base

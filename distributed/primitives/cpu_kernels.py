@@ -1,0 +1,142 @@
+"""Kernels for GPUs on a CPU: a callback that the simulator answers, or an error.
+
+Mosaic GPU kernels arrive as `mpmd_map`, which JAX can lower for CPU only in its own interpreter.
+The simulator needs to lower it to a callback that brings the device's position and its operands.
+Private JAX, checked on 0.11.2 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir.dialects import hlo
+from jax._src.pallas import mpmd
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+
+from stretto.distributed.devices import clique
+from stretto.distributed.private_jax import callbacks, lowering
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoweredKernel:
+    """A kernel call that is being lowered for CPU.
+
+    Attributes:
+      name: the kernel's name.
+      jaxpr: its body, a function of refs of the operands and then of the results.
+      pallas_mesh: grid, cluster and threads.
+      interpret, compiler_params: what `plgpu.kernel` was given under these names.
+      axis_names, axis_sizes: axes of the device mesh, or of the clique in it that the kernel runs
+        on; none outside of `shard_map`.
+      turned: they count their devices from the end (`clique`).
+      unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
+      out_avals: shapes and types of the results.
+      aliases: results that are an operand's memory, as {result: operand}.
+      refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
+    """
+
+    name: str
+    jaxpr: Any
+    pallas_mesh: Any
+    interpret: Any
+    compiler_params: Any
+    axis_names: tuple[Hashable, ...]
+    axis_sizes: tuple[int, ...]
+    turned: bool
+    unordered: str | None
+    out_avals: Sequence[Any]
+    aliases: dict[int, int]
+    refusal: Callable[[], lowering.Refusal | None]
+
+
+type KernelIntercept = Callable[[LoweredKernel], Callable[[callbacks.Visit], None] | None]
+
+_kernel_intercept: list[KernelIntercept] = []
+
+
+def install_kernel_interception(intercept: KernelIntercept) -> None:
+    """Has `intercept` see every Mosaic GPU kernel that is lowered for CPU from now on.
+
+    Args:
+      intercept: from a kernel to the host function that runs it, which is called for each device
+        with its `Visit`, at its position on those axes (row-major); or to None, to lower the kernel
+        as JAX does.
+    """
+    _kernel_intercept[:] = [intercept]
+
+
+def lower_kernel_for_cpu(
+    ctx: mlir.LoweringRuleContext, *operands, members: Sequence[int] | None = None, **params
+):
+    """The lowering of `mpmd_map` for CPU: a callback, or what JAX makes of it.
+
+    `members` are the positions in the program's mesh of the devices that the kernel runs on, as it
+    counts them: in their order or, in a kernel that counts from the end, in the other; all of them
+    by default.
+    """
+    meshes, jaxprs = params["meshes"], params["jaxprs"]
+    callback = None
+    axis_context = ctx.module_context.axis_context
+    if len(meshes) == 1 and isinstance(meshes[0], gpu_core.Mesh):
+        device_mesh = getattr(axis_context, "mesh", None)
+        shape = dict(device_mesh.shape) if device_mesh is not None else {}
+        kernel = LoweredKernel(
+            name=params["name"] or "kernel",
+            jaxpr=jaxprs[0],
+            pallas_mesh=meshes[0],
+            interpret=params["interpret"],
+            compiler_params=params["compiler_params"],
+            axis_names=tuple(shape),
+            axis_sizes=tuple(shape.values()),
+            turned=members is not None and members[0] > members[-1],
+            # A clique's order has been looked at.
+            unordered=_order_obstacle(device_mesh) if members is None else None,
+            out_avals=ctx.avals_out,
+            aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
+            refusal=functools.partial(lowering.refusal, ctx, params),
+        )
+        callback = _kernel_intercept[0](kernel) if _kernel_intercept else None
+        if callback is None and not kernel.interpret:
+            raise ValueError(
+                f"kernel {kernel.name} needs GPUs; on a CPU run it with `stretto simulate SCRIPT`,"
+                " or inside `stretto.simulate()`."
+            )
+    if callback is None:
+        return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+    if members is not None:
+        callback = _at_members(callback, sorted(members))
+    position = (
+        hlo.partition_id() if axis_context_is_spmd(axis_context) else mlir.ir_constant(np.uint32(0))
+    )
+    return callbacks.emit(ctx, callback, position, operands)
+
+
+# A cached lowering would be made in a function of its own, out of the calls' order.
+mlir.register_lowering(mpmd.mpmd_map_p, lower_kernel_for_cpu, platform="cpu", cacheable=False)
+
+
+def _order_obstacle(mesh: Any) -> str | None:
+    return clique.order_obstacle(mesh) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def _at_members(
+    callback: Callable[[callbacks.Visit], None], members: Sequence[int]
+) -> Callable[[callbacks.Visit], None]:
+    """`callback`, called with positions in a mesh that are then counted among `members`."""
+    numbers = {position: number for number, position in enumerate(members)}
+
+    def call(visit: callbacks.Visit) -> None:
+        callback(dataclasses.replace(visit, position=numbers[visit.position]))
+
+    return call
+
+
+def axis_context_is_spmd(axis_context: Any) -> bool:
+    """Whether a program is lowered as one of many that run together on a mesh."""
+    return getattr(axis_context, "mesh", None) is not None

@@ -1,0 +1,174 @@
+"""Semaphores in the heap (`heap`), for kernels.
+
+Pallas makes a kernel's semaphores out of buffers that XLA zeroes before each launch, and reaches a
+peer's through the addresses that XLA collects. Those of the heap lie where they always lie. They
+are refs like others, for everything but a peer's; that, and a device's slot, are primitives here.
+Private JAX, checked on 0.11.2 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import core as jax_core
+from jax._src.pallas import primitives as pallas_primitives
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from stretto.distributed.memory import heap
+
+_SEMANTICS = (
+    gpu_core.LANExWG_SEMANTICS,
+    gpu_core.LANExWARP_SEMANTICS,
+    gpu_core.WGxWG_SEMANTICS,
+    gpu_core.WGxWARP_SEMANTICS,
+)
+
+
+def _lowers(primitive: jax_core.Primitive):
+    def register(rule):
+        for semantics in _SEMANTICS:
+            gpu_lowering.register_lowering_rule(primitive, *semantics)(rule)
+        return rule
+
+    return register
+
+
+# --- A ref of semaphores --------------------------------------------------------------------------
+
+heap_semaphores_p = jax_core.Primitive("stretto_heap_semaphores")
+heap_semaphores_p.ref_primitive = True
+heap_semaphores_p.ref_allocating = True
+
+
+def semaphores(shape: tuple[int, ...], word: int, *, name: str, turned: bool) -> Any:
+    """A ref of the semaphores that start at `word` (of 4 bytes) of this device's slot.
+
+    `name` is for the simulator's reports.
+    """
+    if not 0 <= 4 * word <= heap.SLOT_BYTES - 4 * math.prod(shape):
+        raise ValueError(f"semaphores of shape {shape} at word {word} do not fit a slot.")
+    what = plgpu.SemaphoreType.REGULAR(shape).get_ref_aval()
+    return heap_semaphores_p.bind(what=what, word=word, sem_name=name, turned=turned)
+
+
+@heap_semaphores_p.def_abstract_eval
+def _heap_semaphores_abstract_eval(*, what, **_):
+    return what
+
+
+@_lowers(heap_semaphores_p)
+def _heap_semaphores_lowering(ctx, *, what, word, sem_name, turned):
+    del sem_name
+    size = math.prod(ctx.module_ctx.mesh_info.mesh_shape)
+    if size > heap.MAX_SLOTS:
+        raise NotImplementedError(f"kernels join at most {heap.MAX_SLOTS} devices, not {size}.")
+    i64 = ir.IntegerType.get_signless(64)
+    slot = arith.extui(i64, _slot_of(ctx, ctx.launch_ctx.device_id(), turned))
+    address = arith.addi(
+        arith.muli(slot, mgpu_utils.c(heap.SLOT_BYTES, i64)),
+        mgpu_utils.c(heap.address() + 4 * word, i64),
+    )
+    pointer = llvm.inttoptr(llvm.PointerType.get(), address)
+    memref = ir.MemRefType.get(what.shape, ir.IntegerType.get_signless(32))
+    return mgpu_utils.ptr_as_memref(pointer, memref)
+
+
+def _slot_of(ctx: Any, device: ir.Value, turned: bool) -> ir.Value:
+    """The slot of a device that the kernel knows as number `device` of its clique."""
+    if not turned:
+        return device
+    last = math.prod(ctx.module_ctx.mesh_info.mesh_shape) - 1
+    return arith.subi(mgpu_utils.c(last, device.type), device)
+
+
+# --- A device's slot ------------------------------------------------------------------------------
+
+slot_p = jax_core.Primitive("stretto_slot")
+
+
+def slot(device_id: dict, *, turned: bool) -> jax.Array:
+    """The slot of the device that Pallas' remote operations name `device_id`, int32."""
+    leaves, tree = jax.tree.flatten(device_id)
+    return slot_p.bind(*map(_int32, leaves), tree=tree, turned=turned)
+
+
+def _int32(x: int | jax.Array) -> jax.Array:
+    return jnp.asarray(x, dtype=jnp.int32)
+
+
+@slot_p.def_effectful_abstract_eval
+def _slot_abstract_eval(*avals, tree, **_):
+    return jax_core.ShapedArray((), jnp.int32), _effects(tree.unflatten(avals))
+
+
+def _effects(device_id: dict) -> set:
+    """Those of a device id: it depends on where the device is along the axes it names."""
+    names = [key if isinstance(key, tuple) else (key,) for key in device_id]
+    return {jax_core.NamedAxisEffect(name) for key in names for name in key}
+
+
+@_lowers(slot_p)
+def _slot_lowering(ctx, *leaves, tree, turned):
+    device = _logical(ctx, tree.unflatten(leaves), tree.unflatten(ctx.avals_in))
+    found = _slot_of(ctx, device, turned)
+    if ctx.module_ctx.lowering_semantics == mgpu.LoweringSemantics.Lane:
+        return gpu_lowering._ensure_fa(found, jnp.int32)
+    return found
+
+
+def _logical(ctx: Any, device_id: dict, aval: dict) -> ir.Value:
+    kind = pallas_primitives.DeviceIdType.MESH
+    device = gpu_lowering._device_id_to_logical(ctx, device_id, kind, aval)
+    return gpu_lowering._ensure_ir_value(device, jnp.int32)
+
+
+# --- A signal to a peer ---------------------------------------------------------------------------
+
+signal_p = jax_core.Primitive("stretto_signal")
+signal_p.multiple_results = True
+
+
+def signal(semaphore: Any, inc: int | jax.Array, *, device_id: dict, turned: bool) -> None:
+    """Adds `inc` to a peer's semaphore of the heap, the same one as `semaphore` (release, sys)."""
+    ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
+    operands = (ref, transforms, _int32(inc), jax.tree.map(_int32, device_id))
+    flat, args_tree = jax.tree.flatten(operands)
+    signal_p.bind(*flat, args_tree=args_tree, turned=turned)
+
+
+@signal_p.def_effectful_abstract_eval
+def _signal_abstract_eval(*avals, args_tree, **_):
+    sem_aval, transform_avals, _, device_id = jax.tree.unflatten(args_tree, avals)
+    pallas_primitives.check_sem_avals(sem_aval, transform_avals, "signal")
+    return [], {pallas_primitives.sem_effect, *_effects(device_id)}
+
+
+@_lowers(signal_p)
+def _signal_lowering(ctx, *args, args_tree, turned):
+    sem, transforms, inc, device_id = jax.tree.unflatten(args_tree, args)
+    avals = jax.tree.unflatten(args_tree, ctx.avals_in)
+    sem, _, transforms = gpu_lowering._handle_transforms(ctx, avals[0], sem, avals[1], transforms)
+    if transforms:
+        raise NotImplementedError(f"cannot signal a semaphore seen through {transforms}")
+    own = _slot_of(ctx, ctx.launch_ctx.device_id(), turned)
+    peer = _slot_of(ctx, _logical(ctx, device_id, avals[3]), turned)
+    operands = [sem, gpu_lowering._ensure_ir_value(inc, jnp.int32), arith.subi(peer, own)]
+    is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
+    with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, operands) as inner:
+        sem, inc, distance = inner
+        (mgpu_utils.warp_barrier if is_warp else mgpu_utils.warpgroup_barrier)()
+        i64 = ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extsi(i64, distance), mgpu_utils.c(heap.SLOT_BYTES, i64))
+        here = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(sem))
+        there = llvm.inttoptr(llvm.PointerType.get(), arith.addi(here, offset))
+        mgpu_utils.SemaphoreRef(there).signal(inc, predicate=ctx.module_ctx.single_lane_predicate)
+    return ()

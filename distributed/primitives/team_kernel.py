@@ -1,0 +1,230 @@
+"""A kernel as one operation of the program, which XLA connects to its own team's devices only.
+
+`plgpu.kernel` binds a primitive that knows how to be lowered but neither how to be mapped (its vmap
+adds a grid axis, which breaks protocols that count signals) nor what team it serves. The primitive
+here holds the traced call and adds both. Private JAX, checked on 0.11.2 and 0.12.0.1.
+
+JAX lowers a kernel for the whole mesh: its number of peers is the mesh's size, and XLA connects all
+devices of the mesh for it. Here it is lowered for its clique alone (`clique`), as if that were the
+mesh: members are numbered from 0, as JAX demands. Then the operation is told where they really are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import config
+from jax._src import core as jax_core
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.pallas import mpmd
+from jax._src.sharding_impls import SPMDAxisContext
+from jaxlib.mlir import ir
+
+from stretto.distributed.devices.clique import Clique, check_order, clique_of
+from stretto.distributed.memory import edges, heap, mailbox
+from stretto.distributed.primitives import cpu_kernels
+from stretto.distributed.private_jax import marks, options
+from stretto.distributed.sites import site_of
+
+team_kernel_p = jax_core.Primitive("stretto_kernel")
+team_kernel_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeamKernelInfo:
+    """What the lowering needs to know of a kernel.
+
+    Its name, the axes it communicates over, and whether it was traced with its devices counted
+    from the end (`team.counting_from_the_end`).
+    """
+
+    name: str
+    axes: tuple[Hashable, ...]
+    turned: bool = False
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Kernels are traced inside it.
+
+    Values are not typed as varying over mesh axes. Integers have 32 bits, whatever `jax_enable_x64`
+    says: Mosaic GPU's operations ask for them, and Python's numbers would have 64.
+    """
+    with config._check_vma(False), jax.enable_x64(False):
+        yield
+
+
+def bind_team_kernel(
+    jaxpr: jax_core.ClosedJaxpr, operands: Sequence[jax.Array], info: TeamKernelInfo
+) -> list[jax.Array]:
+    """Makes a traced call of `plgpu.kernel` one operation of the program, on `operands`."""
+    if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
+        raise ValueError(
+            f"kernel {info.name}: its body uses a traced value from outside; compute the value"
+            " inside the body, or pass it as an operand."
+        )
+    edges.check_stores(jaxpr, info.name)
+    _check_places(jaxpr, info)
+    return team_kernel_p.bind(*operands, jaxpr=_unwrapped(jaxpr), info=info)
+
+
+def _check_places(jaxpr: jax_core.ClosedJaxpr, info: TeamKernelInfo) -> None:
+    """Raises ValueError for a body that takes its device's place from `lax.axis_index`.
+
+    A kernel may count its devices from the end (`clique`), which its team knows and JAX does not.
+    """
+    axes = frozenset(jax.sharding.get_abstract_mesh().axis_names)
+    for eqn in marks.unmarked_places(jaxpr, axes):
+        axis = eqn.params["axis_name"]
+        raise ValueError(
+            f"kernel {info.name}: lax.axis_index({axis!r}) need not be this device's place in the"
+            " mesh, since kernels count devices from the end in jobs of several nodes; inside the"
+            f" body take team.device_id() or team.neighbour(), for the team's axes {info.axes}, or"
+            f" pass the index as an operand. It is at {site_of(eqn)}"
+        )
+
+
+def _unwrapped(jaxpr: jax_core.ClosedJaxpr) -> jax_core.ClosedJaxpr:
+    """The kernel without JAX's rule for `vmap`, which would be lowered as a function of its own."""
+    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "custom_vmap_call":
+        (call,) = jaxpr.eqns
+        if call.invars == jaxpr.jaxpr.invars and call.outvars == jaxpr.jaxpr.outvars:
+            return call.params["call"]
+    return jaxpr
+
+
+@team_kernel_p.def_impl
+def _team_kernel_impl(*operands, **params):
+    return jax.jit(lambda *xs: team_kernel_p.bind(*xs, **params))(*operands)
+
+
+@team_kernel_p.def_effectful_abstract_eval
+def _team_kernel_abstract_eval(*_, jaxpr, info):
+    del info
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _team_kernel_batching(args, dims, *, jaxpr, info):
+    """One launch per batch entry, in order: the same on every device of the team."""
+    mapped = [d is not None for d in dims]
+    moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
+
+    def launch(slices):
+        rest = iter(slices)
+        xs = [next(rest) if m else x for x, m in zip(moved, mapped, strict=True)]
+        return team_kernel_p.bind(*xs, jaxpr=jaxpr, info=info)
+
+    outs = jax.lax.map(launch, [x for x, m in zip(moved, mapped, strict=True) if m])
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[team_kernel_p] = _team_kernel_batching
+
+
+def _team_kernel_jvp(primals, tangents, *, jaxpr, info):
+    raise NotImplementedError(
+        f"kernel {info.name} cannot be differentiated by itself; wrap its call in jax.custom_vjp,"
+        " as Stretto's public operations do (reverse mode only)."
+    )
+
+
+ad.primitive_jvps[team_kernel_p] = _team_kernel_jvp
+
+
+def _team_kernel_lowering(ctx, *args, jaxpr, info):
+    if info.axes and "cuda" in ctx.module_context.platforms:
+        obstacle = options.why_kernels_are_recorded()
+        if obstacle is not None:
+            raise RuntimeError(f"kernel {info.name}: {obstacle}")
+    outs, tokens = mlir.jaxpr_subcomp(
+        _context_of_clique(ctx.module_context, info),
+        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
+        ctx.name_stack.extend(info.name),
+        ctx.tokens_in,
+        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return outs
+
+
+mlir.register_lowering(team_kernel_p, _team_kernel_lowering, cacheable=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A device of a clique as JAX sees it when it lowers a kernel: all that it asks for."""
+
+    id: int
+    process_index: int
+
+
+def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mlir.ModuleContext:
+    """`context` with the kernel's clique in place of the mesh; as it is for one without a team."""
+    spmd = context.axis_context
+    if not isinstance(spmd, SPMDAxisContext) or not isinstance(spmd.mesh, mesh_lib.Mesh):
+        return context
+    mesh = spmd.mesh
+    if not info.axes:
+        check_order(mesh, info.name)
+        return context
+    clique = clique_of(mesh, info.axes, info.name)
+    if info.turned:
+        clique = clique.turned()
+    members = np.empty(len(clique.members), object)
+    members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
+    stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
+    slots = clique.processes[::-1] if info.turned else clique.processes
+    rule = functools.partial(_lower_for_clique, clique, slots)
+    overrides = context.lowering_parameters.override_lowering_rules or ()
+    return context.replace(
+        axis_context=SPMDAxisContext(stand_in, spmd.manual_axes),
+        lowering_cache={},  # Its keys leave the mesh out.
+        lowering_parameters=dataclasses.replace(
+            context.lowering_parameters,
+            override_lowering_rules=((mpmd.mpmd_map_p, rule), *overrides),
+        ),
+    )
+
+
+def _lower_for_clique(
+    clique: Clique,
+    slots: tuple[int, ...],
+    ctx: mlir.LoweringRuleContext,
+    *args: Any,
+    **params: Any,
+):
+    """Lowers `mpmd_map` for a clique that JAX takes for the mesh, and says who its members are.
+
+    `slots` are their processes, in the order of their slots in the heap.
+    """
+    if ctx.module_context.platforms == ("cpu",):
+        return cpu_kernels.lower_kernel_for_cpu(ctx, *args, members=clique.members, **params)
+    with mailbox.devices_numbered(clique.members), heap.joining(slots):
+        outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
+    _set_members(outs[0].owner, clique.members)
+    return outs
+
+
+def _set_members(operation: ir.Operation, members: Sequence[int]) -> None:
+    """Names a clique's members: XLA's `xla_replica_ids` are positions in the program's mesh.
+
+    A kernel that talks to nobody after all has none.
+    """
+    name, key = "mhlo.backend_config", "xla_replica_ids"
+    settings = {item.name: item.attr for item in ir.DictAttr(operation.attributes[name])}
+    if key not in settings:
+        return
+    settings[key] = ir.StringAttr.get(",".join(map(str, members)))
+    operation.attributes[name] = ir.DictAttr.get(settings)

@@ -1,0 +1,167 @@
+"""What a kernel may ask of a GPU of compute capability 9.0, as far as its jaxpr says.
+
+Only what is known for certain: a kernel that is reported here runs on no such GPU. Mosaic GPU
+itself may need more, such as shared memory for reductions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.distributed.simulator.reports.flaws import Flaw, equations, inner_jaxprs
+from stretto.distributed.simulator.state.allocations import allocations_of
+from stretto.distributed.sites import UNKNOWN_SITE, Site, definition_site, site_of
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a block."""
+ALIGNMENT = 1024
+"""Buffers in shared memory start at multiples of so many bytes (`SMEM_ALIGNMENT` of Pallas)."""
+BARRIERS = 32
+"""Barriers of one array: Mosaic GPU keeps their phases in the bits of a word."""
+WARPGROUPS = 8
+"""Warpgroups of a block: it has at most 1024 threads, and they 128 each."""
+CLUSTER_BLOCKS = 16
+"""Blocks of a cluster. More than 8 are not promised, but H100s and H200s run them."""
+REGISTERS = 64 * 1024
+"""Registers of a multiprocessor, of 32 bits."""
+
+
+def over_limits(kernel: Any, jaxpr: Any) -> list[Flaw]:
+    """What `kernel`, a `KernelInfo` whose body is `jaxpr`, asks for beyond the limits."""
+    found = [
+        *_of_launch(kernel, jaxpr),
+        *_of_barriers(kernel, jaxpr),
+        *_of_registers(kernel, jaxpr),
+    ]
+    flaw = _of_shared_memory(kernel, jaxpr)
+    return found if flaw is None else [*found, flaw]
+
+
+def _flaw(kernel: Any, site: Site, message: str) -> Flaw:
+    return Flaw("hardware limit", f"kernel {kernel.name}: {message}\n  at {site}", site)
+
+
+def _of_launch(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
+    warpgroups, cluster = kernel.mesh.num_threads or 1, tuple(kernel.mesh.cluster)
+    site = definition_site(_body(jaxpr))
+    if warpgroups > WARPGROUPS:
+        yield _flaw(
+            kernel, site,
+            f"num_threads={warpgroups} warpgroups are {128 * warpgroups} threads, and a block has"
+            f" at most {128 * WARPGROUPS}. Take at most {WARPGROUPS}.",
+        )  # fmt: skip
+    if math.prod(cluster) > CLUSTER_BLOCKS:
+        yield _flaw(
+            kernel, site,
+            f"cluster={cluster} is {math.prod(cluster)} blocks, and a cluster has at most"
+            f" {CLUSTER_BLOCKS} (8 on every GPU that has clusters). Take a smaller one.",
+        )  # fmt: skip
+
+
+def _body(jaxpr: Any) -> Any:
+    """The jaxpr of the function that its author wrote: the scope of the scratch is in between."""
+    eqns = jaxpr.eqns
+    if eqns and eqns[0].primitive.name == "run_scoped":
+        return eqns[0].params["jaxpr"]
+    return jaxpr
+
+
+def _scope_site(eqn: Any) -> Site:
+    """Where a `run_scoped` is written; of the kernel's scratch, the function that gets it."""
+    site = site_of(eqn)
+    return site if site.line else definition_site(eqn.params["jaxpr"])
+
+
+def _of_barriers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name != "run_scoped":
+            continue
+        for spec in allocations_of(eqn):
+            count = math.prod(spec.shape)
+            if spec.kind == "barrier" and count > BARRIERS:
+                yield _flaw(
+                    kernel, _scope_site(eqn),
+                    f"{spec.name} is an array of {count} barriers, and one has at most {BARRIERS}."
+                    " Take several arrays.",
+                )  # fmt: skip
+
+
+def _of_registers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name.removesuffix("_p") != "set_max_registers":
+            continue
+        count = eqn.params["n"]
+        if not 24 <= count <= 256:
+            message = f"set_max_registers({count}) must be from 24 to 256."
+            yield _flaw(kernel, site_of(eqn), message)
+
+
+# --- Shared memory --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Shared memory that is held at once.
+
+    Attributes:
+      buffers: (bytes, what) of each buffer.
+      barriers: how many arrays of barriers there are of each kind.
+      site: the innermost scope that holds some of the buffers.
+    """
+
+    buffers: tuple[tuple[int, str], ...] = ()
+    barriers: Counter[tuple] = field(default_factory=Counter)
+    site: Site = UNKNOWN_SITE
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers, with what lies between them."""
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size, _ in self.buffers)
+
+    @property
+    def total(self) -> int:
+        """All bytes; the first part of a barriers' kind is their number."""
+        return self.buffer_bytes + 8 * sum(key[0] * n for key, n in self.barriers.items())
+
+    def or_(self, other: _Need) -> _Need:
+        """What serves both, one after the other: barriers stay where they are."""
+        larger = max(self, other, key=lambda need: need.buffer_bytes)
+        return _Need(larger.buffers, self.barriers | other.barriers, larger.site)
+
+
+def _of_shared_memory(kernel: Any, jaxpr: Any) -> Flaw | None:
+    need = _need(jaxpr)
+    if need.total <= SHARED_BYTES:
+        return None
+    largest = sorted(need.buffers, reverse=True)[:4]
+    parts = ", ".join(f"{what} {size}" for size, what in largest)
+    return _flaw(
+        kernel, need.site,
+        f"a block needs {need.total} bytes of shared memory, and has at most {SHARED_BYTES}."
+        f" The largest buffers: {parts}. Take smaller or fewer of them.",
+    )  # fmt: skip
+
+
+def _need(jaxpr: Any) -> _Need:
+    """The most that a jaxpr holds at once."""
+    need = _Need()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for inner in inner_jaxprs(eqn):
+            one = _need(inner)
+            need = need.or_(_in_scope(one, eqn) if eqn.primitive.name == "run_scoped" else one)
+    return need
+
+
+def _in_scope(inner: _Need, eqn: Any) -> _Need:
+    """What is held inside a `run_scoped`, of which `inner` is what its body holds itself."""
+    specs = allocations_of(eqn)
+    own = tuple((spec.num_bytes, spec.describe()) for spec in specs if spec.num_bytes)
+    arrays = [
+        (math.prod(s.shape), s.arrivals, s.cluster_axes) for s in specs if s.kind == "barrier"
+    ]
+    site = inner.site if inner.buffers else _scope_site(eqn)
+    return _Need((*own, *inner.buffers), Counter(arrays) + inner.barriers, site)

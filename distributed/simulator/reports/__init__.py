@@ -1,0 +1,1 @@
+"""What the simulator has to say: findings, their lines, traces and numbers."""

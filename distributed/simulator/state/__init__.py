@@ -1,0 +1,1 @@
+"""The parts of a simulated machine: memory, barriers, clocks, copies, and their checks."""

@@ -1,0 +1,222 @@
+"""Data races: two accesses to an element, one of them a write, that nothing puts in an order.
+
+For each element the detector keeps the last write and the reads since it (as FastTrack does), and
+compares their place on their timelines with the clock of each new access. Elements, not ranges: a
+strided or an empty slice is exactly the elements it names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stretto.distributed.simulator.reports.report import Finding, Report
+from stretto.distributed.simulator.state.clocks import Clock, knows
+from stretto.distributed.simulator.state.memory import INITIAL, UNWRITTEN, Region
+from stretto.distributed.sites import Site
+
+
+@dataclass(slots=True)
+class Access:
+    """One access to memory.
+
+    Attributes:
+      what: "read", "write", "copy's read" and so on, for reports.
+      who: the task or the copy, which can `describe()` itself.
+      site: where it is written.
+      device: linear index of the device that did it.
+      clock: what was known when it was done; only valid while it is checked.
+      timeline, value: its place.
+      atomic: it is atomic towards other atomic accesses; "gpu" only those of its own device.
+      is_async: a copy or a tensor core does it, by another path to shared memory than loads and
+        stores take (PTX's asynchronous and generic proxy).
+      earlier: atomic accesses not ordered with this one, which it stands for too.
+    """
+
+    what: str
+    who: Any
+    site: Site
+    device: int
+    clock: Clock
+    timeline: int
+    value: int
+    atomic: str | None = None
+    is_async: bool = False
+    earlier: tuple[Access, ...] = ()
+
+    def before(self, other: Access) -> bool:
+        """Whether this access is known to come before `other`."""
+        return knows(other.clock, self.timeline, self.value)
+
+    def agrees_with(self, other: Access) -> bool:
+        """Whether both are atomic towards each other."""
+        if self.atomic is None or other.atomic is None:
+            return False
+        return self.device == other.device or self.atomic == other.atomic == "sys"
+
+    def describe(self) -> str:
+        """The access in words."""
+        return f"{self.what} by {self.who.describe()} at {self.site}"
+
+
+class RaceDetector:
+    """Checks every access of one launch, and reports what it finds.
+
+    Args:
+      report: where findings go.
+      detect_races: without it only reads of memory that nobody has written are found.
+    """
+
+    def __init__(self, report: Report, detect_races: bool):
+        self.report = report
+        self.detect_races = detect_races
+        self._writes: list[Access | None] = [None, None]
+        self._reads: list[dict[int, Access]] = [{}]
+
+    def read(self, region: Region, access: Access) -> None:
+        """Checks and records a read."""
+        ids = region.write_ids()
+        if not ids.size:
+            return
+        for i in _distinct(ids):
+            if i == UNWRITTEN:
+                self._report_unwritten(region, access)
+            elif i != INITIAL:
+                self._check(self._writes[i], access, region)
+        if self.detect_races:
+            self._add_read(region, access)
+
+    def write(self, region: Region, access: Access) -> None:
+        """Checks and records a write, or an atomic update."""
+        ids = region.write_ids()
+        if not ids.size:
+            return
+        if not self.detect_races:
+            region.set_write_ids(INITIAL)
+            return
+        unordered: list[Access] = []
+        for i in _distinct(ids):
+            if i > INITIAL:
+                self._check(self._writes[i], access, region, unordered)
+        for i in _distinct(region.read_ids()):
+            for earlier in self._reads[i].values():
+                self._check(earlier, access, region)
+        access.earlier = tuple(unordered)
+        self._writes.append(access)
+        region.set_write_ids(len(self._writes) - 1)
+
+    def last_writes(self, region: Region) -> list[Access]:
+        """The last writes to a region by the kernel."""
+        ids = region.write_ids()
+        found = [self._writes[i] for i in _distinct(ids) if i > INITIAL] if ids.size else []
+        return [a for a in found if a is not None]
+
+    def reads_since(self, region: Region) -> list[Access]:
+        """The reads of a region since it was last written, but for those that others stand for."""
+        ids = region.read_ids()
+        return [a for i in _distinct(ids) for a in self._reads[i].values()] if ids.size else []
+
+    def _check(
+        self,
+        earlier: Access | None,
+        access: Access,
+        region: Region,
+        unordered: list[Access] | None = None,
+    ) -> None:
+        if earlier is None:
+            return
+        for one in (earlier, *earlier.earlier):
+            if one.before(access):
+                continue
+            if one.agrees_with(access):
+                if unordered is not None:
+                    unordered.append(one)
+                continue
+            self._report_race(one, access, region)
+
+    def _add_read(self, region: Region, access: Access) -> None:
+        ids = region.read_ids()
+        distinct = _distinct(ids)
+        if len(distinct) == 1:
+            new = self._merged(distinct[0], access)
+            if new != distinct[0]:
+                region.set_read_ids(new)
+            return
+        out = ids.copy()
+        for i in distinct:
+            out[ids == i] = self._merged(i, access)
+        region.set_read_ids(out)
+
+    def _merged(self, set_id: int, access: Access) -> int:
+        """The id of the read set `set_id` with `access` added and what came before it dropped.
+
+        What waits for the later one waits for the earlier one as well. But a copy that reads does
+        not stand for a load before it: the next write may have to be told of that one.
+        """
+        old = self._reads[set_id]
+        kept = {
+            t: a
+            for t, a in old.items()
+            if t != access.timeline and not (a.is_async == access.is_async and a.before(access))
+        }
+        kept[access.timeline] = access
+        self._reads.append(kept)
+        return len(self._reads) - 1
+
+    def _report_unwritten(self, region: Region, access: Access) -> None:
+        self.report.add(
+            Finding(
+                kind="uninitialised",
+                key=("uninitialised", access.site, region.buffer.name),
+                message=(
+                    f"{access.describe()} reads {region.describe()}, part of which nobody has"
+                    " written since it was allocated."
+                ),
+                sites=(access.site,),
+            )
+        )
+
+    def _report_race(self, first: Access, second: Access, region: Region) -> None:
+        self.report.add(
+            Finding(
+                kind="race",
+                key=("race", first.site, second.site, first.what, second.what, region.buffer.name),
+                message=(
+                    f"race on {region.describe()}:\n"
+                    f"  {first.describe()}\n"
+                    f"  {second.describe()}\n"
+                    f"  Nothing orders the two. For this order it takes"
+                    f" {missing_order(first, second)};\n"
+                    f"  for the other, {missing_order(second, first)}."
+                ),
+                sites=(first.site, second.site),
+            )
+        )
+
+
+def missing_order(first: Access, second: Access) -> str:
+    """What would have ordered two accesses, `first` before `second`, in words."""
+    wait = ""
+    if "copy" in first.what:
+        to_global = first.who.destination.buffer.space == "gmem"
+        wait = "wait_smem_to_gmem" if to_global else "a wait on the copy's barrier"
+    if first.device == second.device:
+        ordered = wait or "a barrier, or a signal and a wait for it,"
+        return f"{ordered} between them"
+    after = f"after {wait}" if wait else "after its access, in the same warpgroup or past a barrier"
+    return (
+        f"a signal (system scope) that device {first.device} sends {after} and device"
+        f" {second.device} waits for"
+    )
+
+
+def _distinct(ids: np.ndarray) -> list[int]:
+    """The distinct values of a non-empty array; almost always there is one, in few runs if not."""
+    first = ids.item(0)
+    if ids.size == 1 or (ids == first).all():
+        return [first]
+    flat = ids.reshape(-1)
+    starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    return sorted({first, *flat[starts].tolist()})

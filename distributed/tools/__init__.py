@@ -1,0 +1,1 @@
+"""For those who look at kernels: compiling without a GPU, and profiles."""
