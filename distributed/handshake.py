@@ -1,16 +1,16 @@
 """How the devices of a team begin a kernel together, and end it together.
 
-A kernel touches memory of its peers, so it must not begin to before a peer has come to the same
-launch (its operands are ready then, its results are its own and its semaphores zero), and must not
-end before its peers have done with what is its. XLA sees to the first by a barrier, a kernel of its
+A kernel touches memory of its peers. It must not begin to before a peer has started the same launch
+(the peer's operands are ready then, its results are its own and its semaphores zero), and must not
+end before its peers have done with its memory. XLA sees to the first by a barrier, a kernel of its
 own before each of ours, which costs 4 to 8 us on the device and as much again on the host. Here the
-kernel does it, under its own first steps.
+kernel does it, under its own first steps. The words are those of a barrier: to arrive, to wait.
 
 | counter of the heap | raised by | waited for by | count | proves |
 |---|---|---|---|---|
-| `opening[s]` | block 0 of device `s` | whoever `meet`s | 1 | that device has come |
-| `met` | whoever `meet`s | block 0, at the end | all of them | nobody looks at `opening` any more |
-| `closing[s]` | every block of device `s` | block 0, at the end | its blocks | it has done |
+| `opening[s]` | block 0 of `s`: `arrive` | who calls `wait` | 1 | that device has started |
+| `observed` | who calls `wait` | block 0: `wait_at_end` | all | `opening` is not looked at |
+| `closing[s]` | its blocks: `arrive_at_end` | block 0: `wait_at_end` | its blocks | it has done |
 
 `s` is a device's slot in the heap. Counters of the heap are not zeroed before a launch: each launch
 takes off what it has waited for. A peer may be ahead by one launch. It raises `opening` again then,
@@ -38,19 +38,19 @@ from stretto.distributed.team import Team
 
 _OPENING = SemaphoreArray((heap.MAX_SLOTS,), heap_word=0)
 _CLOSING = SemaphoreArray((heap.MAX_SLOTS,), heap_word=heap.MAX_SLOTS)
-_MET = SemaphoreArray((), heap_word=2 * heap.MAX_SLOTS, local=True)
+_OBSERVED = SemaphoreArray((), heap_word=2 * heap.MAX_SLOTS, local=True)
 _CLOSING_WITHOUT_HEAP = SemaphoreArray((heap.MAX_SLOTS,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """The meeting of one launch, inside its kernel.
+    """The barriers at both ends of one launch, inside its kernel.
 
     Attributes:
-      team: who meets.
+      team: whose devices they are.
       block, num_blocks: the block that runs this, and how many there are.
-      parties: how many call `meet` on a device.
-      opening, met: counters of the heap; None where XLA's barrier stands in for them.
+      parties: how many call `wait` on a device.
+      opening, observed: counters of the heap; None where XLA's barrier stands in for them.
       closing: see above; None in a kernel that closes in its own way.
     """
 
@@ -59,61 +59,61 @@ class Handshake:
     num_blocks: int
     parties: int
     opening: Semaphore | None
-    met: Semaphore | None
+    observed: Semaphore | None
     closing: Semaphore | None
 
-    def begin(self) -> None:
-        """`come` in block 0, and `meet`; for one warp of each block."""
-        pl.when(self.block == 0)(self.come)
-        self.meet()
+    def arrive_and_wait(self) -> None:
+        """`arrive` in block 0, and `wait`; for one warp of each block."""
+        pl.when(self.block == 0)(self.arrive)
+        self.wait()
 
-    def come(self) -> None:
-        """Tells the peers that this device is here. Called once, in block 0.
+    def arrive(self) -> None:
+        """Tells the peers that this device has started. Called once, in block 0.
 
-        It says nothing of what this device has made before: that takes a signal.
+        It orders nothing that this kernel did before: that takes a signal.
         """
         if self.opening is not None:
             own = self.team.slot(self.team.device_id())
             for peer in self._peers():
                 self.opening.at[own].signal(peer_id=peer)
 
-    def meet(self) -> None:
-        """Returns once all peers are here; called by `parties` warps or warpgroups.
+    def wait(self) -> None:
+        """Returns once all peers have started; called by `parties` warps or warpgroups.
 
         Only what they do afterwards may touch a peer's memory. Others that wait for a peer's signal
-        have to meet as well: only this wait has the limit for peers that start late.
+        have to call it as well: only this wait has the limit for peers that start late.
         """
-        if self.opening is None or self.met is None:
+        if self.opening is None or self.observed is None:
             return
         for peer in self._peers():
             self.opening.at[self.team.slot(peer)].wait()
-        self.met.signal()
+        self.observed.signal()
 
-    def done(self) -> None:
+    def arrive_at_end(self) -> None:
         """Tells the peers that this block has done with their memory; called once by each block.
 
         Raises:
-          ValueError: in a body with `warps_that_meet`, which closes in its own way.
+          ValueError: in a body with `waiting_warps`, which closes in its own way.
         """
         if self.closing is None:
             raise ValueError(
-                "handshake.done() is for kernels that kernel.launch closes; with warps_that_meet"
-                " signal a semaphore of the kernel's own."
+                "handshake.arrive_at_end() is for kernels that kernel.launch closes; with"
+                " waiting_warps signal a semaphore of the kernel's own."
             )
         own = self.team.slot(self.team.device_id())
         for peer in self._peers():
             self.closing.at[own].signal(peer_id=peer)
 
-    def part(self) -> None:
-        """Called once, in block 0; returns once all peers are `done`, if this kernel closes so.
+    def wait_at_end(self) -> None:
+        """Called once, in block 0; returns once all peers have done, if this kernel closes so.
 
         The kernel may only end once no peer uses this device's memory, by this or in its own way.
         """
         if self.closing is not None:
             for peer in self._peers():
                 self.closing.at[self.team.slot(peer)].wait(self.num_blocks, decrement=True)
-        if self.opening is not None and self.met is not None:
-            self.met.wait(self.parties, decrement=True)
+        if self.opening is not None and self.observed is not None:
+            self.observed.wait(self.parties, decrement=True)
             for peer in self._peers():
                 self.opening.at[self.team.slot(peer)].wait(decrement=True)
 
@@ -134,7 +134,7 @@ def make(
     """The handshake of a launch of `kernel`; to be called once, first in its body.
 
     `opens` is False where XLA's barrier comes before the kernel, `closes` for a body that itself
-    makes sure, before block 0 `part`s, that no peer still uses this device's memory.
+    makes sure, before block 0 calls `wait_at_end`, that no peer still uses this device's memory.
     """
     shared = opens and not team.is_alone
 
@@ -147,6 +147,6 @@ def make(
         num_blocks=num_blocks,
         parties=parties,
         opening=allocate("opening", _OPENING, shared, awaits_start=True),
-        met=allocate("met", _MET, shared),
+        observed=allocate("observed", _OBSERVED, shared),
         closing=allocate("closing", _CLOSING if shared else _CLOSING_WITHOUT_HEAP, closes),
     )

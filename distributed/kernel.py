@@ -21,7 +21,7 @@ from stretto.distributed.memory import heap
 from stretto.distributed.primitives import team_kernel
 from stretto.distributed.primitives.team_kernel import TeamKernelInfo
 from stretto.distributed.semaphores import SemaphoreArray
-from stretto.distributed.team import Team, counting_from_the_end
+from stretto.distributed.team import Team, places_reversed
 from stretto.distributed.tools import profiling
 
 GRID_AXIS = "grid"
@@ -41,7 +41,7 @@ def launch(
     symmetric: Sequence[jax.ShapeDtypeStruct] = (),
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
-    warps_that_meet: int = 0,
+    waiting_warps: int = 0,
     invariant: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: Any = None,
@@ -51,7 +51,7 @@ def launch(
     `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
     inside it `block_id()` is the block and `lax.axis_index(THREAD_AXIS)` the
     warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
-    by peers through `copies.remote`. Unless `warps_that_meet`: when `body` starts, every peer has
+    by peers through `copies.remote`. Unless `waiting_warps`: when `body` starts, every peer has
     started too, and their operands are ready to be read; when it ends, and before anybody's buffers
     are used again, block 0 waits for all peers (`handshake`).
 
@@ -68,13 +68,13 @@ def launch(
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
       scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
-      warps_that_meet: more than 0 for a body that starts before its peers have come, and takes
+      waiting_warps: more than 0 for a body that starts before its peers have started, and takes
         `handshake` by name. So many warps (or warpgroups, each as one) of each block have to call
-        `handshake.meet()`, which waits for the peers, before they touch anything of theirs; one of
-        block 0 has to `come()` first (`begin()` does both), and to `part()`. The kernel may only
-        end once no peer still uses this device's buffers. With XLA's barrier before the kernel the
-        calls do nothing, and leaving them out goes unnoticed: simulate with a `core_count` above
-        `num_blocks`.
+        `handshake.wait()`, which waits for the peers, before they touch anything of theirs; one of
+        block 0 has to `arrive()` first (`arrive_and_wait()` does both), and in the end to
+        `wait_at_end()`. The kernel may only end once no peer still uses this device's buffers. With
+        XLA's barrier before the kernel the calls do nothing, and leaving them out goes unnoticed:
+        simulate with a `core_count` above `num_blocks`.
       invariant: all members of the team compute bitwise the same results, which are then typed as
         not varying over the team's axes.
       compiler_params: passed on to Pallas.
@@ -85,37 +85,37 @@ def launch(
       that any operand varies over.
 
     Raises:
-      ValueError: a number of blocks that cannot be resident together; `warps_that_meet` that is
+      ValueError: a number of blocks that cannot be resident together; `waiting_warps` that is
         negative or without a team; bulk stores that may run on past an edge (`windows`).
       NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
     _check_resident(name, num_blocks)
     _check_widths(name, operands, out_type, symmetric)
-    if warps_that_meet < 0 or (warps_that_meet and team is None):
+    if waiting_warps < 0 or (waiting_warps and team is None):
         raise ValueError(
-            f"kernel {name}: warps_that_meet={warps_that_meet} must not be negative, and needs a"
-            " team to meet."
+            f"kernel {name}: waiting_warps={waiting_warps} must not be negative, and needs a"
+            " team to wait for."
         )
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
     together = team is not None and not team.is_alone
-    around = together and not warps_that_meet
+    around = together and not waiting_warps
     opens_itself = heap.is_wanted() and _leaves_room(num_blocks)
     if around:
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
     axes = team.axes if team is not None else ()
-    turned = clique.are_several() or simulating.counts_from_the_end()
-    info = TeamKernelInfo(name=name, axes=axes, turned=bool(axes) and turned)
+    reverse = clique.are_several() or simulating.counts_from_the_end()
+    info = TeamKernelInfo(name=name, axes=axes, reverse=bool(axes) and reverse)
 
-    @counting_from_the_end(info.turned)
+    @places_reversed(info.reverse)
     @functools.wraps(body)  # So that the simulator finds the buffers' names.
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
         sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
         if team is None:
             body(*refs, **sems, **scratch_refs)
             return
-        parties = num_blocks * (num_threads if around else warps_that_meet)
+        parties = num_blocks * (num_threads if around else waiting_warps)
         meeting = handshake.make(
             name,
             team,
@@ -126,7 +126,7 @@ def launch(
             closes=around,
         )
         if not around:
-            extra = dict(handshake=meeting) if warps_that_meet else {}
+            extra = dict(handshake=meeting) if waiting_warps else {}
             body(*refs, **sems, **scratch_refs, **extra)
             return
         block_done = scratch_refs.pop("block_done")
@@ -166,10 +166,10 @@ def block_id() -> jax.Array:
 
 
 def _open(meeting: Handshake) -> None:
-    """Returns once all peers have come to this launch."""
+    """Returns once all peers have started this launch."""
     is_first_thread = lax.axis_index(THREAD_AXIS) == 0
-    _when(is_first_thread & (block_id() == 0), meeting.come)
-    meeting.meet()
+    _when(is_first_thread & (block_id() == 0), meeting.arrive)
+    meeting.wait()
 
 
 def _close(meeting: Handshake, block_done: Any) -> None:
@@ -183,10 +183,10 @@ def _close(meeting: Handshake, block_done: Any) -> None:
 
     def tell():
         plgpu.barrier_wait(block_done)
-        meeting.done()
+        meeting.arrive_at_end()
 
     _when(is_first_thread, tell)
-    _when(is_first_thread & (block_id() == 0), meeting.part)
+    _when(is_first_thread & (block_id() == 0), meeting.wait_at_end)
 
 
 def _compiler_params(given: plgpu.CompilerParams | None, opens_itself: bool) -> Any:

@@ -21,7 +21,7 @@ from stretto.distributed.memory.mailbox import Site
 from stretto.distributed.primitives import heap_semaphores
 from stretto.distributed.primitives.bounded_wait import bounded_wait
 from stretto.distributed.private_jax import marks
-from stretto.distributed.team import Team, are_turned
+from stretto.distributed.team import Team, are_reversed
 
 LOCAL_PATIENCE = 1.25
 """Waits for a device's own blocks have so many times the limit: such a block may itself wait for
@@ -84,7 +84,9 @@ class Semaphore:
         if self.spec.heap_word is None:
             plgpu.semaphore_signal(self._element(), inc, device_id=device_id)
         else:
-            heap_semaphores.signal(self._element(), inc, device_id=device_id, turned=are_turned())
+            heap_semaphores.signal(
+                self._element(), inc, device_id=device_id, reverse=are_reversed()
+            )
 
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
@@ -136,7 +138,9 @@ def allocate(
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
         marks.name_semaphores(ref, name)
     else:
-        ref = heap_semaphores.semaphores(spec.shape, spec.heap_word, name=name, turned=are_turned())
+        ref = heap_semaphores.semaphores(
+            spec.shape, spec.heap_word, name=name, reverse=are_reversed()
+        )
     if awaits_start:
         limit_s = settings.start_limit_s()
     else:

@@ -13,7 +13,7 @@ class Setting(NamedTuple):
     Attributes:
       core_count: multiprocessors that each device has.
       check_hardware: whether the kernel is lowered for GPUs as well.
-      from_the_end: whether it counts its devices from the end (`team.counting_from_the_end`).
+      from_the_end: whether it counts its devices from the end (`team.places_reversed`).
     """
 
     core_count: int

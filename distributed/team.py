@@ -19,25 +19,25 @@ from stretto.distributed.private_jax import marks
 
 # Set while the body of a kernel is traced: whether it counts its devices from the other end
 # (`clique`). None outside.
-_mirrored: contextvars.ContextVar[bool | None] = contextvars.ContextVar("mirrored", default=None)
+_reversed: contextvars.ContextVar[bool | None] = contextvars.ContextVar("reversed", default=None)
 
 
 @contextlib.contextmanager
-def counting_from_the_end(enabled: bool) -> Generator[None]:
+def places_reversed(enabled: bool) -> Generator[None]:
     """Around the body of a kernel while it is traced.
 
-    If `enabled`, the devices' places along mesh axes are those of a mesh that is turned around.
+    If `enabled`, the devices' places along mesh axes are those of a mesh that is reverse around.
     """
-    token = _mirrored.set(enabled)
+    token = _reversed.set(enabled)
     try:
         yield
     finally:
-        _mirrored.reset(token)
+        _reversed.reset(token)
 
 
-def are_turned() -> bool:
+def are_reversed() -> bool:
     """Whether the kernel whose body is being traced counts its devices from the end."""
-    return bool(_mirrored.get())
+    return bool(_reversed.get())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Team:
 
     def slot(self, device_id: int | jax.Array) -> jax.Array:
         """The slot of member `device_id` in the `heap`; inside a kernel only."""
-        return heap_semaphores.slot(self.address(device_id), turned=are_turned())
+        return heap_semaphores.slot(self.address(device_id), reverse=are_reversed())
 
     def _place(self) -> jax.Array:
         """Along the axes, as the kernel counts that is being traced."""
-        if _mirrored.get() is None:
+        if _reversed.get() is None:
             return lax.axis_index(self.axes)
         place, *others = (marks.place(lax.axis_index(axis)) for axis in self.axes)
         for axis, index in zip(self.axes[1:], others, strict=True):
@@ -112,7 +112,7 @@ class Team:
         return place
 
     def _turned(self, place: int | jax.Array) -> Any:
-        return self.size - 1 - place if are_turned() else place
+        return self.size - 1 - place if are_reversed() else place
 
     @functools.cached_property
     def peer_offsets(self) -> tuple[int, ...]:

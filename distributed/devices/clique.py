@@ -7,7 +7,7 @@ every process has one, those of its node. Every team of the process lies within 
 XLA connects devices for its own collectives, too, and refuses a program in which the same devices
 are connected once as one group of several (its own, over all nodes) and once as the only one (a
 kernel's, which knows of no other). The same devices in another order count as others: so where a
-job has several cliques, kernels count theirs from the end (`team.counting_from_the_end`).
+job has several cliques, kernels count theirs from the end (`team.places_reversed`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Clique:
     members: tuple[int, ...]
     processes: tuple[int, ...]
 
-    def turned(self) -> Clique:
+    def reversed(self) -> Clique:
         """The same devices, counted from the end along every axis."""
         return dataclasses.replace(self, members=self.members[::-1], processes=self.processes[::-1])
 

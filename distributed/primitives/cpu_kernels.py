@@ -34,7 +34,7 @@ class LoweredKernel:
       interpret, compiler_params: what `plgpu.kernel` was given under these names.
       axis_names, axis_sizes: axes of the device mesh, or of the clique in it that the kernel runs
         on; none outside of `shard_map`.
-      turned: they count their devices from the end (`clique`).
+      reverse: they count their devices from the end (`clique`).
       unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
@@ -48,7 +48,7 @@ class LoweredKernel:
     compiler_params: Any
     axis_names: tuple[Hashable, ...]
     axis_sizes: tuple[int, ...]
-    turned: bool
+    reverse: bool
     unordered: str | None
     out_avals: Sequence[Any]
     aliases: dict[int, int]
@@ -94,7 +94,7 @@ def lower_kernel_for_cpu(
             compiler_params=params["compiler_params"],
             axis_names=tuple(shape),
             axis_sizes=tuple(shape.values()),
-            turned=members is not None and members[0] > members[-1],
+            reverse=members is not None and members[0] > members[-1],
             # A clique's order has been looked at.
             unordered=_order_obstacle(device_mesh) if members is None else None,
             out_avals=ctx.avals_out,

@@ -49,7 +49,7 @@ heap_semaphores_p.ref_primitive = True
 heap_semaphores_p.ref_allocating = True
 
 
-def semaphores(shape: tuple[int, ...], word: int, *, name: str, turned: bool) -> Any:
+def semaphores(shape: tuple[int, ...], word: int, *, name: str, reverse: bool) -> Any:
     """A ref of the semaphores that start at `word` (of 4 bytes) of this device's slot.
 
     `name` is for the simulator's reports.
@@ -57,7 +57,7 @@ def semaphores(shape: tuple[int, ...], word: int, *, name: str, turned: bool) ->
     if not 0 <= 4 * word <= heap.SLOT_BYTES - 4 * math.prod(shape):
         raise ValueError(f"semaphores of shape {shape} at word {word} do not fit a slot.")
     what = plgpu.SemaphoreType.REGULAR(shape).get_ref_aval()
-    return heap_semaphores_p.bind(what=what, word=word, sem_name=name, turned=turned)
+    return heap_semaphores_p.bind(what=what, word=word, sem_name=name, reverse=reverse)
 
 
 @heap_semaphores_p.def_abstract_eval
@@ -66,13 +66,13 @@ def _heap_semaphores_abstract_eval(*, what, **_):
 
 
 @_lowers(heap_semaphores_p)
-def _heap_semaphores_lowering(ctx, *, what, word, sem_name, turned):
+def _heap_semaphores_lowering(ctx, *, what, word, sem_name, reverse):
     del sem_name
     size = math.prod(ctx.module_ctx.mesh_info.mesh_shape)
     if size > heap.MAX_SLOTS:
         raise NotImplementedError(f"kernels join at most {heap.MAX_SLOTS} devices, not {size}.")
     i64 = ir.IntegerType.get_signless(64)
-    slot = arith.extui(i64, _slot_of(ctx, ctx.launch_ctx.device_id(), turned))
+    slot = arith.extui(i64, _slot_of(ctx, ctx.launch_ctx.device_id(), reverse))
     address = arith.addi(
         arith.muli(slot, mgpu_utils.c(heap.SLOT_BYTES, i64)),
         mgpu_utils.c(heap.address() + 4 * word, i64),
@@ -82,9 +82,9 @@ def _heap_semaphores_lowering(ctx, *, what, word, sem_name, turned):
     return mgpu_utils.ptr_as_memref(pointer, memref)
 
 
-def _slot_of(ctx: Any, device: ir.Value, turned: bool) -> ir.Value:
+def _slot_of(ctx: Any, device: ir.Value, reverse: bool) -> ir.Value:
     """The slot of a device that the kernel knows as number `device` of its clique."""
-    if not turned:
+    if not reverse:
         return device
     last = math.prod(ctx.module_ctx.mesh_info.mesh_shape) - 1
     return arith.subi(mgpu_utils.c(last, device.type), device)
@@ -95,10 +95,10 @@ def _slot_of(ctx: Any, device: ir.Value, turned: bool) -> ir.Value:
 slot_p = jax_core.Primitive("stretto_slot")
 
 
-def slot(device_id: dict, *, turned: bool) -> jax.Array:
+def slot(device_id: dict, *, reverse: bool) -> jax.Array:
     """The slot of the device that Pallas' remote operations name `device_id`, int32."""
     leaves, tree = jax.tree.flatten(device_id)
-    return slot_p.bind(*map(_int32, leaves), tree=tree, turned=turned)
+    return slot_p.bind(*map(_int32, leaves), tree=tree, reverse=reverse)
 
 
 def _int32(x: int | jax.Array) -> jax.Array:
@@ -117,9 +117,9 @@ def _effects(device_id: dict) -> set:
 
 
 @_lowers(slot_p)
-def _slot_lowering(ctx, *leaves, tree, turned):
+def _slot_lowering(ctx, *leaves, tree, reverse):
     device = _logical(ctx, tree.unflatten(leaves), tree.unflatten(ctx.avals_in))
-    found = _slot_of(ctx, device, turned)
+    found = _slot_of(ctx, device, reverse)
     if ctx.module_ctx.lowering_semantics == mgpu.LoweringSemantics.Lane:
         return gpu_lowering._ensure_fa(found, jnp.int32)
     return found
@@ -137,12 +137,12 @@ signal_p = jax_core.Primitive("stretto_signal")
 signal_p.multiple_results = True
 
 
-def signal(semaphore: Any, inc: int | jax.Array, *, device_id: dict, turned: bool) -> None:
+def signal(semaphore: Any, inc: int | jax.Array, *, device_id: dict, reverse: bool) -> None:
     """Adds `inc` to a peer's semaphore of the heap, the same one as `semaphore` (release, sys)."""
     ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
     operands = (ref, transforms, _int32(inc), jax.tree.map(_int32, device_id))
     flat, args_tree = jax.tree.flatten(operands)
-    signal_p.bind(*flat, args_tree=args_tree, turned=turned)
+    signal_p.bind(*flat, args_tree=args_tree, reverse=reverse)
 
 
 @signal_p.def_effectful_abstract_eval
@@ -153,14 +153,14 @@ def _signal_abstract_eval(*avals, args_tree, **_):
 
 
 @_lowers(signal_p)
-def _signal_lowering(ctx, *args, args_tree, turned):
+def _signal_lowering(ctx, *args, args_tree, reverse):
     sem, transforms, inc, device_id = jax.tree.unflatten(args_tree, args)
     avals = jax.tree.unflatten(args_tree, ctx.avals_in)
     sem, _, transforms = gpu_lowering._handle_transforms(ctx, avals[0], sem, avals[1], transforms)
     if transforms:
         raise NotImplementedError(f"cannot signal a semaphore seen through {transforms}")
-    own = _slot_of(ctx, ctx.launch_ctx.device_id(), turned)
-    peer = _slot_of(ctx, _logical(ctx, device_id, avals[3]), turned)
+    own = _slot_of(ctx, ctx.launch_ctx.device_id(), reverse)
+    peer = _slot_of(ctx, _logical(ctx, device_id, avals[3]), reverse)
     operands = [sem, gpu_lowering._ensure_ir_value(inc, jnp.int32), arith.subi(peer, own)]
     is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
     with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, operands) as inner:

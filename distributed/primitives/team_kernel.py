@@ -43,12 +43,12 @@ class TeamKernelInfo:
     """What the lowering needs to know of a kernel.
 
     Its name, the axes it communicates over, and whether it was traced with its devices counted
-    from the end (`team.counting_from_the_end`).
+    from the end (`team.places_reversed`).
     """
 
     name: str
     axes: tuple[Hashable, ...]
-    turned: bool = False
+    reverse: bool = False
 
 
 @contextlib.contextmanager
@@ -180,12 +180,12 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
         check_order(mesh, info.name)
         return context
     clique = clique_of(mesh, info.axes, info.name)
-    if info.turned:
-        clique = clique.turned()
+    if info.reverse:
+        clique = clique.reversed()
     members = np.empty(len(clique.members), object)
     members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
     stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
-    slots = clique.processes[::-1] if info.turned else clique.processes
+    slots = clique.processes[::-1] if info.reverse else clique.processes
     rule = functools.partial(_lower_for_clique, clique, slots)
     overrides = context.lowering_parameters.override_lowering_rules or ()
     return context.replace(

@@ -209,7 +209,7 @@ class Checks:
             f"{access.describe()} touches memory of {device.describe()}, which may not have started"
             " yet: the kernel skips the barrier before it (skip_device_barrier), and nothing that"
             " this device has waited for says that the peer is there. In a body of `kernel.launch`,"
-            " whoever touches a peer has to call handshake.meet() before.",
+            " whoever touches a peer has to call handshake.wait() before.",
             access.site,
             name=access.what,
         )
@@ -269,7 +269,8 @@ class Checks:
         lines = "; ".join(map(str, sites))
         what = (
             "It lies in the heap, where the next launch will find it so and take it for its own."
-            " Was handshake.part() left out, or do others meet than warps_that_meet says?"
+            " Was handshake.wait_at_end() left out, or do more or fewer warps call"
+            " handshake.wait() than waiting_warps says?"
             if semaphore.persistent
             else "XLA zeroes semaphores before each launch, so this is harmless as long as they do"
             " not outlive the kernel."

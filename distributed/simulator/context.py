@@ -192,7 +192,7 @@ def _intercept(call: cpu_kernels.LoweredKernel) -> Any:
     """The callback that stands for a kernel call, or None to leave the call alone."""
     if not simulating.is_simulating() and not isinstance(call.interpret, SimulatorParams):
         return None
-    mesh = DeviceMesh(call.axis_names, call.axis_sizes, turned=call.turned)
+    mesh = DeviceMesh(call.axis_names, call.axis_sizes, reverse=call.reverse)
     if jax.process_count() > 1 and mesh.num_devices > jax.local_device_count():
         raise UnsupportedKernelError(
             f"kernel {call.name} runs on {mesh.num_devices} devices, of which this process has"

@@ -205,20 +205,25 @@ def look_up(kernel: Kernel, problem: Problem) -> Choice | None:
     return dataclasses.replace(choice, reason=reason)
 
 
+RENAMED = {"whole": "gather_first", "apart": "unfused"}
+"""Fields of a `Config` that tables of earlier versions have under other names."""
+
+
 def config_to_data(config: Any) -> dict[str, Any]:
     """The fields of a `Config`, nested ones as dictionaries, as a table holds them."""
     return dataclasses.asdict(config)
 
 
 def config_from_data(config_type: type, data: Mapping[str, Any]) -> Any:
-    """The `Config` with these fields, the others at their defaults.
+    """The `Config` with these fields (also by their `RENAMED` names), the others at their defaults.
 
     Raises:
       TypeError: `data` has a field that `config_type` lacks.
     """
     hints = typing.get_type_hints(config_type)
     arguments = {}
-    for name, value in data.items():
+    for given, value in data.items():
+        name = RENAMED.get(given, given)
         kind = hints.get(name)
         nested = isinstance(value, Mapping) and isinstance(kind, type)
         arguments[name] = config_from_data(kind, value) if nested and kind else value

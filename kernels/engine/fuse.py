@@ -105,8 +105,8 @@ def fuse(
         shared = {key: rest[key] for key in (*arrays, *transfer_scratch)}
         made = parts(Refs(num_blocks=num_blocks, **named, **shared))
         _check(name, made, team, mainloop, waits=waits, signals=signals)
-        meet = _nothing if handshake is None else handshake.meet
-        block = Block.of(made, num_blocks, before_stores=meet if signals else _nothing)
+        wait = _nothing if handshake is None else handshake.wait
+        block = Block.of(made, num_blocks, before_stores=wait if signals else _nothing)
         polled = _gates(block, mainloop, rest) if waits else None
         roles = [*mainloop.roles(block, polled, rest)]
         _check_roles(name, mainloop, roles)
@@ -114,7 +114,7 @@ def fuse(
             roles.append(Role(_moving(made.transfer, handshake, rest["released"])))
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
-            roles.append(Role(functools.partial(polled.poll, before=meet)))
+            roles.append(Role(functools.partial(polled.poll, before=wait)))
         _assign(roles, num_warpgroups)
 
     results = kernel.launch(
@@ -133,7 +133,7 @@ def fuse(
             **(gates.scratch() if waits else {}),
         },
         # `released` and the transfer's `finish` close the kernel.
-        warps_that_meet=0 if team is None else 1 + waits + signals,
+        waiting_warps=0 if team is None else 1 + waits + signals,
         invariant=invariant,
         interpret=interpret,
     )
@@ -159,7 +159,7 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
 
     def run() -> None:
         with jax.named_scope("communicate"):
-            handshake.begin()
+            handshake.arrive_and_wait()
             transfer.run()
             # Publishes to the peers that this block reads no memory of theirs any more.
             for offset in team.peer_offsets:
@@ -171,7 +171,7 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
                 released.wait(num_blocks * (team.size - 1))
                 if transfer.finish is not None:
                     transfer.finish()
-                handshake.part()
+                handshake.wait_at_end()
 
     return run
 

@@ -28,14 +28,14 @@ class AddConfig:
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
       own_last: whether all tiles of the own rows come after all for peers, or each of them some
         waves after the same tile for the peers (`tiles.OwnersOrder`, with a lag of `OWN_LAG`).
-      apart: multiply by XLA's matmul, and add up with a kernel that only does that (`apart`); all
-        else is then of no account.
+      unfused: multiply by XLA's matmul, and add up with a kernel that only does that; all else is
+        then of no account.
     """
 
     tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
     pull_slots: int = 2
     own_last: bool = True
-    apart: bool = False
+    unfused: bool = False
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
@@ -63,7 +63,7 @@ class AddConfig:
         few = problem is not None and problem.sizes["m"] <= FEW_ROWS
         itemsize = NARROW_BYTES if problem is None else problem.types.itemsize
         if problem is None or few:
-            yield cls(apart=True)
+            yield cls(unfused=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
         for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
             tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)

@@ -4,7 +4,7 @@ Each device multiplies its own shard of lhs first, then those of its successors 
 spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
 into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
 of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
-at the end, that a peer's operand is no longer needed. With `Config.whole` all rows are gathered first
+at the end, that a peer's operand is no longer needed. With `Config.gather_first` all rows are gathered first
 and multiplied as one matrix (`gathering_rows_first`); `received` then has no first index.
 
 | object | written or signalled by | waited for by | count | proves |
@@ -50,15 +50,15 @@ class Config(PullConfig):
 
     Attributes:
       chunk_columns: columns of a shard that the matmul waits for at once.
-      whole: gather all rows into one matrix and multiply that, for shards smaller than a tile;
-        otherwise shard after shard, under which the gather hides (`gathering`).
-      apart: gather with a kernel that only gathers, and multiply by XLA's matmul (`apart`); all
-        else is then of no account.
+      gather_first: gather all rows into one matrix and multiply that, for shards smaller than a
+        tile; otherwise shard after shard, under which the gather hides (`gathering`).
+      unfused: gather with a kernel that only gathers, and multiply by XLA's matmul; all else is
+        then of no account.
     """
 
     chunk_columns: int = 1024
-    whole: bool = False
-    apart: bool = False
+    gather_first: bool = False
+    unfused: bool = False
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
@@ -73,9 +73,9 @@ class Config(PullConfig):
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
         if problem is None or _is_small(problem):
-            yield Config(apart=True)
+            yield Config(unfused=True)
             for tile in (tile_config.NARROW, tile_config.NARROWEST):
-                yield Config(tiles=tile, chunk_columns=2048, whole=True)
+                yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
         if problem is None or not _is_small(problem):
             for tile in (tile_config.NARROW, tile_config.LARGE):
                 for chunk_columns in (1024, 2048, 4096):
@@ -103,7 +103,7 @@ def default_config(problem: Problem) -> Config:
     tiles = rows * schedule.ceil_div(columns, tile_config.NARROWEST.tile_n)
     fits = tiles <= problem.machine.multiprocessors
     tiles = tile_config.NARROWEST if fits else tile_config.NARROW
-    return Config(tiles=tiles, chunk_columns=chunk_columns, whole=True)
+    return Config(tiles=tiles, chunk_columns=chunk_columns, gather_first=True)
 
 
 def run(
@@ -113,7 +113,7 @@ def run(
 
     And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
     """
-    if call.config.apart:
+    if call.config.unfused:
         return unfused.all_gather_matmul(operands, call)
     lhs, rhs = operands
     options = call.options
@@ -180,7 +180,7 @@ def launch(
             chunk_columns=config.chunk_columns,
         )
 
-    if config.whole:
+    if config.gather_first:
         piece_rows = [r for r in range(1, config.pull_rows + 1) if m_shard % r == 0][-1]
         rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
         gather = rows_first(team, plan(rows, piece_rows), m_shard, n, shape)

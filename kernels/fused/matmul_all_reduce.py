@@ -36,7 +36,7 @@ def default_config(problem: Problem) -> Config:
 
 def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, everywhere -> `[m, n]`, as the public operation."""
-    if call.config.apart:
+    if call.config.unfused:
         return unfused.matmul_all_reduce(operands, call)
     out = matmul_reduce_scatter.sharded(operands, call, everywhere=True)
     return out.reshape(-1, out.shape[2])[: operands[0][0].shape[0]]

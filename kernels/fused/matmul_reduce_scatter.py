@@ -70,7 +70,7 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
 
     Where m is no multiple of D, the last devices' rows are of padding: `[ceil(m / D), n]`.
     """
-    if call.config.apart:
+    if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
     return sharded(operands, call)[0]
 

@@ -86,7 +86,7 @@ class TestSteps:
                 np.testing.assert_array_equal(program()(x), summed(x))
             assert report.ok, str(report)
 
-    @pytest.mark.parametrize("name", ["opening", "met", "closing"])
+    @pytest.mark.parametrize("name", ["opening", "observed", "closing"])
     def test_a_dropped_signal_is_a_deadlock(self, monkeypatch, name):
         leave_out(monkeypatch, "signal", name)
         with (
@@ -97,7 +97,7 @@ class TestSteps:
 
     @pytest.mark.parametrize(
         ("name", "kind"),
-        [("opening", "before start"), ("met", "semaphore not zero"), ("closing", "after end")],
+        [("opening", "before start"), ("observed", "semaphore not zero"), ("closing", "after end")],
     )
     def test_a_dropped_wait_is_found(self, monkeypatch, name, kind):
         leave_out(monkeypatch, "wait", name)
@@ -112,11 +112,11 @@ class TestSteps:
         """Block 0 may then take off what the next block still looks for."""
 
         def meet(self):
-            self.met.signal()
+            self.observed.signal()
             for peer in self._peers():
                 self.opening.at[self.team.slot(peer)].wait()
 
-        monkeypatch.setattr(handshake.Handshake, "meet", meet)
+        monkeypatch.setattr(handshake.Handshake, "wait", meet)
         with st.simulate(core_count=4, on_finding="record") as report:
             jax.block_until_ready(program()(rows()))
         assert "race" in report.kinds() and "takes off what the first waits for" in str(report)
@@ -140,20 +140,20 @@ def uses_the_heap(**options):
     return "stretto_heap_semaphores" in jaxpr
 
     def test_reports_call_counters_by_their_names(self, monkeypatch):
-        leave_out(monkeypatch, "wait", "met")
+        leave_out(monkeypatch, "wait", "observed")
         with st.simulate(core_count=4, on_finding="record") as report:
             jax.block_until_ready(program()(rows()))
-        assert "semaphore met of device" in str(report)
+        assert "semaphore observed of device" in str(report)
 
     def test_who_closes_in_its_own_way_is_not_done(self):
         def body(x_ref, out_ref, *, handshake):
-            handshake.begin()
-            handshake.done()
+            handshake.arrive_and_wait()
+            handshake.arrive_at_end()
 
         def launch(x):
             out = jax.ShapeDtypeStruct(x.shape, x.dtype)
             return kernel.launch(
-                body, x, name="mine", team=Team.along("x"), num_blocks=1, warps_that_meet=1,
+                body, x, name="mine", team=Team.along("x"), num_blocks=1, waiting_warps=1,
                 out_type=[out],
             )[0]  # fmt: skip
 
@@ -219,7 +219,7 @@ class TestHeap:
 
     def test_semaphores_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match="do not fit a slot"):
-            heap_semaphores.semaphores((2,), heap.SLOT_BYTES // 4 - 1, name="sem", turned=False)
+            heap_semaphores.semaphores((2,), heap.SLOT_BYTES // 4 - 1, name="sem", reverse=False)
 
     def test_without_gpus_it_is_some_address(self):
         assert heap.address() == heap.ADDRESS_WITHOUT_GPUS
@@ -274,7 +274,7 @@ class Counters:
     def __init__(self, devices):
         self.opening = np.zeros((devices, devices), int)
         self.closing = np.zeros((devices, devices), int)
-        self.met = np.zeros(devices, int)
+        self.observed = np.zeros(devices, int)
 
 
 def block(counters, device, number, launch, running, broken):
@@ -288,7 +288,7 @@ def block(counters, device, number, launch, running, broken):
         yield lambda peer=peer: counters.opening[device, peer] >= 1
         assert running[peer] == running[device], "met a peer that is in another launch"
     yield lambda: True
-    counters.met[device] += 1
+    counters.observed[device] += 1
     yield lambda: True  # The body.
     for peer in peers:
         assert running[peer] == running[device], "used the memory of a peer that is elsewhere"
@@ -298,9 +298,9 @@ def block(counters, device, number, launch, running, broken):
         for peer in peers:
             yield lambda peer=peer: counters.closing[device, peer] >= launch["blocks"]
             counters.closing[device, peer] -= launch["blocks"]
-        if broken != "met":
-            yield lambda: counters.met[device] >= launch["blocks"]
-        counters.met[device] -= launch["blocks"]
+        if broken != "observed":
+            yield lambda: counters.observed[device] >= launch["blocks"]
+        counters.observed[device] -= launch["blocks"]
         for peer in peers:
             yield lambda: True
             if broken == "zeroed":
@@ -356,10 +356,10 @@ def test_many_launches_of_changing_teams(first):
     for seed in range(first, first + 100):
         counters = run_launches(seed)
         assert not counters.opening.any() and not counters.closing.any()
-        assert not counters.met.any()
+        assert not counters.observed.any()
 
 
-@pytest.mark.parametrize("broken", ["zeroed", "met"])
+@pytest.mark.parametrize("broken", ["zeroed", "observed"])
 def test_the_model_finds_what_would_be_wrong(broken):
     def fails(seed):
         try:

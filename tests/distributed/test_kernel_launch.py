@@ -32,7 +32,7 @@ def rotate(x, *, num_blocks=1, wait=True, **options):
 
     def body(x_ref, out_ref, inbox_ref, *, received, smem, arrived, handshake=None):
         if handshake is not None:  # It closes in its own way, which is not at all.
-            handshake.begin()
+            handshake.arrive_and_wait()
         plgpu.copy_gmem_to_smem(x_ref, smem, arrived)
         plgpu.barrier_wait(arrived)
         plgpu.copy_smem_to_gmem(smem, copies.remote(inbox_ref, team, team.neighbour(1)))
@@ -103,7 +103,7 @@ class TestLaunch:
         found = set()
         for seed in range(6):
             with st.simulate(seed=seed, schedule="pct", on_finding="record") as report:
-                program = sharded(lambda x: rotate(x, wait=False, warps_that_meet=1))
+                program = sharded(lambda x: rotate(x, wait=False, waiting_warps=1))
                 jax.block_until_ready(jax.jit(program)(x))
             found |= report.kinds()
         assert "after end" in found
@@ -127,11 +127,11 @@ class TestLaunch:
 
     def test_who_would_meet_needs_a_team(self):
         with pytest.raises(
-            ValueError, match="warps_that_meet=1 must not be negative, and needs a team"
+            ValueError, match="waiting_warps=1 must not be negative, and needs a team"
         ):
             kernel.launch(
                 lambda *refs: None, rows(1), name="alone", team=None, num_blocks=1,
-                warps_that_meet=1, out_type=[],
+                waiting_warps=1, out_type=[],
             )  # fmt: skip
 
     def test_a_body_that_takes_a_traced_value_from_outside(self, simulation):

@@ -61,7 +61,7 @@ def configs(name: str) -> Iterator[Program]:
     """Every configuration of the fused kernel that the tuner may choose."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
     for config in OPERATIONS[name].kernels[0].candidates(None):
-        if not config.apart:
+        if not config.unfused:
             yield f"{name} {config}", *fused(name, mesh, config=config)
 
 

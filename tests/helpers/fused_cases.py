@@ -31,7 +31,7 @@ GATHERS = {name: form for name, form in FORMS.items() if RECORDS[name].examples.
 OPERATIONS = {name: form for name, form in FORMS.items() if name not in GATHERS}
 # At the small sizes of tests the default would be the other way of gathering; see `mapped`.
 IN_SHARDS = all_gather_matmul.Config()
-AS_ONE = all_gather_matmul.Config(whole=True)
+AS_ONE = all_gather_matmul.Config(gather_first=True)
 # Per device, m_shard x k x n_shard: nothing fits a tile, or anything that the hardware likes.
 AWKWARD = [(1, 8, 8), (63, 72, 136), (65, 8, 200), (65, 72, 136)]
 

@@ -47,5 +47,5 @@ def test_results_are_the_same(name, shape, axis):
 
 
 def test_devices_are_lowered_in_that_order():
-    turned = clique.Clique(("x",), (3,), (4, 5, 6), (1, 1, 2)).turned()
-    assert (turned.members, turned.processes) == ((6, 5, 4), (2, 1, 1))
+    other = clique.Clique(("x",), (3,), (4, 5, 6), (1, 1, 2)).reversed()
+    assert (other.members, other.processes) == ((6, 5, 4), (2, 1, 1))

@@ -66,7 +66,7 @@ def test_every_shape_and_team(name, devices, m, k, n):
     ("name", "config"),
     [
         ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1)),
-        ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1, whole=True)),
+        ("all_gather_matmul", all_gather_matmul.Config(pull_rows=1, gather_first=True)),
         ("all_gather_matmul_k", all_gather_matmul_k.Config(pull_rows=1)),
     ],
     ids=["m", "m whole", "k"],

@@ -176,6 +176,14 @@ def test_a_config_survives_the_table():
     assert tables.config_from_data(Config, tables.config_to_data(config)) == config
 
 
+def test_tables_of_earlier_versions_are_read() -> None:
+    """Two fields had other names; a table that somebody has measured stays of use."""
+    config = Config(gather_first=True, unfused=True)
+    data = tables.config_to_data(config)
+    data |= {"whole": data.pop("gather_first"), "apart": data.pop("unfused")}
+    assert tables.config_from_data(Config, data) == config
+
+
 @pytest.mark.parametrize("file", sorted(tables.folder().glob("*.toml")), ids=lambda f: f.stem)
 def test_entries_of_the_shipped_tables_name_every_field(file):
     """So that an entry stays what was measured when a default changes."""

@@ -96,8 +96,8 @@ class Report:
     @property
     def title(self) -> str:
         """Which run it is: what to ask for to have it again."""
-        turned = ", devices counted from the end" if self.from_the_end else ""
-        return f"simulation, seed {self.seed} ({self.schedule}{turned})"
+        order = ", devices counted from the end" if self.from_the_end else ""
+        return f"simulation, seed {self.seed} ({self.schedule}{order})"
 
     def kinds(self) -> set[str]:
         """The kinds of the findings."""

@@ -13,15 +13,15 @@ class DeviceMesh:
     Args:
       names: axis names.
       sizes: axis sizes.
-      turned: the kernel counts its devices from the end along every axis. Coordinates and device
+      reverse: the kernel counts its devices from the end along every axis. Coordinates and device
         ids are the kernel's, devices those of the mesh.
     """
 
-    def __init__(self, names: Sequence[Hashable], sizes: Sequence[int], *, turned: bool = False):
+    def __init__(self, names: Sequence[Hashable], sizes: Sequence[int], *, reverse: bool = False):
         self.names = tuple(names)
         self.sizes = tuple(sizes)
         self.num_devices = math.prod(self.sizes)
-        self._turned = turned
+        self._reverse = reverse
 
     def coords(self, device: int) -> dict[Hashable, int]:
         """Coordinates of `device`, by axis."""
@@ -29,8 +29,8 @@ class DeviceMesh:
 
     def called(self, number: int) -> int:
         """The device that the kernel calls `number`, and the other way round."""
-        is_turned = self._turned and 0 <= number < self.num_devices
-        return self.num_devices - 1 - number if is_turned else number
+        is_reverse = self._reverse and 0 <= number < self.num_devices
+        return self.num_devices - 1 - number if is_reverse else number
 
     def _split(self, device: int) -> dict[Hashable, int]:
         out = {}

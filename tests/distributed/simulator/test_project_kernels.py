@@ -21,7 +21,7 @@ from stretto.kernels.fused.all_gather_matmul import Config
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 SCHEDULES = ("random", "pct", "round_robin")
-IN_SHARDS, AS_ONE = Config(), Config(whole=True)
+IN_SHARDS, AS_ONE = Config(), Config(gather_first=True)
 # Sizes of one device's operands: m_shard, k, n_shard.
 AWKWARD = [(1, 8, 8), (63, 72, 136), (65, 200, 200), (128, 256, 128)]
 

@@ -17,8 +17,8 @@ from stretto.kernels.operations import OPERATIONS
 DEVICES = 3
 
 
-def apart(name):
-    return OPERATIONS[name].kernels[0].Config(apart=True)
+def unfused(name):
+    return OPERATIONS[name].kernels[0].Config(unfused=True)
 
 
 def simulated(program, *operands, seed=0):
@@ -33,7 +33,7 @@ def simulated(program, *operands, seed=0):
 def test_any_shape(name, shape):
     lhs, rhs = cases.operands(*cases.whole(name, DEVICES, *shape), seed=sum(shape))
     mesh = cases.mesh_of(DEVICES)
-    program = jax.jit(cases.mapped(name, mesh, config=apart(name), backend="pallas"))
+    program = jax.jit(cases.mapped(name, mesh, config=unfused(name), backend="pallas"))
     out, report = simulated(program, jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
     np.testing.assert_array_equal(out.astype(np.float32), cases.rounded(lhs @ rhs, BF16))
     assert report.launches == 1
@@ -44,7 +44,7 @@ def test_rows_that_do_not_divide(rows):
     """An all-reduce takes any number of rows."""
     lhs, rhs = cases.operands(rows, DEVICES * 16, 24)
     name = "matmul_all_reduce"
-    program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), config=apart(name)))
+    program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), config=unfused(name)))
     out, _ = simulated(program, jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
     np.testing.assert_array_equal(out.astype(np.float32), cases.rounded(lhs @ rhs, BF16))
 
@@ -62,7 +62,7 @@ def test_forms_of_the_gather():
         )  # fmt: skip
 
     rows, columns = jax.sharding.PartitionSpec("x", None), jax.sharding.PartitionSpec(None, "x")
-    config = apart("all_gather_matmul")
+    config = unfused("all_gather_matmul")
     program = jax.jit(
         jax.shard_map(
             functools.partial(form, config=config),
@@ -88,7 +88,7 @@ def test_gradients(name):
         call = cases.mapped(name, cases.mesh_of(2), out_dtype=F32, **options)
         return jax.jit(jax.grad(lambda x, y: jnp.sum(call(x, y) * 2), argnums=(0, 1)))
 
-    found, _ = simulated(gradients(config=apart(name), backend="simulator"), lhs, rhs)
+    found, _ = simulated(gradients(config=unfused(name), backend="simulator"), lhs, rhs)
     expected = gradients(config=None, backend="xla")(lhs, rhs)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x.astype(np.float32), np.asarray(y, np.float32))
@@ -101,7 +101,7 @@ def test_sums_do_not_get_worse_with_the_number_of_devices():
     rhs = np.ones((8 * 8, 8), np.float32)
     rhs[0] = 256
     name = "matmul_all_reduce"
-    program = jax.jit(cases.mapped(name, cases.mesh_of(8), config=apart(name)))
+    program = jax.jit(cases.mapped(name, cases.mesh_of(8), config=unfused(name)))
     out, _ = simulated(program, jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
     np.testing.assert_array_equal(out.astype(np.float32), cases.rounded(lhs @ rhs, BF16))
 
@@ -113,7 +113,7 @@ def test_the_tuner_tries_it_for_few_rows_only(name):
         with st.simulate():
             problem = explained(name, mesh, m).problem
         configs = list(OPERATIONS[name].kernels[0].candidates(problem))
-        assert configs[0].apart == tried and not any(c.apart for c in configs[1:])
+        assert configs[0].unfused == tried and not any(c.unfused for c in configs[1:])
 
 
 def explained(name, mesh, m):
