@@ -210,7 +210,7 @@ class TestWhen:
 
 class TestHeap:
     def test_counters_do_not_overlap(self):
-        arrays = (handshake._OPENING, handshake._CLOSING, handshake._MET)
+        arrays = (handshake._OPENING, handshake._CLOSING, handshake._OBSERVED)
         words = [range(a.heap_word, a.heap_word + a.size) for a in arrays]
         assert not any(set(a) & set(b) for a, b in itertools.combinations(words, 2))
 

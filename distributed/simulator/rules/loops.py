@@ -101,14 +101,14 @@ def _looking(
     scheduler = task.machine.scheduler
     with scheduler.looking(task):
         while True:
-            seen, steps, phases = scheduler.changes, scheduler.steps, task.phases.copy()
+            seen, steps, phases = scheduler.changes, scheduler.steps, task.waits_of_warps()
             (goes_on,) = yield from cond.run(task, cond_consts + carry)
             if not goes_on:
                 return carry
             before = carry
             carry = yield from body.run(task, body_consts + carry)
             task.polled = True
-            if all(map(_same, before, carry)) and task.phases == phases:
+            if all(map(_same, before, carry)) and task.waits_of_warps() == phases:
                 yield from _wait_for_change(task, seen, site)
             elif scheduler.steps == steps:
                 yield

@@ -92,6 +92,10 @@ class Task:
         """How often each of its warps has waited on `barrier`."""
         return [warp.phases.get(barrier, 0) for warp in self.warps]
 
+    def waits_of_warps(self) -> list[dict[Any, int]]:
+        """How often each warp has waited on each barrier, as it is now."""
+        return [warp.phases.copy() for warp in self.warps]
+
     def count_wait(self, barrier: Any) -> None:
         """Each of its warps waits on `barrier` once more."""
         for warp in self.warps:
