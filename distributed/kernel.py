@@ -54,8 +54,8 @@ def launch(
     """Runs `body` in `num_blocks` blocks of `num_threads` warpgroups on every device of `team`.
 
     `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
-    inside it `block_id()` is the block and `lax.axis_index(THREAD_AXIS)` the
-    warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
+    inside it `block_id()` is the block, `lax.axis_index(THREAD_AXIS)` the warpgroup, and
+    `team.device_id()` the device. All operands, outputs and symmetric buffers are in global memory and may be reached
     by peers through `copies.remote`. Unless `warps_that_meet`: when `body` starts, every peer has
     started too, and their operands are ready to be read; when it ends, and before anybody's buffers
     are used again, block 0 waits for all peers (`handshake`).
@@ -90,7 +90,8 @@ def launch(
 
     Raises:
       ValueError: a number of blocks that cannot be resident together; `warps_that_meet` that is
-        negative or without a team.
+        negative or without a team; a body that takes its device's place from `lax.axis_index`, not
+        from the team.
     """
     _check_resident(name, num_blocks)
     if warps_that_meet < 0 or (warps_that_meet and team is None):
