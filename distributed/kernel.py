@@ -55,10 +55,10 @@ def launch(
 
     `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
     inside it `block_id()` is the block, `lax.axis_index(THREAD_AXIS)` the warpgroup, and
-    `team.device_id()` the device. All operands, outputs and symmetric buffers are in global memory and may be reached
-    by peers through `copies.remote`. Unless `warps_that_meet`: when `body` starts, every peer has
-    started too, and their operands are ready to be read; when it ends, and before anybody's buffers
-    are used again, block 0 waits for all peers (`handshake`).
+    `team.device_id()` the device. All operands, outputs and symmetric buffers are in global memory
+    and may be reached by peers through `copies.remote`. Unless `warps_that_meet`: when `body`
+    starts, every peer has started too, and their operands are ready to be read; when it ends, and
+    before anybody's buffers are used again, block 0 waits for all peers (`handshake`).
 
     Args:
       body: the kernel.
