@@ -49,11 +49,11 @@ def launch(
     """Runs `body` in `num_blocks` blocks of `num_threads` warpgroups on every device of `team`.
 
     `body(*operand_refs, *out_refs, *symmetric_refs, **semaphores, **scratch_refs)` is Pallas code;
-    inside it `block_id()` is the block and `lax.axis_index(THREAD_AXIS)` the
-    warpgroup. All operands, outputs and symmetric buffers are in global memory and may be reached
-    by peers through `copies.remote`. Unless `waiting_warps`: when `body` starts, every peer has
-    started too, and their operands are ready to be read; when it ends, and before anybody's buffers
-    are used again, block 0 waits for all peers (`handshake`).
+    inside it `block_id()` is the block, `lax.axis_index(THREAD_AXIS)` the warpgroup, and
+    `team.device_id()` the device. All operands, outputs and symmetric buffers are in global memory
+    and may be reached by peers through `copies.remote`. Unless `waiting_warps`: when `body`
+    starts, every peer has started too, and their operands are ready to be read; when it ends, and
+    before anybody's buffers are used again, block 0 waits for all peers (`handshake`).
 
     Args:
       body: the kernel. Its numbers are of 32 bits where it does not say otherwise, also under
@@ -86,7 +86,8 @@ def launch(
 
     Raises:
       ValueError: a number of blocks that cannot be resident together; `waiting_warps` that is
-        negative or without a team; bulk stores that may run on past an edge (`windows`).
+        negative or without a team; bulk stores that may run on past an edge (`windows`); a body
+        that takes its device's place from `lax.axis_index`, not from the team.
       NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
     _check_resident(name, num_blocks)

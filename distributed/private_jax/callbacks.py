@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import secrets
@@ -100,9 +101,6 @@ def _receive(call: xla_calls.Call) -> None:
     target.receive(Visit(int(position), call.run, call.site, operands, call, target.results))
 
 
-xla_calls.register(_TARGET, _receive)
-
-
 def emit(
     ctx: mlir.LoweringRuleContext,
     receive: Callable[[Visit], None],
@@ -119,6 +117,7 @@ def emit(
       position: of the device, a uint32.
       operands: the operation's.
     """
+    _install()
     scalar = jax_core.ShapedArray((), np.dtype(np.uint32))
     before = _last_call(ir.InsertionPoint.current.block)
     trailing = [] if before is None else [_number_from(before)]
@@ -200,5 +199,9 @@ def _has_kernels(program: Any) -> bool:
     return any(isinstance(kept, _Target) for kept in program.keepalive or ())
 
 
-pxla.ExecuteReplicated.__init__ = _init_with_effects
-pxla.ExecuteReplicated._handle_token_bufs = _wait_for_kernels
+@functools.cache
+def _install() -> None:
+    """Prepares JAX and XLA for the first call that is emitted: no other program needs it."""
+    xla_calls.register(_TARGET, _receive)
+    pxla.ExecuteReplicated.__init__ = _init_with_effects
+    pxla.ExecuteReplicated._handle_token_bufs = _wait_for_kernels

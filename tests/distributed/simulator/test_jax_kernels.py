@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import (
     all_gather_mgpu,
     collective_matmul_mgpu,
@@ -100,6 +103,51 @@ def test_all_gather_lhs_matmul(count, blocks, seed, monkeypatch):
     shard_bytes = 64 * 128 * 2
     sent = {(d, (d - 1) % count): (count - 1) * shard_bytes for d in range(count)}
     assert report.statistics.link_bytes == sent
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+
+
+def test_the_page_s_script_shows_a_slot_that_is_filled_while_it_is_read(monkeypatch, capsys):
+    """See "Two bugs that it found": in a few seeds the numbers are wrong, too."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = (block for block in blocks if "all_gather_lhs_matmul" in block)
+    code = code.replace('jax.config.update("jax_num_cpu_devices", 2)', "")
+    code = code.replace("jax.devices()", "jax.devices()[:2]").replace("range(20)", "(5, 6)")
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
+    monkeypatch.setattr(jax, "local_device_count", lambda *_: 2)
+    exec(compile(code, "page.py", "exec"), {})
+    right, wrong, *report = capsys.readouterr().out.splitlines()
+    assert right == "simulation, seed 5 (random) {'race'} 0 wrong elements"
+    assert re.fullmatch(r"simulation, seed 6 \(pct\) {'race'} [1-9]\d* wrong elements", wrong)
+    text = "\n".join(report)
+    for reader in ("wgmma's read by the wgmma", "copy's read by the copy to scratch_ref"):
+        assert reader in text
+    assert (
+        "pipeline_allocs['flat_in_smem_refs'][0][1, 0:64, 0:64]" in text
+    )  # The last of two slots.
+    assert "(BufferedRef.copy_in)" in text
+
+
+@pytest.mark.parametrize(("delay_release", "kinds"), [(0, set()), (1, {"race"})])
+def test_a_slot_that_is_released_late_is_filled_too_early_on_one_device_as_well(
+    delay_release, kinds
+):
+    def body(lhs_ref, rhs_ref, out_ref):
+        hopper_matmul_mgpu.kernel(
+            lhs_ref, rhs_ref, None, out_ref, config=config(), delay_release=delay_release
+        )
+
+    lhs = jax.random.normal(jax.random.key(0), (128, 256), jnp.bfloat16)
+    rhs = jax.random.normal(jax.random.key(1), (256, 128), jnp.bfloat16)
+    call = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((128, 128), jnp.bfloat16),
+        grid=(1,), grid_names=("cluster_grid",), cluster=(1,), cluster_names=("cluster",),
+        num_threads=3, thread_name="wg",
+    )  # fmt: skip
+    with simulate(on_finding="record") as report:
+        call(lhs, rhs)
+    assert report.kinds() == kinds
 
 
 def test_all_gather_lhs_matmul_counts_fast_blocks_twice(monkeypatch):
