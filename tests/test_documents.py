@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+
+from stretto.launch import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -74,10 +76,8 @@ _HELP: dict[tuple[str, ...], str] = {}
 
 def _help(command: tuple[str, ...]) -> str:
     if command not in _HELP:
-        _HELP[command] = subprocess.run(
-            [sys.executable, "-m", "stretto.launch", *command, "--help"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main([*command, "--help"])
+        _HELP[command] = printed.getvalue()
     return _HELP[command]

