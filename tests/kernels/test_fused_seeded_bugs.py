@@ -27,7 +27,7 @@ DEVICES = 3
 SEEDS = range(3)
 SCHEDULES = ("random", "pct", "round_robin")
 AS_ONE = "all_gather_matmul, gathered as one matrix"
-HANDSHAKE = {"opening": "before start", "met": "semaphore not zero"}
+HANDSHAKE = {"opening": "before start", "observed": "semaphore not zero"}
 # Semaphores of each kernel, and what is found if nobody waits for them.
 PROTOCOLS = {
     "all_gather_matmul": {"received": "race", "released": "after end"} | HANDSHAKE,

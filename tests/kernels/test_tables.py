@@ -178,6 +178,7 @@ def test_a_config_survives_the_table():
 
 def test_tables_of_earlier_versions_are_read() -> None:
     """Two fields had other names; a table that somebody has measured stays of use."""
+    Config = OPERATIONS["all_gather_matmul"].kernels[0].Config
     config = Config(gather_first=True, unfused=True)
     data = tables.config_to_data(config)
     data |= {"whole": data.pop("gather_first"), "apart": data.pop("unfused")}

@@ -12,13 +12,13 @@ from stretto.distributed import xla_flags
 from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
 
 READ_BACK = """
-from stretto.distributed import jax_options
-print(jax_options.why_kernels_are_recorded())
+from stretto.distributed.private_jax import options
+print(options.why_kernels_are_recorded())
 """
 LOWER = """
 import jax.numpy as jnp, stretto as st
 from jax.sharding import NamedSharding, PartitionSpec as P
-from stretto.distributed import aot
+from stretto.distributed.tools import aot
 from stretto.distributed.errors import BackendUnavailableError
 mesh = aot.mesh_of_gpus((4,), ("x",))
 struct = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
