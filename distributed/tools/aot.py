@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from stretto.distributed import settings
 
-TARGETS = pathlib.Path(__file__).parent.parent / "configs" / "targets"
+TARGETS = pathlib.Path(__file__).parents[2] / "configs" / "targets"
 # What costs speed is only an "info" to the assembler.
 _WARNING = re.compile("warning|Potential Performance Loss")
 _LIMITS = re.compile(
