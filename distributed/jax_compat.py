@@ -238,8 +238,12 @@ class LoweredKernel:
         on; none outside of `shard_map`.
       turned: they count their devices from the end (`clique`).
       unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
-      out_avals: shapes and types of the results.
+      in_avals, out_avals: shapes and types of the operands and the results.
       aliases: results that are an operand's memory, as {result: operand}.
+      program: the name of the program that it is part of.
+      in_clique: it was made by `kernel.launch` for a team.
+      abstract_mesh: the one that its body is typed for.
+      params: all that its primitive was given.
       refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
     """
 
@@ -252,14 +256,24 @@ class LoweredKernel:
     axis_sizes: tuple[int, ...]
     turned: bool
     unordered: str | None
+    in_avals: Sequence[Any]
     out_avals: Sequence[Any]
     aliases: dict[int, int]
+    program: str
+    in_clique: bool
+    abstract_mesh: Any
+    params: dict[str, Any]
     refusal: Callable[[], jax_lowering.Refusal | None]
 
 
-type KernelIntercept = Callable[[LoweredKernel], Callable[[jax_callbacks.Visit], None] | None]
+class Nothing:
+    """Stands for a kernel that is not run: its results are zeros."""
 
-_kernel_intercept: list[KernelIntercept] = []
+
+type Stand = Callable[[jax_callbacks.Visit], None] | Nothing
+type KernelIntercept = Callable[[LoweredKernel], Stand | None]
+
+_kernel_intercepts: list[KernelIntercept] = []
 
 
 def install_kernel_interception(intercept: KernelIntercept) -> None:
@@ -267,15 +281,20 @@ def install_kernel_interception(intercept: KernelIntercept) -> None:
 
     Args:
       intercept: from a kernel to the host function that runs it, which is called for each device
-        with its `Visit`, at its position on those axes (row-major); or to None, to lower the kernel
-        as JAX does.
+        with its `Visit`, at its position on those axes (row-major); to `Nothing`; or to None, to
+        leave it to those that were installed before, or to JAX.
     """
-    if not _kernel_intercept:
+    if not _kernel_intercepts:
         # A cached lowering would be made in a function of its own, out of the calls' order.
         mlir.register_lowering(
             mpmd.mpmd_map_p, lower_kernel_for_cpu, platform="cpu", cacheable=False
         )
-    _kernel_intercept[:] = [intercept]
+    _kernel_intercepts.append(intercept)
+
+
+def _stand_for(kernel: LoweredKernel) -> Stand | None:
+    answers = (intercept(kernel) for intercept in reversed(_kernel_intercepts))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def lower_kernel_for_cpu(
@@ -304,11 +323,16 @@ def lower_kernel_for_cpu(
             turned=members is not None and members[0] > members[-1],
             # A clique's order has been looked at.
             unordered=_order_obstacle(device_mesh) if members is None else None,
+            in_avals=ctx.avals_in,
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
+            program=ctx.module_context.module.operation.attributes["sym_name"].value,
+            in_clique=members is not None,
+            abstract_mesh=jax.sharding.get_abstract_mesh(),
+            params=params,
             refusal=functools.partial(jax_lowering.refusal, ctx, params),
         )
-        callback = _kernel_intercept[0](kernel)
+        callback = _stand_for(kernel)
         if callback is None and not kernel.interpret:
             raise ValueError(
                 f"kernel {kernel.name} needs GPUs; on a CPU run it with `stretto simulate SCRIPT`,"
@@ -316,6 +340,8 @@ def lower_kernel_for_cpu(
             )
     if callback is None:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+    if isinstance(callback, Nothing):
+        return [mlir.full_like_aval(ctx, 0, aval) for aval in ctx.avals_out]
     if members is not None:
         callback = _at_members(callback, sorted(members))
     position = (

@@ -22,6 +22,7 @@ from stretto.distributed import (
     semaphores,
     settings,
     simulator,
+    target,
 )
 from stretto.distributed.axes import make_varying, varying_axes
 from stretto.distributed.handshake import Handshake
@@ -251,6 +252,8 @@ def _multiprocessors_of_device() -> int:
     """
     if simulator.is_simulating():
         return jax.local_devices(backend="cpu")[0].core_count  # `core_count` of `simulate`.
+    if (gpus := target.current()) is not None:
+        return gpus.multiprocessors
     device = jax.sharding.get_abstract_mesh().abstract_device
     count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)
     return count or SIMULATED_MULTIPROCESSORS

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import clique, jax_options, simulator, topology
+from stretto.distributed import clique, jax_options, simulator, target, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels.choice import costs, tables
 from stretto.kernels.choice.choice import Choice
@@ -102,11 +102,12 @@ def _choose(
             kernel=kernel,
             config=config,
         )
-    if backend == "pallas":
+    if backend == "pallas" or target.current() is not None:
+        asked = backend == "pallas"
         return Choice(
             problem=problem,
             backend="pallas",
-            reason="it was asked for",
+            reason="it was asked for" if asked else "kernels are being compiled",
             kernel=kernel,
             config=_best_config(kernel, problem),
         )

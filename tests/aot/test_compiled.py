@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from window_cases import CASES
 
 from stretto.distributed import aot
+from stretto.distributed.ptx import CompiledKernel, scope_of
 
 pytestmark = pytest.mark.skipif(
     not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"
@@ -29,10 +30,6 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = HELPERS / "compile_cases.py"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 REGISTERS = 65536
-# Instructions that reach global memory but for bulk copies, with their scope and order.
-ACCESS = re.compile(r"(?<![\w.])((?:red|atom|ld|st)\.[\w.:]*global[\w.:]*)")
-# What only reads what the host wrote before the launch: pointers, sizes, descriptors.
-READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
 # An operand or a result that XLA copies; semaphores are 32 bit integers, and small.
 COPIED = re.compile(r"= \(?(?!s32)\w+\[[\d,]+\][^=]*? copy(?:-start)?\(")
 
@@ -66,11 +63,10 @@ def flaws(kernel: dict, *, warpgroups: int, local: bool) -> Iterator[str]:
         yield f"the assembler warns: {kernel['warnings']}"
     if kernel["registers"] * 128 * warpgroups > REGISTERS:
         yield f"{kernel['registers']} registers do not fit {warpgroups} warpgroups"
-    accesses = ACCESS.findall(kernel["ptx"])
-    scoped = [a for a in accesses if not READS_PARAMETERS.fullmatch(a)]
-    within = [a for a in scoped if ".gpu." in a]
+    scoped = CompiledKernel(**kernel).accesses
+    within = [a for a in scoped if scope_of(a) == "gpu"]
     for access in scoped:
-        if ".sys." not in access and not (local and access in within):
+        if scope_of(access) != "sys" and not (local and access in within):
             yield f"{access} may cross devices and has not the scope of the system"
         if not re.search(r"\.(acquire|release|relaxed)\.", access):
             yield f"{access} has no order"
@@ -293,6 +289,7 @@ class TestTheChecks:
     """They find what they look for."""
 
     KERNEL = dict(  # noqa: RUF012
+        name="kernel",
         ptx="""
         .target sm_90a
         @%p1 red.release.sys.global.add.u32 [%rd1], 1;

@@ -1,0 +1,135 @@
+"""Compiling the kernels of programs that run on CPU devices for GPUs that are not there.
+
+Inside `finding` kernels are found as their programs are lowered, and compute nothing: their results
+are zeros. Each is then compiled alone, for as many GPUs as it was lowered for. What is traced
+inside takes the GPUs' number of multiprocessors, and of Stretto's operations the kernel wherever
+one can serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.distributed import aot, jax_ahead, jax_compat, jax_lowering, simulator, target
+from stretto.distributed.jax_compat import LoweredKernel
+from stretto.distributed.ptx import CompiledKernel
+from stretto.distributed.simulator import refusals
+from stretto.distributed.simulator.sites import Site, kernel_site
+from stretto.distributed.target import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FoundKernel:
+    """A kernel of one or more programs.
+
+    Attributes:
+      kernel: as it was lowered first.
+      programs: the names of those that it is in, in the order in which they were lowered.
+    """
+
+    kernel: LoweredKernel
+    programs: list[str]
+
+    @property
+    def site(self) -> Site:
+        """Where its body is defined."""
+        return kernel_site(self.kernel.jaxpr)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a kernel.
+
+    Attributes:
+      name: of the kernel.
+      site: where its body is defined.
+      programs: that it is in.
+      compiled: what the compiler made of it; None if nothing.
+      error: why it does not compile, with its line where that is known; else empty.
+    """
+
+    name: str
+    site: Site
+    programs: tuple[str, ...]
+    compiled: CompiledKernel | None
+    error: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it compiles and nothing spills."""
+        return self.compiled is not None and not self.compiled.spill_bytes
+
+
+_found: list[dict[Any, FoundKernel]] = []
+
+
+def gpus(name: str, devices: int) -> Target:
+    """The target of this name, which `devices` GPUs of one host are compiled for.
+
+    Raises:
+      ValueError: an unknown target.
+      RuntimeError: the compiler is not installed, or JAX has not loaded it.
+    """
+    device: Any = aot.mesh_of_gpus((devices,), ("x",), target=name).devices.flat[0]
+    return Target(name, device.device_kind, device.core_count)
+
+
+@contextlib.contextmanager
+def finding(gpu: Target) -> Iterator[dict[Any, FoundKernel]]:
+    """Finds the kernels of the programs that are lowered inside; yields what grows meanwhile."""
+    found: dict[Any, FoundKernel] = {}
+    _found.append(found)
+    try:
+        with target.compiling_for(gpu), jax_compat.cpu_core_count(gpu.multiprocessors):
+            yield found
+    finally:
+        _found.remove(found)
+
+
+def compile_kernel(found: FoundKernel, gpu: Target) -> Outcome:
+    """Compiles a kernel alone. Not to be called from two threads at once."""
+    kernel, compiled, error = found.kernel, None, ""
+    shape = kernel.axis_sizes or (1,)
+    mesh = aot.mesh_of_gpus(shape, kernel.axis_names or ("x",), target=gpu.name)
+    try:
+        with jax_ahead.whole_tracebacks():
+            program, operands = jax_ahead.alone(kernel, mesh)
+            (compiled,) = aot.compile_program(program, *operands).kernels
+    except Exception as exception:
+        refusal = jax_lowering.refusal_of(exception)
+        error = refusals.flaw_of(refusal, kernel.name, kernel.jaxpr, for_=gpu.kind).message
+    return Outcome(
+        name=kernel.name,
+        site=found.site,
+        programs=tuple(found.programs),
+        compiled=compiled,
+        error=error,
+    )
+
+
+def _intercept(kernel: LoweredKernel) -> jax_compat.Nothing | None:
+    """Keeps a kernel that is to be compiled; None for one that the script itself simulates."""
+    if target.current() is None or not _found:
+        return None
+    if kernel.interpret or simulator.is_simulating():
+        return None
+    found = _found[-1]
+    # Equal calls in several programs, or in one, are one kernel.
+    key = (
+        kernel.name,
+        str(kernel.jaxpr),
+        str(kernel.pallas_mesh),
+        str(kernel.compiler_params),
+        (*map(str, kernel.in_avals), *map(str, kernel.out_avals)),
+        (kernel.axis_names, kernel.axis_sizes, kernel.turned),
+    )
+    known = found.setdefault(key, FoundKernel(kernel=kernel, programs=[]))
+    if kernel.program not in known.programs:
+        known.programs.append(kernel.program)
+    return jax_compat.Nothing()
+
+
+jax_compat.install_kernel_interception(_intercept)
