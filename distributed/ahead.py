@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from stretto.distributed import aot, jax_ahead, jax_compat, jax_lowering, simula
 from stretto.distributed.jax_compat import LoweredKernel
 from stretto.distributed.ptx import CompiledKernel
 from stretto.distributed.simulator import refusals
-from stretto.distributed.simulator.sites import Site, kernel_site
+from stretto.distributed.simulator.sites import Site, is_kernel_code, kernel_site
 from stretto.distributed.target import Target
 
 
@@ -45,6 +46,7 @@ class Outcome:
 
     Attributes:
       name: of the kernel.
+      operands: their types and shapes, of one device.
       site: where its body is defined.
       programs: that it is in.
       compiled: what the compiler made of it; None if nothing.
@@ -52,6 +54,7 @@ class Outcome:
     """
 
     name: str
+    operands: tuple[str, ...]
     site: Site
     programs: tuple[str, ...]
     compiled: CompiledKernel | None
@@ -99,15 +102,44 @@ def compile_kernel(found: FoundKernel, gpu: Target) -> Outcome:
             program, operands = jax_ahead.alone(kernel, mesh)
             (compiled,) = aot.compile_program(program, *operands).kernels
     except Exception as exception:
-        refusal = jax_lowering.refusal_of(exception)
-        error = refusals.flaw_of(refusal, kernel.name, kernel.jaxpr, for_=gpu.kind).message
+        error = _explain(exception, kernel, gpu)
     return Outcome(
         name=kernel.name,
+        operands=tuple(_short(x) for x in kernel.in_avals),
         site=found.site,
         programs=tuple(found.programs),
         compiled=compiled,
         error=error,
     )
+
+
+def _short(aval: Any) -> str:
+    """ "bfloat16[8,128]"."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _explain(error: Exception, kernel: LoweredKernel, gpu: Target) -> str:
+    """Why a kernel does not compile, and where: JAX's lowering says it, or the compiler after it."""
+    told = diagnostic("\n".join(getattr(error, "__notes__", ())))
+    if told is not None:
+        text, site = told
+        return f"for an {gpu.kind} the compiler says: {text}" + (f"\n  at {site}" if site else "")
+    refusal = jax_lowering.refusal_of(error)
+    return refusals.flaw_of(refusal, kernel.name, kernel.jaxpr, for_=f"an {gpu.kind}").message
+
+
+_ERROR = re.compile(r"^(?P<where>.*?)\berror: (?P<text>.*)$", re.MULTILINE)
+_PLACE = re.compile(r'"([^"]+)"\("([^"]+\.py)":(\d+)')
+
+
+def diagnostic(text: str) -> tuple[str, Site | None] | None:
+    """The first error among the compiler's lines, and the line of source that it names."""
+    first = _ERROR.search(text)
+    if first is None:
+        return None
+    places = _PLACE.findall(first["where"])
+    sites = (Site(file, int(line), name) for name, file, line in reversed(places))
+    return first["text"], next(filter(is_kernel_code, sites), None)
 
 
 def _intercept(kernel: LoweredKernel) -> jax_compat.Nothing | None:

@@ -85,7 +85,7 @@ def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledP
     """Compiles `jax.jit(fun)` for the devices that the operands' shardings name.
 
     Not to be called from two threads at once: the compiler's dumps are asked for through the
-    environment of the process.
+    environment of the process. Whatever it raises has what the compiler wrote in its notes.
     """
     with tempfile.TemporaryDirectory() as folder, settings.dumps_to(folder), _quietly():
         hlo = jax.jit(fun).lower(*operands).compile().as_text() or ""
@@ -94,7 +94,7 @@ def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledP
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Shows what the compiler writes on stderr only if it fails.
+    """Keeps what the compiler writes on stderr, and adds it to the error if there is one.
 
     Where it is asked for its dumps it says that it has no disassembler, which nobody needs.
     """
@@ -104,9 +104,9 @@ def _quietly() -> Iterator[None]:
         os.dup2(file.fileno(), 2)
         try:
             yield
-        except Exception:
+        except Exception as error:
             file.seek(0)
-            os.write(stderr, file.read())
+            error.add_note(file.read().decode(errors="replace"))
             raise
         finally:
             os.dup2(stderr, 2)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 NOTHING_COMPILED = 3
 """The exit status where the script ran to its end without a kernel."""
-HEADING = ("kernel", "registers", "spilled", "tensor cores", "shared", "accesses", "program")
+HEADING = (
+    *("kernel", "operands", "registers", "spilled", "tensor cores", "shared", "accesses"),
+    "program",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,16 +81,19 @@ def compile_script(
         try:
             with ahead.finding(gpus) as found:
                 status = on_cpus.run(script, args)
+        except AssertionError as error:
+            stopped, status = f"{on_cpus.place(error, script)}: AssertionError", 0 if found else 1
+            if not found:
+                on_cpus.show(error, script)
         except Exception as error:
             on_cpus.show(error, script)
-            stopped = type(error).__name__
-            status = 0 if found and isinstance(error, AssertionError) else 1
+            stopped, status = f"{on_cpus.place(error, script)}: {type(error).__name__}", 1
     outcomes = [ahead.compile_kernel(kernel, gpus) for kernel in found.values()]
     print(_json(outcomes, gpus, stopped) if as_json else table(outcomes, gpus))
     if stopped and found:
         _say(
-            f"the script stopped with {stopped}: what follows has not been seen. Kernels compute"
-            " nothing here, their results are zeros"
+            f"the script stopped at {stopped}. What follows has not been seen. Kernels compute"
+            " nothing here: their results are zeros"
         )
     if not outcomes:
         _say(
@@ -113,34 +119,42 @@ def table(outcomes: Sequence[Outcome], gpus: Target) -> str:
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
-    compiled, programs = outcome.compiled, ", ".join(outcome.programs)
+    compiled, operands = outcome.compiled, " ".join(outcome.operands)
+    programs = ", ".join(outcome.programs)
     if compiled is None:
-        return outcome.name, "-", "-", "does not compile", "-", "-", programs
-    shared, scopes = compiled.shared_bytes, compiled.scopes
+        return outcome.name, operands, "-", "-", "does not compile", "-", "-", programs
+    scopes = compiled.scopes
     return (
         outcome.name,
+        operands,
         str(compiled.registers),
         f"{compiled.spill_bytes} B",
         "serialised" if compiled.is_serialised else compiled.tensor_cores or "not used",
-        "?" if shared is None else f"{shared / 1024:.1f} KB",
+        _size(compiled.shared_bytes),
         ", ".join(f"{scopes[name]} {name}" for name in ("sys", "gpu", "plain") if name in scopes),
         programs,
     )
 
 
+def _size(count: int | None) -> str:
+    if count is None:
+        return "?"
+    return f"{count} B" if count < 1024 else f"{count / 1024:.1f} KB"
+
+
 def _flaws(outcome: Outcome) -> list[str]:
     compiled = outcome.compiled
     if compiled is None:
-        return [f"{outcome.name} does not compile: {outcome.error}"]
+        return [f"kernel {outcome.name} does not compile: {outcome.error}"]
     found = []
     if compiled.spill_bytes:
         found.append(
-            f"{outcome.name} spills: {compiled.spill_bytes} bytes of stores and loads of registers"
+            f"kernel {outcome.name} spills: {compiled.spill_bytes} bytes of stores and loads of registers"
             f" that do not fit.\n  Its body is at {outcome.site}"
         )
-    for warning in compiled.warnings:
-        source = compiled.source_of(warning)
-        found.append(f"{outcome.name}: {warning}" + (f"\n  at {source}" if source else ""))
+    for warning in (w for w in compiled.warnings if "spilled" not in w):
+        source = compiled.source_of(warning) or f"its body, {outcome.site}"
+        found.append(f"kernel {outcome.name}: {warning}\n  at {source}")
     return found
 
 
@@ -148,6 +162,7 @@ def _json(outcomes: Sequence[Outcome], gpus: Target, stopped: str) -> str:
     kernels = [
         dict(
             name=outcome.name,
+            operands=outcome.operands,
             file=outcome.site.file,
             line=outcome.site.line,
             programs=outcome.programs,
@@ -189,5 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", default="h100", help="h100 (which serves for an H200) or b200 (%(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON on stdout, and nothing else"
+    )
     return parser

@@ -6,6 +6,7 @@ import contextlib
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def show(error: Exception, script: str) -> None:
     """Prints an exception of the script's own as `python script` would."""
     trace = below(script, error.__traceback__)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def place(error: Exception, script: str) -> str:
+    """The line of the script, as "file:line", at which `error` left it."""
+    frames = traceback.extract_tb(below(script, error.__traceback__))
+    return f"{os.path.basename(script)}:{frames[0].lineno}" if frames else script
 
 
 def use_devices(count: int) -> None:
