@@ -113,6 +113,14 @@ def compile_kernel(found: FoundKernel, gpu: Target) -> Outcome:
     )
 
 
+def _text(jaxpr: Any) -> str:
+    """A jaxpr in words that are the same for each trace of a kernel: variables' ids are not."""
+    seen: dict[str, int] = {}
+    return re.sub(
+        r"\b(id=\d+|0x[0-9a-f]+)", lambda id_: str(seen.setdefault(id_[0], len(seen))), str(jaxpr)
+    )
+
+
 def _short(aval: Any) -> str:
     """ "bfloat16[8,128]"."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
@@ -152,7 +160,7 @@ def _intercept(kernel: LoweredKernel) -> jax_compat.Nothing | None:
     # Equal calls in several programs, or in one, are one kernel.
     key = (
         kernel.name,
-        str(kernel.jaxpr),
+        _text(kernel.jaxpr),
         str(kernel.pallas_mesh),
         str(kernel.compiler_params),
         (*map(str, kernel.in_avals), *map(str, kernel.out_avals)),
