@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compile_cases import COMPILED_BY
 from folders import HELPERS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from window_cases import CASES
 
 from stretto.distributed import aot
@@ -50,6 +49,8 @@ def compile_case(
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = json.loads(file.read_text())
     assert compiled and all("mosaic_gpu_v2" in program["hlo"] for program in compiled)
+    served = {name for program in compiled for name in program.get("operations", ())}
+    assert served >= {name for name, by in COMPILED_BY.items() if by == case}
     return compiled
 
 
@@ -171,6 +172,17 @@ def test_a_kernel_whose_result_a_loop_stacks_runs_once(tmp_path):
     assert program["hlo"].count("mosaic_gpu_v2") == 1, program["hlo"]
     copied = re.findall(r"= bf16\[(?:1,)?512,1024\]\S* (?:copy|fusion)", program["hlo"])
     assert not copied, program["hlo"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in COMPILED_BY.items() if case.startswith("example of ")]
+)
+def test_operations_of_which_only_an_example_is_compiled(name, tmp_path):
+    for program in compile_case(f"example of {name}", tmp_path):
+        assert program["kernels"]
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["stack_bytes"], kernel["name"]
+            assert not kernel["warnings"], kernel["name"]
 
 
 def test_collectives(tmp_path):

@@ -2,8 +2,8 @@
 
     python compile_cases.py CASE FILE
 
-writes a JSON list to FILE, an entry for each program of the case: its label, its HLO, and the
-fields of its kernels.
+writes a JSON list to FILE, an entry for each program of the case: its label, its HLO, the fields of
+its kernels, and the operations that they serve.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import aot, clique, settings
 from stretto.distributed.team import Team
+from stretto.kernels.choice import choose
 from stretto.kernels.fused import all_gather_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
@@ -224,6 +225,21 @@ def collectives() -> Iterator[Program]:
         )
 
 
+def example(name: str) -> Iterator[Program]:
+    """The first of an operation's examples, and its derivatives, in bfloat16."""
+    record, mesh = OPERATIONS[name], aot.mesh_of_gpus((4,), ("x",))
+    operands = record.examples.operands(record.examples.shapes("tiny", 4)[0], 4)
+    shapes = [(operand.shape, operand.dtype or jnp.bfloat16) for operand in operands]
+    options = {"backend": "pallas", **record.examples.keywords}
+    axis = ("x",) if record.communicates else ()
+
+    def both(*xs):
+        out, pull = jax.vjp(lambda *xs: record.public(*xs, *axis, **options), *xs)
+        return [x for x in (out, *pull(out)) if x.dtype != jax.dtypes.float0]
+
+    yield name, *on_one(both, mesh, shapes)
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -333,6 +349,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         f"hierarchical {name}": functools.partial(hierarchical, name)
         for name in subjects.HIERARCHICAL
     },
+    "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
@@ -341,12 +358,23 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
 }
 
 
+# The case, of those above, in which the kernel of an operation is certain to be.
+COMPILED_BY: dict[str, str] = {
+    **{name: f"configs of {name}" for name in cases.OPERATIONS},
+    **{name: f"gathers of {name}" for name in cases.GATHERS},
+    **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
+    "grouped_matmul": "example of grouped_matmul",
+}
+
+
 def main(case: str, file: str) -> None:
     results: list[dict[str, Any]] = []
     for label, program, structs in CASES[case]():
-        compiled = aot.compile_program(program, *structs)
+        with choose.recorded() as choices:
+            compiled = aot.compile_program(program, *structs)
         kernels = [dataclasses.asdict(kernel) for kernel in compiled.kernels]
-        results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels))
+        served = sorted({c.problem.operation for c in choices if c.backend == "pallas"})
+        results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels, operations=served))
     pathlib.Path(file).write_text(json.dumps(results))
 
 
