@@ -96,6 +96,8 @@ def compile_script(
             " nothing here: their results are zeros"
         )
     if not outcomes:
+        if stopped:
+            return status
         _say(
             "the script called no kernel; print(stretto.explain(...)) beside a call says what"
             " serves it, and why"

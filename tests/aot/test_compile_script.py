@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tutorial
 
 from stretto.distributed import aot
 
@@ -156,3 +157,19 @@ def test_another_target_takes_what_its_kernels_serve(compiled):
     assert set(kernels) == {"shifts"}, "the collectives are Hopper's"
     kernels, _ = compiled(SCRIPT + call + gather)
     assert set(kernels) == {"shifts", "all_gather"}
+
+
+@pytest.mark.slow
+def test_the_tutorial_s_kernel(tmp_path):
+    """The page has the table, but for numbers that another compiler may choose otherwise."""
+    tutorial.write(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto.launch", "compile", "-n", "4", "check_halo.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wanted, found = (
+        re.sub(r"\d+ (sys|gpu)|  \d+  ", "N", text) for text in (tutorial.outputs()[2], done.stdout)
+    )
+    assert found == wanted
+    assert "stopped at check_halo.py:18: AssertionError" in done.stderr
