@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {"launch": {"benchmarks"}}
 USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author would
 PRIVATE_JAX = (
+    "distributed/jax_ahead.py",
     "distributed/jax_callbacks.py",
     "distributed/jax_compat.py",
     "distributed/jax_first_runs.py",
