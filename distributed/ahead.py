@@ -127,7 +127,7 @@ def _short(aval: Any) -> str:
 
 
 def _explain(error: Exception, kernel: LoweredKernel, gpu: Target) -> str:
-    """Why a kernel does not compile, and where: JAX's lowering says it, or the compiler after it."""
+    """Why a kernel does not compile, and where: by JAX's lowering, or the compiler after it."""
     told = diagnostic("\n".join(getattr(error, "__notes__", ())))
     if told is not None:
         text, site = told

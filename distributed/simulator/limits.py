@@ -14,7 +14,13 @@ from typing import Any
 
 from stretto.distributed.simulator.allocations import allocations_of
 from stretto.distributed.simulator.flaws import Flaw, equations, inner_jaxprs
-from stretto.distributed.simulator.sites import UNKNOWN_SITE, Site, definition_site, kernel_site, site_of
+from stretto.distributed.simulator.sites import (
+    UNKNOWN_SITE,
+    Site,
+    definition_site,
+    kernel_site,
+    site_of,
+)
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a block."""

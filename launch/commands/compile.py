@@ -1,4 +1,4 @@
-"""``stretto compile``: compiles a script's kernels for GPUs that are not there, and says how well."""
+"""``stretto compile``: compiles a script's kernels for GPUs that are not there, and tells of each."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def _flaws(outcome: Outcome) -> list[str]:
     found = []
     if compiled.spill_bytes:
         found.append(
-            f"kernel {outcome.name} spills: {compiled.spill_bytes} bytes of stores and loads of registers"
-            f" that do not fit.\n  Its body is at {outcome.site}"
+            f"kernel {outcome.name} spills: {compiled.spill_bytes} bytes of stores and loads of"
+            f" registers that do not fit.\n  Its body is at {outcome.site}"
         )
     for warning in (w for w in compiled.warnings if "spilled" not in w):
         source = compiled.source_of(warning) or f"its body, {outcome.site}"

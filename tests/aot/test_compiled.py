@@ -175,10 +175,16 @@ def test_a_kernel_whose_result_a_loop_stacks_runs_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in COMPILED_BY.items() if case.startswith("example of ")]
+    ("case", "name"),
+    [
+        pytest.param(f"{case} of", name, marks=marks)
+        for name, by in COMPILED_BY.items()
+        if by.startswith("example of ")
+        for case, marks in (("example", ()), ("derivatives", pytest.mark.slow))
+    ],
 )
-def test_operations_of_which_only_an_example_is_compiled(name, tmp_path):
-    for program in compile_case(f"example of {name}", tmp_path):
+def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
+    for program in compile_case(f"{case} {name}", tmp_path):
         assert program["kernels"]
         for kernel in program["kernels"]:
             assert not kernel["spill_bytes"] and not kernel["stack_bytes"], kernel["name"]

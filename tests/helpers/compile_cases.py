@@ -225,19 +225,22 @@ def collectives() -> Iterator[Program]:
         )
 
 
-def example(name: str) -> Iterator[Program]:
-    """The first of an operation's examples, and its derivatives, in bfloat16."""
+def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
+    """The first of an operation's examples in bfloat16, or its derivatives."""
     record, mesh = OPERATIONS[name], aot.mesh_of_gpus((4,), ("x",))
     operands = record.examples.operands(record.examples.shapes("tiny", 4)[0], 4)
     shapes = [(operand.shape, operand.dtype or jnp.bfloat16) for operand in operands]
     options = {"backend": "pallas", **record.examples.keywords}
     axis = ("x",) if record.communicates else ()
 
-    def both(*xs):
-        out, pull = jax.vjp(lambda *xs: record.public(*xs, *axis, **options), *xs)
-        return [x for x in (out, *pull(out)) if x.dtype != jax.dtypes.float0]
+    def call(*xs):
+        return record.public(*xs, *axis, **options)
 
-    yield name, *on_one(both, mesh, shapes)
+    def pulled(*xs):
+        out, pull = jax.vjp(call, *xs)
+        return [x for x in pull(out) if x.dtype != jax.dtypes.float0]
+
+    yield name, *on_one(pulled if derivatives else call, mesh, shapes)
 
 
 def windows() -> Iterator[Program]:
@@ -350,6 +353,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         for name in subjects.HIERARCHICAL
     },
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
+    "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)

@@ -1,4 +1,4 @@
-"""The kernels of docs/kernels.md do what the page says, and so do their bugs; its tables are whole."""
+"""The kernels of docs/kernels.md do what the page says, so do their bugs; its tables are whole."""
 
 from __future__ import annotations
 

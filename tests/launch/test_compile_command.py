@@ -5,6 +5,7 @@ What it compiles is tested in `tests/aot/test_compile_script.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import jax
@@ -63,23 +64,12 @@ def run(monkeypatch, tmp_path, capsys):
         left = iter(outcomes)
         found = dict.fromkeys(range(len(outcomes)))
         monkeypatch.setattr(ahead, "gpus", lambda name, devices: GPUS)
-        monkeypatch.setattr(ahead, "finding", lambda gpus: _context(found))
+        monkeypatch.setattr(ahead, "finding", lambda gpus: contextlib.nullcontext(found))
         monkeypatch.setattr(ahead, "compile_kernel", lambda kernel, gpus: next(left))
         argv = ["compile", "-n", str(jax.device_count()), *options, str(script)]
         return cli.main(argv), *capsys.readouterr()
 
     return run
-
-
-class _context:  # noqa: N801
-    def __init__(self, value):
-        self.value = value
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *_):
-        return False
 
 
 def test_a_line_for_each_kernel(run):
