@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from stretto.distributed import aot, jax_ahead, jax_compat, jax_lowering, simulator, target
 from stretto.distributed.jax_compat import LoweredKernel
@@ -95,8 +95,8 @@ def finding(gpu: Target) -> Iterator[dict[Any, FoundKernel]]:
 def compile_kernel(found: FoundKernel, gpu: Target) -> Outcome:
     """Compiles a kernel alone. Not to be called from two threads at once."""
     kernel, compiled, error = found.kernel, None, ""
-    shape = kernel.axis_sizes or (1,)
-    mesh = aot.mesh_of_gpus(shape, kernel.axis_names or ("x",), target=gpu.name)
+    shape, names = kernel.axis_sizes or (1,), kernel.axis_names or ("x",)
+    mesh = aot.mesh_of_gpus(shape, cast(Any, names), target=gpu.name)
     try:
         with jax_ahead.whole_tracebacks():
             program, operands = jax_ahead.alone(kernel, mesh)

@@ -1,4 +1,4 @@
-"""``stretto compile``: compiles a script's kernels for GPUs that are not there, and tells of each."""
+"""``stretto compile``: compiles a script's kernels for GPUs that need not be there."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -36,7 +37,7 @@ SERIALISED = (
 
 
 def compiled(**changes) -> CompiledKernel:
-    fields = dict(
+    fields: dict[str, Any] = dict(
         name="mine_0", ptx=PTX, registers=168, stack_bytes=0, spill_bytes=0, warnings=(),
         shared_bytes=2048,
     )  # fmt: skip
