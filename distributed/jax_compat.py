@@ -326,7 +326,7 @@ def lower_kernel_for_cpu(
             in_avals=ctx.avals_in,
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
-            program=ctx.module_context.module.operation.attributes["sym_name"].value,
+            program=ir.StringAttr(ctx.module_context.module.operation.attributes["sym_name"]).value,
             in_clique=members is not None,
             abstract_mesh=jax.sharding.get_abstract_mesh(),
             params=params,
