@@ -164,13 +164,14 @@ def _whole_number(variable: str, least: int, unset: str) -> int | None:
 
 @contextlib.contextmanager
 def dumps_to(folder: str) -> Iterator[None]:
-    """Makes Mosaic GPU write the PTX and the assembler's report of what it compiles to `folder`.
+    """Makes Mosaic GPU write to `folder` what it compiles: PTX, the assembler's report, resources.
 
     It reads that from the process's environment and has no other way to be asked.
     """
-    names = ("MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict(zip(names, (folder, "1", "1"), strict=True)))
+    what = ("PTX", "PTXAS", "RESOURCES")
+    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | {f"MOSAIC_GPU_DUMP_{name}": "1" for name in what}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

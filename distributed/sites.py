@@ -88,6 +88,14 @@ def definition_site(jaxpr: Any) -> Site:
     return Site(match[2], int(match[3]), match[1]) if match else UNKNOWN_SITE
 
 
+def kernel_site(jaxpr: Any) -> Site:
+    """Where the function is defined that is the body of a kernel, given the kernel's jaxpr."""
+    eqns = jaxpr.eqns
+    if eqns and eqns[0].primitive.name == "run_scoped":  # The scope of the scratch.
+        return definition_site(eqns[0].params["jaxpr"])
+    return definition_site(jaxpr)
+
+
 def site_of_error(error: BaseException) -> Site:
     """The line of kernel source that was being interpreted when `error` was raised.
 

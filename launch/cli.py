@@ -22,6 +22,10 @@ _COMMANDS = {
         "stretto.launch.commands.simulate",
         "run a script's kernels in the simulator on a CPU",
     ),
+    "compile": (
+        "stretto.launch.commands.compile",
+        "compile a script's kernels for GPUs that are not there",
+    ),
 }
 
 

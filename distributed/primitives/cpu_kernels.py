@@ -18,6 +18,7 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.pallas import mpmd
 from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jaxlib.mlir import ir
 
 from stretto.distributed.devices import clique
 from stretto.distributed.private_jax import callbacks, lowering
@@ -36,8 +37,12 @@ class LoweredKernel:
         on; none outside of `shard_map`.
       reverse: they count their devices from the end (`clique`).
       unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
-      out_avals: shapes and types of the results.
+      in_avals, out_avals: shapes and types of the operands and the results.
       aliases: results that are an operand's memory, as {result: operand}.
+      program: the name of the program that it is part of.
+      in_clique: it was made by `kernel.launch` for a team.
+      abstract_mesh: the one that its body is typed for.
+      params: all that its primitive was given.
       refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
     """
 
@@ -50,14 +55,24 @@ class LoweredKernel:
     axis_sizes: tuple[int, ...]
     reverse: bool
     unordered: str | None
+    in_avals: Sequence[Any]
     out_avals: Sequence[Any]
     aliases: dict[int, int]
+    program: str
+    in_clique: bool
+    abstract_mesh: Any
+    params: dict[str, Any]
     refusal: Callable[[], lowering.Refusal | None]
 
 
-type KernelIntercept = Callable[[LoweredKernel], Callable[[callbacks.Visit], None] | None]
+class Nothing:
+    """Stands for a kernel that is not run: its results are zeros."""
 
-_kernel_intercept: list[KernelIntercept] = []
+
+type Stand = Callable[[callbacks.Visit], None] | Nothing
+type KernelIntercept = Callable[[LoweredKernel], Stand | None]
+
+_kernel_intercepts: list[KernelIntercept] = []
 
 
 def install_kernel_interception(intercept: KernelIntercept) -> None:
@@ -65,10 +80,15 @@ def install_kernel_interception(intercept: KernelIntercept) -> None:
 
     Args:
       intercept: from a kernel to the host function that runs it, which is called for each device
-        with its `Visit`, at its position on those axes (row-major); or to None, to lower the kernel
-        as JAX does.
+        with its `Visit`, at its position on those axes (row-major); to `Nothing`; or to None, to
+        leave it to those that were installed before, or to JAX.
     """
-    _kernel_intercept[:] = [intercept]
+    _kernel_intercepts.append(intercept)
+
+
+def _stand_for(kernel: LoweredKernel) -> Stand | None:
+    answers = (intercept(kernel) for intercept in reversed(_kernel_intercepts))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def lower_kernel_for_cpu(
@@ -97,11 +117,16 @@ def lower_kernel_for_cpu(
             reverse=members is not None and members[0] > members[-1],
             # A clique's order has been looked at.
             unordered=_order_obstacle(device_mesh) if members is None else None,
+            in_avals=ctx.avals_in,
             out_avals=ctx.avals_out,
             aliases={o: i for i, o in dict(params["input_output_aliases"]).items()},
+            program=ir.StringAttr(ctx.module_context.module.operation.attributes["sym_name"]).value,
+            in_clique=members is not None,
+            abstract_mesh=jax.sharding.get_abstract_mesh(),
+            params=params,
             refusal=functools.partial(lowering.refusal, ctx, params),
         )
-        callback = _kernel_intercept[0](kernel) if _kernel_intercept else None
+        callback = _stand_for(kernel)
         if callback is None and not kernel.interpret:
             raise ValueError(
                 f"kernel {kernel.name} needs GPUs; on a CPU run it with `stretto simulate SCRIPT`,"
@@ -109,6 +134,8 @@ def lower_kernel_for_cpu(
             )
     if callback is None:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+    if isinstance(callback, Nothing):
+        return [mlir.full_like_aval(ctx, 0, aval) for aval in ctx.avals_out]
     if members is not None:
         callback = _at_members(callback, sorted(members))
     position = (

@@ -56,8 +56,13 @@ def refusal(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Refusal | 
                 outer_traceback=ctx.traceback,
             )
     except Exception as error:
-        return Refusal(f"{type(error).__name__}: {error}", *_where(error))
+        return refusal_of(error)
     return None
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What `error`, raised while a kernel was lowered, says and where it was."""
+    return Refusal(f"{type(error).__name__}: {error}", *_where(error))
 
 
 def is_possible() -> bool:

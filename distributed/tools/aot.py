@@ -5,10 +5,12 @@ Needs the packages of the `aot` dependency group and `JAX_PLATFORMS=cpu` (see CO
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import os
 import pathlib
-import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,31 +19,10 @@ import numpy as np
 from jax.experimental import topologies
 
 from stretto.distributed import settings
+from stretto.distributed.tools import ptx
+from stretto.distributed.tools.ptx import CompiledKernel
 
 TARGETS = pathlib.Path(__file__).parents[2] / "configs" / "targets"
-# What costs speed is only an "info" to the assembler.
-_WARNING = re.compile("warning|Potential Performance Loss")
-_LIMITS = re.compile(
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-    r"Used (\d+) registers",
-    re.DOTALL,
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompiledKernel:
-    """What the compiler made of one kernel.
-
-    `spill_bytes` counts stores and loads of registers that did not fit; `warnings` are the
-    assembler's own.
-    """
-
-    name: str
-    ptx: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    warnings: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,22 +86,29 @@ def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledP
     """Compiles `jax.jit(fun)` for the devices that the operands' shardings name.
 
     Not to be called from two threads at once: the compiler's dumps are asked for through the
-    environment of the process.
+    environment of the process. Whatever it raises has what the compiler wrote in its notes.
     """
-    with tempfile.TemporaryDirectory() as folder, settings.dumps_to(folder):
+    with tempfile.TemporaryDirectory() as folder, settings.dumps_to(folder), _quietly():
         hlo = jax.jit(fun).lower(*operands).compile().as_text() or ""
-        return CompiledProgram(hlo=hlo, kernels=tuple(_read_kernels(pathlib.Path(folder))))
+        return CompiledProgram(hlo=hlo, kernels=tuple(ptx.read_kernels(pathlib.Path(folder))))
 
 
-def _read_kernels(folder: pathlib.Path) -> Iterator[CompiledKernel]:
-    for ptx in sorted(folder.glob("*.ptx")):
-        report = ptx.with_suffix(".ptxas").read_text()
-        stack, stores, loads, registers = map(int, _LIMITS.findall(report)[0])
-        yield CompiledKernel(
-            name=ptx.stem,
-            ptx=ptx.read_text(),
-            registers=registers,
-            stack_bytes=stack,
-            spill_bytes=stores + loads,
-            warnings=tuple(line for line in report.splitlines() if _WARNING.search(line)),
-        )
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps what the compiler writes on stderr, and adds it to the error if there is one.
+
+    Where it is asked for its dumps it says that it has no disassembler, which nobody needs.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        except Exception as error:
+            file.seek(0)
+            error.add_note(file.read().decode(errors="replace"))
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import simulating
+from stretto.distributed import simulating, target
 from stretto.distributed.devices import clique, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
@@ -104,11 +104,12 @@ def _choose(
             kernel=kernel,
             config=config,
         )
-    if backend == "pallas":
+    if backend == "pallas" or target.current() is not None:
+        asked = backend == "pallas"
         return Choice(
             problem=problem,
             backend="pallas",
-            reason="it was asked for",
+            reason="it was asked for" if asked else "kernels are being compiled",
             kernel=kernel,
             config=_best_config(kernel, problem),
         )

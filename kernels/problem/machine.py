@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from stretto.distributed import target
+
 HOPPER, BLACKWELL = "sm_90", "sm_100"
 # Where no such device is at hand to be asked: parts of the names that the driver gives.
 ARCHITECTURES = {
@@ -59,7 +61,11 @@ class Machine:
 
     @classmethod
     def of_mesh(cls) -> Machine:
-        """The machine of the enclosing mesh's devices, or of the default backend's."""
+        """The machine that is compiled for: of the enclosing mesh's devices, or of the default
+        backend's.
+        """
+        if (gpus := target.current()) is not None:
+            return cls.of_kind("gpu", gpus.kind, gpus.multiprocessors)
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         if device is not None and device.platform:
             return cls.of_kind(device.platform, device.device_kind, device.num_cores or 0)

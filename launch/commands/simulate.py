@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stretto.launch.commands import on_cpus
 from stretto.launch.errors import LaunchError
-from stretto.launch.worker import below
 
 if TYPE_CHECKING:
     from stretto.distributed.simulator import Report
@@ -78,9 +75,8 @@ def simulate(
     Raises:
       LaunchError: there is no such script, or JAX runs already on other devices.
     """
-    if not Path(script).is_file():
-        raise LaunchError(f"script {script} does not exist; give the path of a Python file")
-    _use_cpu_devices(devices)
+    on_cpus.check_script(script)
+    on_cpus.use_devices(devices)
     from stretto.distributed import simulator
 
     seeds, launches, failures = [seed] if seeds is None else seeds, 0, 0
@@ -97,7 +93,7 @@ def simulate(
                 check_hardware=check_hardware and one == seeds[0],
                 trace=trace is not None,
             ) as report:
-                status = _run(script, args)
+                status = on_cpus.run(script, args)
                 if status:
                     report.fail(f"the script ended with status {status}")
         except simulator.SimulationError:
@@ -106,7 +102,7 @@ def simulate(
             _say(f"stretto simulate: seed {one} failed; --seed {one} runs it again")
             status = 1
         except Exception as error:
-            _show(error, script)
+            on_cpus.show(error, script)
             if report is not None and report.launches:
                 _say(f"{report.title}: the script ended so; --seed {one} runs it again")
             return 1
@@ -164,52 +160,6 @@ def _tell(report: Report, *, among_others: bool) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _show(error: Exception, script: str) -> None:
-    """Prints an exception of the script's own as `python script` would."""
-    trace = below(script, error.__traceback__)
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
-
-
-def _use_cpu_devices(count: int) -> None:
-    """Makes JAX see `count` CPU devices and nothing else."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        if jax.device_count() != count:
-            raise LaunchError(
-                f"JAX already runs on {jax.device_count()} devices, not {count}; start the command"
-                " in a process of its own"
-            ) from None
-
-
-def _run(script: str, args: Sequence[str]) -> int:
-    """Runs the script as `python script args` would; returns the status that it exits with."""
-    with _arguments([script, *args]):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
-            if end.code is None or isinstance(end.code, int):
-                return end.code or 0
-            print(end.code, file=sys.stderr)
-            return 1
-    return 0
-
-
-@contextlib.contextmanager
-def _arguments(argv: list[str]) -> Iterator[None]:
-    """Sets `sys.argv`, and puts the script's folder where it finds its neighbours."""
-    before = sys.argv, sys.path[:]
-    sys.argv = argv
-    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before
 
 
 def _parser() -> argparse.ArgumentParser:

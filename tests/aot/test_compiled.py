@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compile_cases import COMPILED_BY
 from folders import HELPERS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from window_cases import CASES
 
 from stretto.distributed.tools import aot
+from stretto.distributed.tools.ptx import CompiledKernel, scope_of
 
 pytestmark = pytest.mark.skipif(
     not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"
@@ -29,10 +29,6 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = HELPERS / "compile_cases.py"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 REGISTERS = 65536
-# Instructions that reach global memory but for bulk copies, with their scope and order.
-ACCESS = re.compile(r"(?<![\w.])((?:red|atom|ld|st)\.[\w.:]*global[\w.:]*)")
-# What only reads what the host wrote before the launch: pointers, sizes, descriptors.
-READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
 # An operand or a result that XLA copies; semaphores are 32 bit integers, and small.
 COPIED = re.compile(r"= \(?(?!s32)\w+\[[\d,]+\][^=]*? copy(?:-start)?\(")
 
@@ -53,6 +49,8 @@ def compile_case(
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = json.loads(file.read_text())
     assert compiled and all("mosaic_gpu_v2" in program["hlo"] for program in compiled)
+    served = {name for program in compiled for name in program.get("operations", ())}
+    assert served >= {name for name, by in COMPILED_BY.items() if by == case}
     return compiled
 
 
@@ -66,11 +64,10 @@ def flaws(kernel: dict, *, warpgroups: int, local: bool) -> Iterator[str]:
         yield f"the assembler warns: {kernel['warnings']}"
     if kernel["registers"] * 128 * warpgroups > REGISTERS:
         yield f"{kernel['registers']} registers do not fit {warpgroups} warpgroups"
-    accesses = ACCESS.findall(kernel["ptx"])
-    scoped = [a for a in accesses if not READS_PARAMETERS.fullmatch(a)]
-    within = [a for a in scoped if ".gpu." in a]
+    scoped = CompiledKernel(**kernel).accesses
+    within = [a for a in scoped if scope_of(a) == "gpu"]
     for access in scoped:
-        if ".sys." not in access and not (local and access in within):
+        if scope_of(access) != "sys" and not (local and access in within):
             yield f"{access} may cross devices and has not the scope of the system"
         if not re.search(r"\.(acquire|release|relaxed)\.", access):
             yield f"{access} has no order"
@@ -178,6 +175,23 @@ def test_a_kernel_whose_result_a_loop_stacks_runs_once(tmp_path):
     assert program["hlo"].count("mosaic_gpu_v2") == 1, program["hlo"]
     copied = re.findall(r"= bf16\[(?:1,)?512,1024\]\S* (?:copy|fusion)", program["hlo"])
     assert not copied, program["hlo"]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(f"{case} of", name, marks=marks)
+        for name, by in COMPILED_BY.items()
+        if by.startswith("example of ")
+        for case, marks in (("example", ()), ("derivatives", pytest.mark.slow))
+    ],
+)
+def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
+    for program in compile_case(f"{case} {name}", tmp_path):
+        assert program["kernels"]
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["stack_bytes"], kernel["name"]
+            assert not kernel["warnings"], kernel["name"]
 
 
 def test_collectives(tmp_path):
@@ -296,6 +310,7 @@ class TestTheChecks:
     """They find what they look for."""
 
     KERNEL = dict(  # noqa: RUF012
+        name="kernel",
         ptx="""
         .target sm_90a
         @%p1 red.release.sys.global.add.u32 [%rd1], 1;

@@ -2,8 +2,8 @@
 
     python compile_cases.py CASE FILE
 
-writes a JSON list to FILE, an entry for each program of the case: its label, its HLO, and the
-fields of its kernels.
+writes a JSON list to FILE, an entry for each program of the case: its label, its HLO, the fields of
+its kernels, and the operations that they serve.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from stretto.distributed import settings
 from stretto.distributed.devices import clique
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
+from stretto.kernels.choice import choose
 from stretto.kernels.fused import all_gather_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
@@ -226,6 +227,24 @@ def collectives() -> Iterator[Program]:
         )
 
 
+def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
+    """The first of an operation's examples in bfloat16, or its derivatives."""
+    record, mesh = OPERATIONS[name], aot.mesh_of_gpus((4,), ("x",))
+    operands = record.examples.operands(record.examples.shapes("tiny", 4)[0], 4)
+    shapes = [(operand.shape, operand.dtype or jnp.bfloat16) for operand in operands]
+    options = {"backend": "pallas", **record.examples.keywords}
+    axis = ("x",) if record.communicates else ()
+
+    def call(*xs):
+        return record.public(*xs, *axis, **options)
+
+    def pulled(*xs):
+        out, pull = jax.vjp(call, *xs)
+        return [x for x in pull(out) if x.dtype != jax.dtypes.float0]
+
+    yield name, *on_one(pulled if derivatives else call, mesh, shapes)
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -335,6 +354,8 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         f"hierarchical {name}": functools.partial(hierarchical, name)
         for name in subjects.HIERARCHICAL
     },
+    "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
+    "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
@@ -343,12 +364,23 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
 }
 
 
+# The case, of those above, in which the kernel of an operation is certain to be.
+COMPILED_BY: dict[str, str] = {
+    **{name: f"configs of {name}" for name in cases.OPERATIONS},
+    **{name: f"gathers of {name}" for name in cases.GATHERS},
+    **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
+    "grouped_matmul": "example of grouped_matmul",
+}
+
+
 def main(case: str, file: str) -> None:
     results: list[dict[str, Any]] = []
     for label, program, structs in CASES[case]():
-        compiled = aot.compile_program(program, *structs)
+        with choose.recorded() as choices:
+            compiled = aot.compile_program(program, *structs)
         kernels = [dataclasses.asdict(kernel) for kernel in compiled.kernels]
-        results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels))
+        served = sorted({c.problem.operation for c in choices if c.backend == "pallas"})
+        results.append(dict(label=label, hlo=compiled.hlo, kernels=kernels, operations=served))
     pathlib.Path(file).write_text(json.dumps(results))
 
 

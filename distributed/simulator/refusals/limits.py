@@ -14,7 +14,13 @@ from typing import Any
 
 from stretto.distributed.simulator.reports.flaws import Flaw, equations, inner_jaxprs
 from stretto.distributed.simulator.state.allocations import allocations_of
-from stretto.distributed.sites import UNKNOWN_SITE, Site, definition_site, site_of
+from stretto.distributed.sites import (
+    UNKNOWN_SITE,
+    Site,
+    definition_site,
+    kernel_site,
+    site_of,
+)
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a block."""
@@ -47,7 +53,7 @@ def _flaw(kernel: Any, site: Site, message: str) -> Flaw:
 
 def _of_launch(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
     warpgroups, cluster = kernel.mesh.num_threads or 1, tuple(kernel.mesh.cluster)
-    site = definition_site(_body(jaxpr))
+    site = kernel_site(jaxpr)
     if warpgroups > WARPGROUPS:
         yield _flaw(
             kernel, site,
@@ -60,14 +66,6 @@ def _of_launch(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
             f"cluster={cluster} is {math.prod(cluster)} blocks, and a cluster has at most"
             f" {CLUSTER_BLOCKS} (8 on every GPU that has clusters). Take a smaller one.",
         )  # fmt: skip
-
-
-def _body(jaxpr: Any) -> Any:
-    """The jaxpr of the function that its author wrote: the scope of the scratch is in between."""
-    eqns = jaxpr.eqns
-    if eqns and eqns[0].primitive.name == "run_scoped":
-        return eqns[0].params["jaxpr"]
-    return jaxpr
 
 
 def _scope_site(eqn: Any) -> Site:
