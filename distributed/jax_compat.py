@@ -240,7 +240,8 @@ class LoweredKernel:
       unordered: why no GPU runs a kernel that communicates on devices in this order, if none does.
       out_avals: shapes and types of the results.
       aliases: results that are an operand's memory, as {result: operand}.
-      refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
+      refusal: says what JAX has against lowering it for GPUs of a compute capability; to be called
+        while it is lowered.
     """
 
     name: str
@@ -254,7 +255,7 @@ class LoweredKernel:
     unordered: str | None
     out_avals: Sequence[Any]
     aliases: dict[int, int]
-    refusal: Callable[[], jax_lowering.Refusal | None]
+    refusal: Callable[[tuple[int, int]], jax_lowering.Refusal | None]
 
 
 type KernelIntercept = Callable[[LoweredKernel], Callable[[jax_callbacks.Visit], None] | None]

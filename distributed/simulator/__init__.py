@@ -5,6 +5,7 @@ from stretto.distributed.simulator.context import (
     counts_from_the_end,
     is_simulating,
     simulate,
+    simulated_target,
 )
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.distributed.simulator.errors import (
@@ -17,8 +18,10 @@ from stretto.distributed.simulator.errors import (
     UnsupportedKernelError,
 )
 from stretto.distributed.simulator.report import Finding, Report
+from stretto.distributed.simulator.targets import TARGETS, Target
 
 __all__ = [
+    "TARGETS",
     "CostModel",
     "DeadlockError",
     "Finding",
@@ -29,8 +32,10 @@ __all__ = [
     "SimulationError",
     "SimulatorParams",
     "StepLimitError",
+    "Target",
     "UnsupportedKernelError",
     "counts_from_the_end",
     "is_simulating",
     "simulate",
+    "simulated_target",
 ]

@@ -12,6 +12,7 @@ from stretto.distributed.simulator import (  # noqa: F401  (the rules register t
     rules_arrays,
     rules_async_store,
     rules_barriers,
+    rules_cluster_launch,
     rules_control,
     rules_copy,
     rules_loops,
@@ -20,6 +21,8 @@ from stretto.distributed.simulator import (  # noqa: F401  (the rules register t
     rules_scope,
     rules_shapes,
     rules_sync,
+    rules_tensor_cores,
+    rules_tensor_memory,
 )
 from stretto.distributed.simulator.allocations import is_semaphore
 from stretto.distributed.simulator.deadlock import describe_deadlock
@@ -39,6 +42,7 @@ from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.sites import parameter_names
+from stretto.distributed.simulator.targets import H100, Target
 from stretto.distributed.simulator.unsupported import check_primitives
 
 
@@ -54,6 +58,7 @@ class KernelCall:
       out_avals: shapes and types of the results.
       aliases: results that are the memory of an operand, as {result: operand}.
       has_start_barrier: no device starts the kernel before all have come to it.
+      target: the GPU that it is for; None for one that has all that any has.
       flaws: what is wrong with it whatever it is run on; `prepare` adds what it finds.
     """
 
@@ -64,6 +69,7 @@ class KernelCall:
     out_avals: list[Any]
     aliases: dict[int, int]
     has_start_barrier: bool = True
+    target: Target | None = H100
     flaws: list[Flaw] = field(default_factory=list)
 
     @cached_property
@@ -73,7 +79,7 @@ class KernelCall:
                 f"kernel {self.name} takes semaphores as operands; the simulator knows those that a"
                 " kernel allocates itself."
             )
-        check_primitives(self.name, self.jaxpr)
+        check_primitives(self.name, self.jaxpr, self.target)
         sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
         kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
         return kernel, Compiler(kernel, self.jaxpr).program
@@ -81,7 +87,7 @@ class KernelCall:
     def prepare(self) -> None:
         """Prepares the body, so that what the simulator does not know is told at once."""
         kernel, _ = self._prepared
-        self.flaws += over_limits(kernel, self.jaxpr)
+        self.flaws += over_limits(kernel, self.jaxpr, self.target or H100)
 
     @property
     def communicates(self) -> bool:

@@ -22,6 +22,7 @@ from stretto.distributed.simulator.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.semaphores import SemaphoreArray
 from stretto.distributed.simulator.tasks import Block, Task
+from stretto.distributed.simulator.tensor_cores import TensorCores
 from stretto.distributed.simulator.trace import Trace
 
 
@@ -80,7 +81,7 @@ class Machine:
       mesh: the mesh.
       scheduler, report, limits: how to run, where to tell, how far to go.
       detect_races: whether accesses are checked.
-      check_hardware: whether what no H100 does is told.
+      check_hardware: whether what no GPU does is told.
       cost: what things cost in time.
       trace: where what tasks do is noted.
       has_start_barrier: no device starts before all have; else one may touch a peer's memory only
@@ -119,6 +120,7 @@ class Machine:
         self.checks = Checks(self, check_hardware)
         self.tasks: list[Task] = []
         self.pending_loads: list[Any] = []
+        self.tensor_cores: list[TensorCores] = []
         self._shape = list(kernel.mesh.shape.items())
         if kernel.mesh.num_threads:
             self._shape = self._shape[:-1]
@@ -167,6 +169,14 @@ class Machine:
                     task.body = self.program.run(task, self._arguments(device))
                     self.tasks.append(task)
                     self.scheduler.push(task)
+
+    def claim_cluster(self, device: Device) -> Block | None:
+        """Takes the next cluster that has not started out of the queue; its first block, if any."""
+        if not device.waiting_blocks:
+            return None
+        size = math.prod(self.kernel.mesh.cluster)
+        first, *_ = [device.waiting_blocks.popleft() for _ in range(size)]
+        return first
 
     def _arguments(self, device: Device) -> list[Any]:
         return list(device.buffers)

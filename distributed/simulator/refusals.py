@@ -10,14 +10,15 @@ from typing import Any
 from stretto.distributed.jax_lowering import Refusal
 from stretto.distributed.simulator.flaws import Flaw, equations
 from stretto.distributed.simulator.sites import UNKNOWN_SITE, Site, site_of
+from stretto.distributed.simulator.targets import Target
 
 _THREADS = 128
 
 
-def flaw_of(refusal: Refusal, kernel: str, jaxpr: Any) -> Flaw:
-    """The flaw of a kernel with the body `jaxpr` that JAX refuses to lower."""
+def flaw_of(refusal: Refusal, kernel: str, jaxpr: Any, target: Target) -> Flaw:
+    """The flaw of a kernel with the body `jaxpr` that JAX refuses to lower for `target`."""
     site = _site(refusal, jaxpr)
-    text = f"JAX does not lower kernel {kernel} for an H100: {refusal.text}"
+    text = f"JAX does not lower kernel {kernel} for {target.title}: {refusal.text}"
     if splat := _SPLAT.search(refusal.text):
         text += (
             f" That is, an array of shape {splat[1]} with the same value everywhere is stored"
