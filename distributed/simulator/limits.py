@@ -149,13 +149,13 @@ class _Need:
 
 def _of_tensor_memory(kernel: Any, need: _Need, target: Target) -> Flaw | None:
     most = target.tensor_columns
-    if not most or need.columns <= most:
+    if need.columns <= most:
         return None
+    has = f"has at most {most}" if most else f"{target.title} has none"
     parts = ", ".join(f"{what} {columns}" for columns, what in sorted(need.tensor, reverse=True))
     return _flaw(
         kernel, need.tensor_site,
-        f"a block needs {need.columns} columns of tensor memory, and has at most {most}: {parts}."
-        " Take smaller or fewer accumulators.",
+        f"a block needs {need.columns} columns of tensor memory, and {has}: {parts}.",
     )  # fmt: skip
 
 
