@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from stretto.distributed import simulator
+
 HOPPER, BLACKWELL = "sm_90", "sm_100"
 # Where no such device is at hand to be asked: parts of the names that the driver gives.
 ARCHITECTURES = {
@@ -18,7 +20,7 @@ SHARED_BYTES = {HOPPER: 232_448, BLACKWELL: 232_448}
 """Shared memory that one block may have, in bytes (CUDA C++ Programming Guide, Compute
 Capabilities)."""
 MULTIPROCESSORS = 132
-"""Of an H100 SXM: what the simulator's devices stand for."""
+"""Of an H100 SXM, where nothing else is known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,14 @@ class Machine:
         """The machine whose devices have this platform and name."""
         platform = "gpu" if platform in ("cuda", "gpu") else platform
         if platform != "gpu":
-            return cls(platform=platform, kind=kind)
+            target = simulator.simulated_target()
+            return cls(
+                platform=platform,
+                kind=kind,
+                architecture=target.architecture,
+                multiprocessors=target.multiprocessors,
+                shared_bytes=SHARED_BYTES[target.architecture],
+            )
         architecture = _architecture_of(kind)
         return cls(
             platform=platform,
