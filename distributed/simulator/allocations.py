@@ -140,7 +140,7 @@ def _names(jaxpr: Any) -> list[str]:
         return [f"scratch {i}" for i in range(count)]
     # "kwargs['name']" is what JAX calls a body's parameter that it does not find in its signature,
     # which `stretto.distributed.kernel` gives more than JAX passes.
-    names = [re.sub(r"^\w*kwargs\['(\w+)'\]", r"\1", str(n)) for n in names]
+    names = [re.sub(r"^\w+\['(\w+)'\]", r"\1", str(n)) for n in names]
     return [n.split(".")[-1].split("[")[0] if count == 1 else n for n in names]
 
 

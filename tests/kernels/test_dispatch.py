@@ -191,8 +191,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            (dict(kind="NVIDIA B200"), "written for Hopper GPUs and these are NVIDIA B200"),
-            (dict(kind="NVIDIA A100-SXM4-80GB"), "written for Hopper GPUs"),
+            (dict(kind="NVIDIA A100-SXM4-80GB"), "written for Hopper and Blackwell GPUs and these"),
             (dict(platform="cpu", kind="cpu"), "the devices are cpu"),
             (dict(dtype="float32"), "takes bfloat16 and float16, not float32"),
             (dict(k=0), "an operand is empty"),

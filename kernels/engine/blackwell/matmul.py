@@ -1,8 +1,8 @@
 """The persistent, warp-specialised matmul of Blackwell GPUs; it was never run on one.
 
-The tensor cores add up in tensor memory, which has two accumulators of 128 rows. One warpgroup takes
-totals out of it (`draining`) while the next are made. Of the single warps one loads tiles of lhs and
-rhs into a ring of `num_stages` stages of shared memory (`ring`), one issues their products
+The tensor cores add up in tensor memory, which has two accumulators of 128 rows. One warpgroup
+takes totals out of it (`draining`) while the next are made. Of the single warps one loads tiles of
+lhs and rhs into a ring of `num_stages` stages of shared memory (`ring`), one issues their products
 (`multiplying`), one stores finished tiles (`storing`), and one brings addends where there are any
 (`adding`).
 """
