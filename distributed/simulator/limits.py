@@ -26,8 +26,7 @@ BARRIERS = 32
 WARPGROUPS = 8
 """Warpgroups of a block: it has at most 1024 threads, and they 128 each."""
 CLUSTER_BLOCKS = 16
-"""Blocks of a cluster. More than 8 are not promised, but H100s and H200s run them; for B200s the
-tuning guide of Blackwell says the same."""
+"""Blocks of a cluster. More than 8 are not promised, but H100s and H200s run them."""
 REGISTERS = 64 * 1024
 """Registers of a multiprocessor, of 32 bits."""
 

@@ -273,9 +273,11 @@ def parts() -> Iterator[Program]:
     yield "scaled", *on_one(scaled_matmul.scaled_matmul, mesh, scaled)
 
 
-def blackwell(name: str) -> Iterator[Program]:
-    """The default configuration of a fused matmul for B200s."""
-    yield name, *fused(name, aot.mesh_of_gpus((4,), ("x",), target="b200"))
+def blackwell(*names: str) -> Iterator[Program]:
+    """The default configurations of fused matmuls for B200s."""
+    mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
+    for name in names:
+        yield name, *fused(name, mesh)
 
 
 def blackwell_configs(name: str) -> Iterator[Program]:
@@ -357,7 +359,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "other parts": parts,
-    **{f"Blackwell {name}": functools.partial(blackwell, name) for name in cases.FORMS},
+    # The all-reduce is the reduce-scatter's code, with more stores.
+    "Blackwell": functools.partial(blackwell, "all_gather_matmul", "matmul_reduce_scatter"),
+    "Blackwell, the others": functools.partial(
+        blackwell, "matmul_all_reduce", "all_gather_matmul_k", "all_gather_matmul_n"
+    ),
     **{
         f"Blackwell configs of {name}": functools.partial(blackwell_configs, name)
         for name in cases.FORMS
