@@ -18,6 +18,8 @@ from stretto.distributed.simulator.tensor_cores import Operation, TensorCores
 from stretto.distributed.simulator.unsupported import SPARSE
 from stretto.distributed.simulator.views import ViewPlan, plan_view
 
+type Arrange = Callable[[np.ndarray], np.ndarray]
+
 _VIEWS = ("acc", "a", "b", "barrier", "a_scale", "b_scale", "a_sparse_metadata")
 
 
@@ -168,14 +170,21 @@ def _tcgen05_commit_arrive(compiler: Compiler, eqn: Any) -> Step:
 
 
 def _copy_rule(
-    compiler: Compiler, eqn: Any, name: str, arrange: Callable[[np.ndarray, tuple], np.ndarray]
+    compiler: Compiler, eqn: Any, name: str, arrange: Callable[[tuple, tuple], Arrange]
 ) -> Step:
-    """A copy from shared to tensor memory, of what `arrange` makes of (data, shape there)."""
+    """A copy from shared to tensor memory.
+
+    `arrange` makes of the shapes here and there what brings the data into the order there.
+    """
     p, axis, site = eqn.params, eqn.params["collective_axis"], compiler.site
     leaves = list(eqn.invars[2:])
     count = p["smem_tree"].num_leaves
-    source = plan_view(compiler, eqn.invars[0], p["smem_tree"].unflatten(leaves[:count]))
-    target = plan_view(compiler, eqn.invars[1], p["tmem_tree"].unflatten(leaves[count:]))
+    here, there = p["smem_tree"].unflatten(leaves[:count]), p["tmem_tree"].unflatten(leaves[count:])
+    source, target = (
+        plan_view(compiler, atom, transforms)
+        for atom, transforms in zip(eqn.invars[:2], (here, there), strict=True)
+    )
+    arranged = arrange(_shape(eqn.invars[0], here), _shape(eqn.invars[1], there))
 
     def step(task: Any, env: list) -> Generator:
         yield
@@ -188,8 +197,7 @@ def _copy_rule(
         def run(operation: Operation) -> None:
             for smem, tmem in pairs:
                 _read(operation, smem)
-                data = np.array(smem.get())
-                _write(operation, tmem, arrange(data, tmem.get().shape))
+                _write(operation, tmem, arranged(np.array(smem.get())))
 
         operation = TensorCores.of(task).issue(name, task, site, run)
         for smem, _ in pairs:
@@ -198,9 +206,19 @@ def _copy_rule(
     return True, step
 
 
+def _shape(atom: Any, transforms: Any) -> tuple[int, ...]:
+    """The shape of a ref through its transforms."""
+    aval = atom.aval
+    for transform in transforms:
+        aval = transform.transform_type(aval)
+    return tuple(aval.shape)
+
+
 @rule("async_copy_smem_to_tmem")
 def _async_copy_smem_to_tmem(compiler: Compiler, eqn: Any) -> Step:
-    return _copy_rule(compiler, eqn, "async_copy_smem_to_tmem", lambda data, shape: data)
+    return _copy_rule(
+        compiler, eqn, "async_copy_smem_to_tmem", lambda here, there: lambda data: data
+    )
 
 
 @rule("async_copy_scales_to_tmem")
@@ -208,16 +226,17 @@ def _async_copy_scales_to_tmem(compiler: Compiler, eqn: Any) -> Step:
     return _copy_rule(compiler, eqn, "async_copy_scales_to_tmem", _rows_of_scales)
 
 
-def _rows_of_scales(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _rows_of_scales(here: tuple[int, ...], there: tuple[int, ...]) -> Arrange:
     """`[rows / 128, columns / 4, 32, 16]` as they lie in shared memory -> `[rows, columns]`.
 
     As `async_copy_scales_to_tmem` of JAX describes the arrangement.
     """
-    rows, columns = shape
-    if data.shape != (rows // 128, columns // 4, 32, 16):
+    rows, columns = there
+    known = rows // 128, columns // 4, 32, 16
+    if here != known:
         raise UnsupportedKernelError(
-            f"scales of shape {data.shape} in shared memory for {shape} in tensor memory; the"
-            f" simulator knows {(rows // 128, columns // 4, 32, 16)} alone"
+            f"scales of shape {here} in shared memory for {there} in tensor memory; the simulator"
+            f" knows {known} alone, which is SCALES_LAYOUT"
         )
-    apart = data.reshape(rows // 128, columns // 4, 32, 4, 4)
-    return apart.transpose(0, 3, 2, 1, 4).reshape(shape)
+    apart = rows // 128, columns // 4, 32, 4, 4
+    return lambda data: data.reshape(apart).transpose(0, 3, 2, 1, 4).reshape(there)

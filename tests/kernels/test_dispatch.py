@@ -242,7 +242,7 @@ class TestChoice:
 
     def test_tiles_of_another_architecture(self):
         config = choose(problem(kind="NVIDIA B200"), "pallas").config
-        with pytest.raises(ValueError, match="are for sm_100, and NVIDIA H100.* is sm_90; pass a"):
+        with pytest.raises(ValueError, match=r"are for sm_100, and NVIDIA H100.* is sm_90; pass a"):
             choose(problem(kind="NVIDIA H100 80GB HBM3"), config=config)
 
     def test_what_is_asked_for(self):

@@ -10,7 +10,12 @@ import tensor_matmul
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.simulator import DeadlockError, KernelFaultError, simulate
+from stretto.distributed.simulator import (
+    DeadlockError,
+    KernelFaultError,
+    UnsupportedKernelError,
+    simulate,
+)
 from stretto.distributed.simulator.targets import TARGETS
 
 F32 = jnp.float32
@@ -220,6 +225,47 @@ def test_products_with_block_scales():
         for x, s in zip((lhs, rhs), scales, strict=True)
     ]
     np.testing.assert_array_equal(out, (wide[0] @ wide[1].T).astype(np.float32))
+
+
+def test_scales_in_another_arrangement_are_refused():
+    def body(x_ref, out_ref, smem, tensor):
+        plgpu.async_copy_scales_to_tmem(smem, tensor)
+
+    e8 = jnp.float8_e8m0fnu
+    layout = plgpu.TMEMLayout.SCALES_M64_COLLECTIVE_LAYOUT
+    scratch = plgpu.SMEM((1, 1, 64, 16), e8), plgpu.TMEM((256, 4), e8, layout=layout)
+    with pytest.raises(UnsupportedKernelError, match=r"scales of shape \(1, 1, 64, 16\)"):
+        in_one_warpgroup(body, np.ones(128, np.float32), *scratch)
+
+
+def test_a_copy_into_tensor_memory():
+    def body(x_ref, out_ref, smem, tensor, landed, done):
+        plgpu.copy_gmem_to_smem(x_ref, smem, landed)
+        plgpu.barrier_wait(landed)
+        plgpu.async_copy_smem_to_tmem(smem, tensor)
+        plgpu.tcgen05_commit_arrive(done)
+        plgpu.barrier_wait(done)
+        out_ref[...] = plgpu.async_load_tmem(tensor)
+
+    layout = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    scratch = plgpu.SMEM(X.shape, F32, transforms=layout), plgpu.TMEM(X.shape, F32)
+    barriers = plgpu.Barrier(), plgpu.Barrier(orders_tensor_core=True)
+    out, report = in_one_warpgroup(body, X, *scratch, *barriers)
+    np.testing.assert_array_equal(out, X)
+    assert report.ok, str(report)
+
+
+def test_tensor_memory_of_three_dimensions():
+    def body(x_ref, out_ref, tensor):
+        x = plgpu.load(x_ref, layout=plgpu.Layout.TCGEN05)
+        plgpu.async_store_tmem(tensor.at[0], x)
+        plgpu.async_store_tmem(tensor.at[1], 2 * x)
+        plgpu.commit_tmem()
+        out_ref[...] = plgpu.async_load_tmem(tensor.at[0]) + plgpu.async_load_tmem(tensor.at[1])
+
+    out, report = in_one_warpgroup(body, X, plgpu.TMEM((2, *X.shape), F32))
+    np.testing.assert_array_equal(out, 3 * X)
+    assert report.ok, str(report)
 
 
 # --- What a target has ----------------------------------------------------------------------------
