@@ -28,7 +28,7 @@ from stretto.benchmarks.timing.operands import Operands
 from stretto.distributed import profiling, simulator
 from stretto.distributed.simulator.cost_model import CostModel
 from stretto.kernels.choice import choose
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.architectures import TileConfig
 from stretto.kernels.problem.machine import Machine
 
 SIMULATED_BLOCKS = 4
