@@ -62,6 +62,13 @@ class _Completion:
     tensor: clocks.Clock
     time: float
 
+    @classmethod
+    def of(cls, last: Operation | None, time: float) -> _Completion:
+        """Of all operations up to `last`; of none, if there is none."""
+        if last is None:
+            return cls(clocks.empty(), clocks.empty(), clocks.empty(), time)
+        return cls(last.clock, last.committed, last.tensor, time)
+
     def release(self) -> clocks.Clock:
         """What the operations that are done knew, and that they are done."""
         return self.clock.copy()
@@ -135,11 +142,8 @@ class TensorCores:
 
         def arrive() -> None:
             self.time = max(self.time, now)
-            known = [clocks.empty() for _ in range(3)]
-            if last is not None:
-                known = [last.clock, last.committed, last.tensor]
             for barrier in barriers:
-                barrier.arrive(_Completion(*known, self.time), site)
+                barrier.arrive(_Completion.of(last, self.time), site)
 
         self._add(arrive)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fused_cases import BF16, F32, whole_numbers
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed.simulator import DeadlockError, SimulationError
@@ -255,3 +256,24 @@ def test_tiles_of_the_other_architecture():
     )
     with st.simulate(), pytest.raises(ValueError, match="are for sm_100, and cpu is sm_90; pass"):
         jax.eval_shape(program, x, x)
+
+
+def test_what_a_simulation_chooses():
+    """The tiles of the target, and its multiprocessors."""
+    found = {}
+
+    def call(x):
+        for target in ("h100", "b200"):
+            with st.simulate(target=target):
+                found[target] = st.explain(st.all_gather_matmul, x, x, "x")
+        return x
+
+    program = jax.shard_map(
+        call, mesh=cases.mesh_of(2), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    jax.eval_shape(program, jnp.zeros((128, 128), BF16))
+    assert isinstance(found["b200"].config.tiles, TileConfig)
+    assert not isinstance(found["h100"].config.tiles, TileConfig)
+    machines = [found[target].problem.machine for target in ("h100", "b200")]
+    assert [m.architecture for m in machines] == ["sm_90", "sm_100"]
+    assert [m.multiprocessors for m in machines] == [132, 148]
