@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import handshake, semaphores, settings, simulating, target
+from stretto.distributed import compiling, handshake, semaphores, settings, simulating
 from stretto.distributed.devices import clique
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.handshake import Handshake
@@ -247,7 +247,7 @@ def _multiprocessors_of_device() -> int:
     """
     if simulating.is_simulating():
         return jax.local_devices(backend="cpu")[0].core_count  # `core_count` of `simulate`.
-    if (gpus := target.current()) is not None:
+    if (gpus := compiling.current()) is not None:
         return gpus.multiprocessors
     device = jax.sharding.get_abstract_mesh().abstract_device
     count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import jax
 
+from stretto.distributed.targets import H100, Target, target_of
+
 
 class Setting(NamedTuple):
     """What a kernel that is traced for the simulator depends on.
@@ -14,11 +16,13 @@ class Setting(NamedTuple):
       core_count: multiprocessors that each device has.
       check_hardware: whether the kernel is lowered for GPUs as well.
       from_the_end: whether it counts its devices from the end (`team.places_reversed`).
+      target: the name of the GPU that is simulated (`targets`).
     """
 
     core_count: int
     check_hardware: bool
     from_the_end: bool
+    target: str
 
 
 # Part of the key of JAX's caches, so that nothing that is traced or lowered for the simulator is
@@ -34,3 +38,8 @@ def is_simulating() -> bool:
 def counts_from_the_end() -> bool:
     """Whether kernels that are traced here are to count their devices from the end."""
     return is_simulating() and setting.value.from_the_end
+
+
+def target() -> Target:
+    """The GPU that kernels called here are simulated on; an H100 outside of `simulate`."""
+    return target_of(setting.value.target) if is_simulating() else H100

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 import stretto as st
-from stretto.distributed import target
+from stretto.distributed import compiling
 from stretto.distributed.simulating import is_simulating
 
 PIXELS, HIDDEN, CLASSES = 64, 512, 16  # ten digits, padded to a multiple of 8
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"{len(devices)} devices must divide the batch of {BATCH} images.")
     if args.backend == "simulator" and process.num_processes > 1:
         raise SystemExit("Simulated GPUs share a process: stretto run --processes-per node.")
-    kernels = is_simulating() or target.current() is not None  # `stretto simulate`, `compile`
+    kernels = is_simulating() or compiling.current() is not None  # `stretto simulate`, `compile`
     served_by_xla = args.backend == "xla" or (args.backend == "auto" and not kernels)
     on_cpu = devices[0].platform == "cpu" and served_by_xla
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")  # what kernels take, if there are

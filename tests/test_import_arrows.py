@@ -113,24 +113,18 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "distributed": {
         "errors": set(),
         "settings": set(),
-        "simulating": set(),
+        "compiling": set(),
+        "simulating": {"targets"},
         "sites": set(),
-        "target": set(),
+        "targets": set(),
         "xla_flags": set(),
         "private_jax": {"settings", "xla_flags"},
         "devices": {"private_jax", "settings"},
         "memory": {"devices", "errors", "private_jax", "settings", "sites"},
         "primitives": {"devices", "memory", "private_jax", "sites"},
         "tools": {
-            *(
-                "primitives",
-                "private_jax",
-                "settings",
-                "simulating",
-                "simulator",
-                "sites",
-                "target",
-            ),
+            *("compiling", "primitives", "private_jax", "settings", "simulating", "simulator"),
+            *("sites",),
         },
         "team": {"devices", "primitives", "private_jax"},
         "schedule": set(),
@@ -139,9 +133,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "handshake": {"memory", "semaphores", "team"},
         "kernel": {  # not the simulator: a program that does not simulate does not import it
             *("devices", "handshake", "memory", "primitives", "semaphores", "settings"),
-            *("simulating", "target", "team", "tools"),
+            *("simulating", "compiling", "team", "tools"),
         },
-        "simulator": {"errors", "memory", "primitives", "private_jax", "simulating", "sites"},
+        "simulator": {
+            *("errors", "memory", "primitives", "private_jax", "simulating", "sites", "targets"),
+        },
     },
     "distributed/simulator": {
         "reports": set(),

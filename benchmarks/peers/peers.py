@@ -23,10 +23,11 @@ from stretto.benchmarks.cases.meshes import AXIS, joined
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.peers import torch_peers
 from stretto.distributed import settings
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.architectures import TILES
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operation import Operand, Operation
 from stretto.kernels.operations import OPERATIONS, matmuls
+from stretto.kernels.problem.machine import HOPPER, Machine
 
 FUSED = "fused"
 XLA = "xla"
@@ -150,9 +151,17 @@ def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     return [Candidate(body=body, operands=_factors(case))]
 
 
+def _architecture_of(mesh: Mesh) -> str:
+    """ "sm_90" or the like; "" of devices that are no GPUs."""
+    device = mesh.devices.flat[0]
+    machine = Machine.of_kind(device.platform, device.device_kind)
+    return machine.architecture if machine.platform == "gpu" else ""
+
+
 def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
-    if mesh.devices.flat[0].platform == "cpu":
-        raise UnavailableError("it needs GPUs of compute capability 9.0")
+    tiles = TILES.get(_architecture_of(mesh))
+    if tiles is None:
+        raise UnavailableError("it needs GPUs of compute capability 9.0 or 10.0")
     factors = _factors(case)
     return [
         Candidate(
@@ -161,9 +170,9 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
             config=str(config),
         )
         for config in (
-            TileConfig(raster_width=8),
-            TileConfig(raster_width=16),
-            TileConfig(tile_n=128, num_stages=5, store_buffers=2),
+            dataclasses.replace(tiles.large, raster_width=8),
+            dataclasses.replace(tiles.large, raster_width=16),
+            tiles.narrow,
         )
     ]
 
@@ -193,7 +202,7 @@ def _jax_pallas(case: Case, mesh: Mesh) -> list[Candidate]:
 
     Each takes a second to trace; the best of all that were tried at first had this raster width.
     """
-    if mesh.devices.flat[0].platform == "cpu":
+    if _architecture_of(mesh) != HOPPER:
         raise UnavailableError("it needs GPUs of compute capability 9.0")
     if case.devices == 1 or case.devices != jax.device_count():
         raise UnavailableError(f"it runs on all {jax.device_count()} devices only, and on several")

@@ -29,7 +29,7 @@ from stretto.distributed import simulator
 from stretto.distributed.simulator.state.cost_model import CostModel
 from stretto.distributed.tools import profiling
 from stretto.kernels.choice import choose
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.architectures import TileConfig
 from stretto.kernels.problem.machine import Machine
 
 SIMULATED_BLOCKS = 4

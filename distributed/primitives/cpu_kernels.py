@@ -43,7 +43,8 @@ class LoweredKernel:
       in_clique: it was made by `kernel.launch` for a team.
       abstract_mesh: the one that its body is typed for.
       params: all that its primitive was given.
-      refusal: says what JAX has against lowering it for GPUs; to be called while it is lowered.
+      refusal: says what JAX has against lowering it for GPUs of a compute capability; to be called
+        while it is lowered.
     """
 
     name: str
@@ -62,7 +63,7 @@ class LoweredKernel:
     in_clique: bool
     abstract_mesh: Any
     params: dict[str, Any]
-    refusal: Callable[[], lowering.Refusal | None]
+    refusal: Callable[[tuple[int, int]], lowering.Refusal | None]
 
 
 class Nothing:

@@ -7,9 +7,11 @@ Private JAX, checked on 0.11.2 and 0.12.0.1.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,6 +20,9 @@ from jax._src.interpreters import mlir
 from jax._src.pallas import mpmd
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
+from jax.experimental.mosaic.gpu import utils as gpu_utils
+
+_LOCK = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +40,23 @@ class Refusal:
     line: tuple[str, int, str] | None = None
 
 
-def refusal(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Refusal | None:
+def refusal(
+    ctx: mlir.LoweringRuleContext, params: dict[str, Any], capability: tuple[int, int]
+) -> Refusal | None:
     """What JAX has against lowering the kernel of an `mpmd_map` for GPUs; None if nothing.
 
     Args:
       ctx: of its lowering for CPUs, whose mesh and shapes are taken.
       params: the operation's.
+      capability: (major, minor), the compute capability of the GPUs.
     """
     (mesh,), (jaxpr,) = params["meshes"], params["jaxprs"]
     device_mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     try:
-        with mpmd.mpmd_map_tracing_context(mesh, (mesh, *params["external_meshes"])):
+        with (
+            _lowering_for(capability),
+            mpmd.mpmd_map_tracing_context(mesh, (mesh, *params["external_meshes"])),
+        ):
             gpu_lowering.lower_unpipelined_jaxpr_to_module(
                 mesh,
                 device_mesh,
@@ -63,6 +74,18 @@ def refusal(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Refusal | 
 def refusal_of(error: Exception) -> Refusal:
     """What `error`, raised while a kernel was lowered, says and where it was."""
     return Refusal(f"{type(error).__name__}: {error}", *_where(error))
+
+
+@contextlib.contextmanager
+def _lowering_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Has Mosaic GPU lower for such GPUs; without any at hand it would for Hopper."""
+    with _LOCK:
+        before = gpu_utils._infer_arch
+        gpu_utils._infer_arch = lambda: capability
+        try:
+            yield
+        finally:
+            gpu_utils._infer_arch = before
 
 
 def is_possible() -> bool:

@@ -1,6 +1,7 @@
 """Runs multi-GPU kernels on a CPU, and finds their deadlocks and races. See docs/simulator.md."""
 
 from stretto.distributed.simulating import counts_from_the_end, is_simulating
+from stretto.distributed.simulating import target as simulated_target
 from stretto.distributed.simulator.context import (
     SimulatorParams,
     simulate,
@@ -16,8 +17,10 @@ from stretto.distributed.simulator.reports.errors import (
 )
 from stretto.distributed.simulator.reports.report import Finding, Report
 from stretto.distributed.simulator.state.cost_model import CostModel
+from stretto.distributed.targets import TARGETS, Target
 
 __all__ = [
+    "TARGETS",
     "CostModel",
     "DeadlockError",
     "Finding",
@@ -28,8 +31,10 @@ __all__ = [
     "SimulationError",
     "SimulatorParams",
     "StepLimitError",
+    "Target",
     "UnsupportedKernelError",
     "counts_from_the_end",
     "is_simulating",
     "simulate",
+    "simulated_target",
 ]

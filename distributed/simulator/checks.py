@@ -20,7 +20,7 @@ class Checks:
 
     Args:
       machine: the launch.
-      check_hardware: tell of what no H100 does.
+      check_hardware: tell of what no GPU does.
     """
 
     def __init__(self, machine: Any, check_hardware: bool):
@@ -232,6 +232,14 @@ class Checks:
                         f"{copy.describe()} at {copy.site} is never waited for: nobody waits for"
                         " its barrier.",
                         copy.site,
+                    )
+            for last in (t.last for t in machine.tensor_cores if t.last is not None):
+                if not any(knows(end, last.timeline, last.value) for end in ends):
+                    self._find(
+                        "unawaited copy",
+                        f"{last.describe()} at {last.site} is never waited for: its memory may go"
+                        " away under it. End with a wait on the barrier of a commit that is after.",
+                        last.site,
                     )
         for device in machine.devices:
             for array in device.semaphores.values():

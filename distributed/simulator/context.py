@@ -34,6 +34,7 @@ from stretto.distributed.simulator.reports.trace import Trace
 from stretto.distributed.simulator.settings import Settings, schedule_of
 from stretto.distributed.simulator.state.cost_model import CostModel
 from stretto.distributed.simulator.state.mesh import DeviceMesh
+from stretto.distributed.targets import target_of
 
 
 class _Simulation:
@@ -95,9 +96,10 @@ def simulate(
     *,
     seed: int = 0,
     schedule: Literal["rotating", "random", "round_robin", "pct", "time"] = "rotating",
+    target: str = "h100",
     from_the_end: bool = False,
     detect_races: bool = True,
-    resident_blocks: int = 132,
+    resident_blocks: int | None = None,
     core_count: int = 4,
     check_hardware: bool = True,
     on_finding: Literal["raise", "record"] = "raise",
@@ -116,15 +118,17 @@ def simulate(
       seed: of the order of steps. The same seed gives the same run, bit for bit.
       schedule: "random", "round_robin", "pct" (favours orders that are rare), "time" (the order of
         the cost model's clock), or "rotating": "pct" for even seeds, "random" for odd ones.
+      target: the GPU that is simulated, "h100" or "b200".
       from_the_end: kernels of `kernel.launch` count their devices from the end, as they do in a job
         of several nodes.
       detect_races: look for data races, and for what may come after a peer's end.
-      resident_blocks: blocks that a device runs at once.
+      resident_blocks: blocks that a device runs at once; by default, as many as the target has
+        multiprocessors.
       core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
         their grids by it.
-      check_hardware: report kernels that no H100 runs: those that JAX does not lower for it, that
-        ask for more than it has, or that copy from where no copy can begin. Without it a kernel may
-        be one for the simulator alone, such as one on very small arrays.
+      check_hardware: report kernels that no such GPU runs: those that JAX does not lower for it,
+        that ask for more than it has, or that copy from where no copy can begin. Without it a
+        kernel may be one for the simulator alone, such as one on very small arrays.
       on_finding: "raise" fails a launch that did something wrong once it has ended, "record" only
         adds it to the report.
       max_steps: steps of one launch before it is given up.
@@ -141,6 +145,7 @@ def simulate(
     """
     if core_count < 1:
         raise ValueError(f"core_count={core_count} must be at least 1.")
+    gpu = target_of(target)
     order = "time" if cost_model is not None else schedule_of(seed, schedule)
     report = Report(seed=seed, schedule=order, from_the_end=from_the_end)
     if trace:
@@ -151,7 +156,10 @@ def simulate(
         detect_races=detect_races,
         check_hardware=check_hardware,
         on_finding=on_finding,
-        limits=Limits(resident_blocks=resident_blocks, max_steps=max_steps),
+        limits=Limits(
+            resident_blocks=gpu.multiprocessors if resident_blocks is None else resident_blocks,
+            max_steps=max_steps,
+        ),
         cost_model=cost_model,
         trace=report.trace,
         rendezvous_timeout=rendezvous_timeout,
@@ -159,7 +167,7 @@ def simulate(
     simulation = _Simulation(settings, report)
     _active.append(simulation)
     try:
-        setting = simulating.Setting(core_count, check_hardware, from_the_end)
+        setting = simulating.Setting(core_count, check_hardware, from_the_end, target)
         with simulating.setting(setting), cores.cpu_core_count(core_count):
             try:
                 yield report
@@ -182,10 +190,14 @@ def simulate(
         raise simulation.error
 
 
+def _checks_hardware() -> bool:
+    setting = simulating.setting.value
+    return setting is None or setting.check_hardware
+
+
 def _must_lower() -> bool:
     """Whether a kernel for the simulator is lowered for GPUs, too."""
-    setting = simulating.setting.value
-    return lowering.is_possible() and (setting is None or setting.check_hardware)
+    return lowering.is_possible() and _checks_hardware()
 
 
 def _intercept(call: cpu_kernels.LoweredKernel) -> Any:
@@ -199,6 +211,7 @@ def _intercept(call: cpu_kernels.LoweredKernel) -> Any:
             f" {jax.local_device_count()}: the simulator needs all of them in one process. Start"
             " one, with jax_num_cpu_devices set to their number."
         )
+    target = simulating.target()
     kernel = KernelCall(
         call.name,
         call.jaxpr,
@@ -207,14 +220,15 @@ def _intercept(call: cpu_kernels.LoweredKernel) -> Any:
         list(call.out_avals),
         dict(call.aliases),
         has_start_barrier=not getattr(call.compiler_params, "skip_device_barrier", False),
+        target=target if _checks_hardware() else None,
     )
     kernel.prepare()
     if call.unordered is not None and kernel.communicates:
         raise NotImplementedError(f"kernel {call.name}: {call.unordered}")
     if _must_lower() and not kernel.flaws:
-        refusal = call.refusal()
+        refusal = call.refusal(target.capability)
         if refusal is not None:
-            kernel.flaws.append(flaw_of(refusal, call.name, call.jaxpr))
+            kernel.flaws.append(flaw_of(refusal, call.name, call.jaxpr, gpu=target.title))
 
     def receive(visit: callbacks.Visit) -> None:
         _current().rendezvous_of(kernel).come(visit.position, visit)

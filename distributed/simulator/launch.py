@@ -28,6 +28,7 @@ from stretto.distributed.simulator.state.allocations import is_semaphore
 from stretto.distributed.simulator.state.memory import Buffer, poison
 from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.sites import parameter_names
+from stretto.distributed.targets import H100, Target
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class KernelCall:
       out_avals: shapes and types of the results.
       aliases: results that are the memory of an operand, as {result: operand}.
       has_start_barrier: no device starts the kernel before all have come to it.
+      target: the GPU that it is for; None for one that has all that any has.
       flaws: what is wrong with it whatever it is run on; `prepare` adds what it finds.
     """
 
@@ -52,6 +54,7 @@ class KernelCall:
     out_avals: list[Any]
     aliases: dict[int, int]
     has_start_barrier: bool = True
+    target: Target | None = H100
     flaws: list[Flaw] = field(default_factory=list)
 
     @cached_property
@@ -61,7 +64,7 @@ class KernelCall:
                 f"kernel {self.name} takes semaphores as operands; the simulator knows those that a"
                 " kernel allocates itself."
             )
-        check_primitives(self.name, self.jaxpr)
+        check_primitives(self.name, self.jaxpr, self.target)
         sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
         kernel = KernelInfo(self.name, self.pallas_mesh, sizes)
         return kernel, Compiler(kernel, self.jaxpr).program
@@ -69,7 +72,7 @@ class KernelCall:
     def prepare(self) -> None:
         """Prepares the body, so that what the simulator does not know is told at once."""
         kernel, _ = self._prepared
-        self.flaws += over_limits(kernel, self.jaxpr)
+        self.flaws += over_limits(kernel, self.jaxpr, self.target or H100)
 
     @property
     def communicates(self) -> bool:

@@ -23,6 +23,7 @@ from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.simulator.state.races import Access, RaceDetector
 from stretto.distributed.simulator.state.semaphores import SemaphoreArray
 from stretto.distributed.simulator.state.tasks import Block, Task
+from stretto.distributed.simulator.state.tensor_cores import TensorCores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Machine:
       mesh: the mesh.
       scheduler, report, limits: how to run, where to tell, how far to go.
       detect_races: whether accesses are checked.
-      check_hardware: whether what no H100 does is told.
+      check_hardware: whether what no GPU does is told.
       cost: what things cost in time.
       trace: where what tasks do is noted.
       has_start_barrier: no device starts before all have; else one may touch a peer's memory only
@@ -119,6 +120,7 @@ class Machine:
         self.checks = Checks(self, check_hardware)
         self.tasks: list[Task] = []
         self.pending_loads: list[Any] = []
+        self.tensor_cores: list[TensorCores] = []
         self._shape = list(kernel.mesh.shape.items())
         if kernel.mesh.num_threads:
             self._shape = self._shape[:-1]
@@ -167,6 +169,14 @@ class Machine:
                     task.body = self.program.run(task, self._arguments(device))
                     self.tasks.append(task)
                     self.scheduler.push(task)
+
+    def claim_cluster(self, device: Device) -> Block | None:
+        """Takes the next cluster that has not started out of the queue; its first block, if any."""
+        if not device.waiting_blocks:
+            return None
+        size = math.prod(self.kernel.mesh.cluster)
+        first, *_ = [device.waiting_blocks.popleft() for _ in range(size)]
+        return first
 
     def _arguments(self, device: Device) -> list[Any]:
         return list(device.buffers)

@@ -14,13 +14,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-from stretto.distributed import simulating, target
+from stretto.distributed import compiling, simulating
+from stretto.distributed.compiling import Target
 from stretto.distributed.primitives import ahead, cpu_kernels
 from stretto.distributed.primitives.cpu_kernels import LoweredKernel
 from stretto.distributed.private_jax import cores, lowering
 from stretto.distributed.simulator.refusals import lowering as refusals
 from stretto.distributed.sites import Site, is_kernel_code, kernel_site
-from stretto.distributed.target import Target
 from stretto.distributed.tools import aot
 from stretto.distributed.tools.ptx import CompiledKernel
 
@@ -89,7 +89,7 @@ def finding(gpu: Target) -> Iterator[dict[Any, FoundKernel]]:
     found: dict[Any, FoundKernel] = {}
     _found.append(found)
     try:
-        with target.compiling_for(gpu), cores.cpu_core_count(gpu.multiprocessors):
+        with compiling.compiling_for(gpu), cores.cpu_core_count(gpu.multiprocessors):
             yield found
     finally:
         _found.remove(found)
@@ -136,7 +136,7 @@ def _explain(error: Exception, kernel: LoweredKernel, gpu: Target) -> str:
         text, site = told
         return f"for an {gpu.kind} the compiler says: {text}" + (f"\n  at {site}" if site else "")
     refusal = lowering.refusal_of(error)
-    return refusals.flaw_of(refusal, kernel.name, kernel.jaxpr, for_=f"an {gpu.kind}").message
+    return refusals.flaw_of(refusal, kernel.name, kernel.jaxpr, gpu=f"an {gpu.kind}").message
 
 
 _ERROR = re.compile(r"^(?P<where>.*?)\berror: (?P<text>.*)$", re.MULTILINE)
@@ -155,7 +155,7 @@ def diagnostic(text: str) -> tuple[str, Site | None] | None:
 
 def _intercept(kernel: LoweredKernel) -> cpu_kernels.Nothing | None:
     """Keeps a kernel that is to be compiled; None for one that the script itself simulates."""
-    if target.current() is None or not _found:
+    if compiling.current() is None or not _found:
         return None
     if kernel.interpret or simulating.is_simulating():
         return None

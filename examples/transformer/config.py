@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from stretto.distributed import target
+from stretto.distributed import compiling
 from stretto.distributed.simulating import is_simulating
 
 VOCABULARY = 256  # the model reads and writes bytes
@@ -112,7 +112,7 @@ class Execution:
     @staticmethod
     def suited_to(platform: str, backend: str, dtype: str | None = None) -> Execution:
         """The defaults for CPUs ("cpu") or GPUs: 16 bits wherever a fused kernel may serve."""
-        served = is_simulating() or target.current() is not None  # `stretto simulate`, `compile`
+        served = is_simulating() or compiling.current() is not None  # `stretto simulate`, `compile`
         kernels = backend in ("pallas", "simulator") or (backend == "auto" and served)
         fused = platform != "cpu" or kernels
         dtype = dtype or ("bfloat16" if fused else "float32")

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import simulating, target
+from stretto.distributed import compiling, simulating
 from stretto.distributed.devices import clique, topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
@@ -20,6 +20,10 @@ from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
 from stretto.kernels.problem.problem import Problem
+
+UNTRIED = (machine.BLACKWELL,)
+"""Architectures that kernels are built for and have never been run on. Only what a table has been
+measured to be faster is taken there."""
 
 _recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
     "choices", default=None
@@ -100,16 +104,17 @@ def _choose(
         return Choice(
             problem=problem,
             backend="pallas",
-            reason="a config was given",
+            reason=f"a config was given{_caution(problem)}",
             kernel=kernel,
             config=config,
         )
-    if backend == "pallas" or target.current() is not None:
+    if backend == "pallas" or compiling.current() is not None:
         asked = backend == "pallas"
         return Choice(
             problem=problem,
             backend="pallas",
-            reason="it was asked for" if asked else "kernels are being compiled",
+            reason=("it was asked for" if asked else "kernels are being compiled")
+            + _caution(problem),
             kernel=kernel,
             config=_best_config(kernel, problem),
         )
@@ -193,9 +198,17 @@ def _within(operation: Operation, problem: Problem, split: topology.Split) -> Pr
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
-    found = tables.look_up(kernel, problem)
+    kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
+    found = tables.look_up(kernel, problem) if not untried or tables.exists(kind) else None
     if found is not None:
         return found
+    if untried:
+        reason = (
+            f"the fused kernels were never run on such a GPU, and no table of {kind} says that"
+            " they are faster for this call; `stretto tune` writes one"
+        )
+        config = _best_config(kernel, problem)
+        return Choice(problem=problem, backend="xla", reason=reason, kernel=kernel, config=config)
     if kernel.fused_from is not None:
         choice = costs.by_size(kernel.fused_from, operation.work(problem))
     else:
@@ -218,6 +231,14 @@ def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[fl
     else:
         fused_us, xla_us = costs.estimate(operation.work(problem), other.machine)
     return fused_us + costs.moved_in_memory_us(moved), xla_us
+
+
+def _caution(problem: Problem) -> str:
+    """What a caller should know who asks for a kernel that nobody has run."""
+    found = problem.machine
+    if found.architecture not in UNTRIED or tables.exists(found.kind):
+        return ""
+    return "; it was compiled and simulated for such a GPU, but never run on one"
 
 
 def _best_config(kernel: Kernel, problem: Problem) -> Any:
@@ -243,6 +264,6 @@ def _unsuitable_devices(problem: Problem) -> str | None:
     found = problem.machine
     if found.platform != "gpu":
         return f"the devices are {found.platform}, not GPUs."
-    if found.architecture != machine.HOPPER:
-        return f"the kernels are written for Hopper GPUs and these are {found.kind}."
+    if found.architecture not in (machine.HOPPER, machine.BLACKWELL):
+        return f"the kernels are written for Hopper and Blackwell GPUs and these are {found.kind}."
     return options.why_kernels_are_recorded()

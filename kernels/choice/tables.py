@@ -21,6 +21,7 @@ from typing import Any
 
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
+from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 SCHEMA = 1
@@ -185,7 +186,7 @@ def look_up(kernel: Kernel, problem: Problem) -> Choice | None:
         return None
     entry, distance = nearest
     try:
-        config = config_from_data(kernel.Config, entry.config)
+        config = config_from_data(kernel.Config, entry.config, problem.machine.architecture)
         config.check(problem)
     except (TypeError, ValueError):
         return None
@@ -214,8 +215,10 @@ def config_to_data(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def config_from_data(config_type: type, data: Mapping[str, Any]) -> Any:
+def config_from_data(config_type: type, data: Mapping[str, Any], architecture: str = HOPPER) -> Any:
     """The `Config` with these fields (also by their `RENAMED` names), the others at their defaults.
+
+    Where a field may be of several types, it is of the one for `architecture`.
 
     Raises:
       TypeError: `data` has a field that `config_type` lacks.
@@ -224,7 +227,13 @@ def config_from_data(config_type: type, data: Mapping[str, Any]) -> Any:
     arguments = {}
     for given, value in data.items():
         name = RENAMED.get(given, given)
-        kind = hints.get(name)
-        nested = isinstance(value, Mapping) and isinstance(kind, type)
-        arguments[name] = config_from_data(kind, value) if nested and kind else value
+        if isinstance(value, Mapping) and name in hints:
+            kinds = typing.get_args(hints[name]) or (hints[name],)
+            kind = next((k for k in kinds if _architecture_of(k) == architecture), kinds[0])
+            value = config_from_data(kind, value, architecture)
+        arguments[name] = value
     return config_type(**arguments)
+
+
+def _architecture_of(kind: type) -> str | None:
+    return getattr(kind, "architecture", None)

@@ -1,13 +1,80 @@
-"""Which main loop serves a configuration of tiles, and with it an architecture."""
+"""What each architecture has: its main loop, and the tiles that serve there.
+
+The type of a configuration of tiles stands for an architecture.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from stretto.kernels.engine.hopper.matmul import Matmul
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+import stretto.kernels.engine.blackwell.matmul as blackwell
+import stretto.kernels.engine.hopper.matmul as hopper
+from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
+from stretto.kernels.engine.hopper import tile_config as hopper_tiles
 from stretto.kernels.engine.mainloop import Mainloop
 from stretto.kernels.engine.parts import Product
+from stretto.kernels.problem.machine import BLACKWELL, HOPPER
+from stretto.kernels.problem.problem import Problem
+
+TileConfig = hopper_tiles.TileConfig | blackwell_tiles.TileConfig
+
+
+class Tiles(NamedTuple):
+    """The tiles that kernels choose among.
+
+    Attributes:
+      large: for most problems.
+      narrow, narrowest: for few rows: more multiprocessors have a tile, and more of rhs is on its
+        way to each.
+      adding: for results that are added up across devices, the likely ones first.
+      adding_wide: for those of them in float32.
+    """
+
+    large: TileConfig
+    narrow: TileConfig
+    narrowest: TileConfig
+    adding: tuple[TileConfig, ...]
+    adding_wide: TileConfig
+
+
+TILES = {
+    HOPPER: Tiles(
+        large=hopper_tiles.LARGE,
+        narrow=hopper_tiles.NARROW,
+        narrowest=hopper_tiles.NARROWEST,
+        adding=(hopper_tiles.NARROW, hopper_tiles.LARGE),
+        adding_wide=hopper_tiles.WIDE_RESULT,
+    ),
+    BLACKWELL: Tiles(
+        large=blackwell_tiles.LARGE,
+        narrow=blackwell_tiles.NARROW,
+        narrowest=blackwell_tiles.NARROWEST,
+        adding=(blackwell_tiles.ADDING, blackwell_tiles.LARGE),
+        adding_wide=blackwell_tiles.LARGE,
+    ),
+}
+
+
+def tiles_for(problem: Problem | None) -> Tiles:
+    """Those of the architecture that a problem is on; Hopper's without one, or on another."""
+    architecture = HOPPER if problem is None else problem.machine.architecture
+    return TILES.get(architecture, TILES[HOPPER])
+
+
+def check_tiles(tiles: TileConfig, problem: Problem) -> None:
+    """Checks that tiles can be built, and are for the architecture that `problem` is on.
+
+    Raises:
+      ValueError: they are not.
+    """
+    asked = problem.machine.architecture
+    if asked in TILES and tiles.architecture != asked:
+        wanted = type(TILES[asked].large)
+        raise ValueError(
+            f"tiles={tiles!r:.60} are for {tiles.architecture}, and {problem.machine.kind} is"
+            f" {asked}; pass a {wanted.__module__}.{wanted.__qualname__}, or no config."
+        )
+    tiles.check()
 
 
 def mainloop_of(config: Any, product: Product) -> Mainloop:
@@ -17,8 +84,11 @@ def mainloop_of(config: Any, product: Product) -> Mainloop:
       NotImplementedError: there is none for such a configuration, or none that has the product's
         fold.
     """
-    if isinstance(config, TileConfig):
-        return Matmul(config, product)
+    if isinstance(config, hopper_tiles.TileConfig):
+        return hopper.Matmul(config, product)
+    if isinstance(config, blackwell_tiles.TileConfig):
+        return blackwell.Matmul(config, product)
     raise NotImplementedError(
-        f"tiles={config!r} are for no main loop that is built; pass a {TileConfig.__name__}."
+        f"tiles={config!r} are for no main loop that is built; pass a TileConfig of"
+        " stretto.kernels.engine.hopper or of stretto.kernels.engine.blackwell."
     )

@@ -98,7 +98,7 @@ class Addends(Fold):
     Attributes:
       most: how many are added to a tile at most.
       count: tile -> how many are added to it.
-      wait: called in the storing warp with (tile); returns once they may be read.
+      wait: called in the warp that brings them, with (tile); returns once they may be read.
       window: (tile, index of the addend, first row, rows, first column, columns), within the tile
         -> the view of global memory that holds this piece of the addend.
     """

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SWIZZLE_BYTES = 128
+SMEM_BYTES = 232_448 - 1024
+"""Of a block on Hopper and on Blackwell, less what barriers and alignment take."""
 
 
 def row_elements(dtype: jax.typing.DTypeLike) -> int:

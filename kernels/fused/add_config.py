@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Self
 
+from stretto.kernels.engine.architectures import TileConfig, check_tiles, tiles_for
 from stretto.kernels.engine.hopper import tile_config
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.shared_memory import SMEM_BYTES, SWIZZLE_BYTES
+from stretto.kernels.fused.obstacles import check_pull_slots
 from stretto.kernels.problem.problem import Problem
 
-WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 FEW_ROWS = 1024
 """With more rows there is too much to send for it not to be hidden."""
 OWN_LAG = 3
 NARROW_BYTES = 2  # of an element, where no problem says its type
 PIECE_ROWS = 64
-PIECE_BYTES = PIECE_ROWS * tile_config.SWIZZLE_BYTES
+PIECE_BYTES = PIECE_ROWS * SWIZZLE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,20 +33,20 @@ class AddConfig:
         then of no account.
     """
 
-    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
+    tiles: TileConfig = tile_config.LARGE
     pull_slots: int = 2
     own_last: bool = True
     unfused: bool = False
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
-        self.tiles.check()
-        tile_config.check_pull_slots(self.pull_slots)
+        check_tiles(self.tiles, problem)
+        check_pull_slots(self.pull_slots)
         needed = self.smem_bytes(problem.types.itemsize)
-        if needed > tile_config.SMEM_BYTES:
+        if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {tile_config.SMEM_BYTES}; take fewer stages or buffers."
+                f" {SMEM_BYTES}; take fewer stages or buffers."
             )
 
     @property
@@ -55,7 +56,7 @@ class AddConfig:
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, in bytes."""
-        return self.tiles.smem_bytes(itemsize) + self.pull_slots * PIECE_BYTES
+        return self.tiles.smem_bytes(itemsize, addends=True) + self.pull_slots * PIECE_BYTES
 
     @classmethod
     def candidates(cls, problem: Problem | None = None) -> Iterator[Self]:
@@ -65,15 +66,15 @@ class AddConfig:
         if problem is None or few:
             yield cls(unfused=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
-        for tile_n, stages, buffers in ((128, 5, 2), (256, 3, 4)):
-            tile = TileConfig(tile_n=tile_n, num_stages=stages, store_buffers=buffers)
+        for tile in tiles_for(problem).adding:
             for pull_slots, own_last in options:
                 config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
-                if config.smem_bytes(itemsize) <= tile_config.SMEM_BYTES:
+                if config.smem_bytes(itemsize) <= SMEM_BYTES:
                     yield config
 
 
 def default_tiles(problem: Problem) -> TileConfig:
     """The tiles for a problem that no table has."""
     # Addends in float32 do not fit into the registers beside a tile of 256 columns.
-    return WIDE_RESULT if problem.types.out == "float32" else TileConfig()
+    tiles = tiles_for(problem)
+    return tiles.adding_wide if problem.types.out == "float32" else tiles.large

@@ -30,14 +30,13 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import mainloop_of
-from stretto.kernels.engine.hopper import tile_config
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.architectures import mainloop_of, tiles_for
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.fused import gathering, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
+from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogues import Epilogue
@@ -72,19 +71,20 @@ class Config(PullConfig):
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
+        tiles = tiles_for(problem)
         if problem is None or _is_small(problem):
             yield Config(unfused=True)
-            for tile in (tile_config.NARROW, tile_config.NARROWEST):
+            for tile in (tiles.narrow, tiles.narrowest):
                 yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
         if problem is None or not _is_small(problem):
-            for tile in (tile_config.NARROW, tile_config.LARGE):
+            for tile in (tiles.narrow, tiles.large):
                 for chunk_columns in (1024, 2048, 4096):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
 
 
 def _is_small(problem: Problem) -> bool:
     """Whether a shard does not fill a tile."""
-    return schedule.ceil_div(problem.sizes["m"], problem.devices) < TileConfig.tile_m
+    return schedule.ceil_div(problem.sizes["m"], problem.devices) < tiles_for(problem).large.tile_m
 
 
 def default_config(problem: Problem) -> Config:
@@ -93,17 +93,17 @@ def default_config(problem: Problem) -> Config:
     Few gates cost least: about four a tile were best at k from 8192 to 16384 on 4 H100s.
     """
     m, k, n = (problem.sizes[name] for name in "mkn")
-    gate = Config.pull_columns
+    gate, tiles = Config.pull_columns, tiles_for(problem)
     chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
     if not _is_small(problem):
-        return Config(chunk_columns=chunk_columns)
+        return Config(tiles=tiles.large, chunk_columns=chunk_columns)
     # The narrowest tiles of which every multiprocessor has one at most.
-    rows = schedule.ceil_div(m, TileConfig.tile_m)
+    rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)
-    tiles = rows * schedule.ceil_div(columns, tile_config.NARROWEST.tile_n)
-    fits = tiles <= problem.machine.multiprocessors
-    tiles = tile_config.NARROWEST if fits else tile_config.NARROW
-    return Config(tiles=tiles, chunk_columns=chunk_columns, gather_first=True)
+    count = rows * schedule.ceil_div(columns, tiles.narrowest.tile_n)
+    fits = count <= problem.machine.multiprocessors
+    tile = tiles.narrowest if fits else tiles.narrow
+    return Config(tiles=tile, chunk_columns=chunk_columns, gather_first=True)
 
 
 def run(
@@ -142,7 +142,7 @@ def run(
 KERNEL = Kernel(
     Config=Config,
     run=run,
-    obstacle=tile_config.obstacle,
+    obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
 )

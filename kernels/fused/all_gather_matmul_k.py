@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import mainloop_of
-from stretto.kernels.engine.hopper import tile_config
+from stretto.kernels.engine.architectures import mainloop_of, tiles_for
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.fused import gathering
 from stretto.kernels.fused.gathering_by_columns import by_columns
+from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogues import Epilogue
@@ -55,20 +55,21 @@ class Config(PullConfig):
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
-        del problem
-        for tile in (tile_config.NARROW, tile_config.LARGE):
+        tiles = tiles_for(problem)
+        for tile in (tiles.narrow, tiles.large):
             for raster_width in (4, 8, 16):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
 
 
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has: tiles that keep all blocks busy."""
-    rows = schedule.ceil_div(problem.sizes["m"], tile_config.LARGE.tile_m)
+    tiles = tiles_for(problem)
+    rows = schedule.ceil_div(problem.sizes["m"], tiles.large.tile_m)
     columns = schedule.ceil_div(problem.sizes["n"], problem.devices)
-    for tile in (tile_config.LARGE, tile_config.NARROW):
+    for tile in (tiles.large, tiles.narrow):
         if 2 * rows * columns >= problem.machine.multiprocessors * tile.tile_n:
             return Config(tiles=tile)
-    return Config(tiles=tile_config.NARROWEST)
+    return Config(tiles=tiles.narrowest)
 
 
 def run(
@@ -110,7 +111,7 @@ def run(
 KERNEL = Kernel(
     Config=Config,
     run=run,
-    obstacle=tile_config.obstacle,
+    obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
 )

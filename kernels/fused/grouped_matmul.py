@@ -26,13 +26,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, ceil_div, where
 from stretto.kernels.engine import padding, streams
-from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of, tiles_for
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
-from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.orders import RowTilesOrder, ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
+from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import piece_window, rhs_window
+from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 
@@ -52,19 +53,19 @@ class Config:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
-        self.tiles.check()
+        check_tiles(self.tiles, problem)
         needed = self.tiles.smem_bytes(problem.types.itemsize)
-        if needed > tile_config.SMEM_BYTES:
+        if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {tile_config.SMEM_BYTES}; take fewer stages."
+                f" {SMEM_BYTES}; take fewer stages."
             )
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
-        del problem
-        for tile in (tile_config.LARGE, tile_config.NARROW):
+        tiles = tiles_for(problem)
+        for tile in (tiles.large, tiles.narrow):
             for raster_width in (16, 4, 8):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
 
@@ -278,15 +279,10 @@ def k_tiles_of(sizes: jax.Array, m: int, tile_k: int) -> tuple[jax.Array, jax.Ar
     return jnp.stack([first // ALIGNED, whole, copied], axis=1).astype(jnp.int32), rows
 
 
-def obstacle(problem: Problem) -> str | None:
-    """Why the kernel cannot serve `problem`, or None if it can."""
-    return tile_config.obstacle(problem)
-
-
 KERNEL = Kernel(
     Config=Config,
     run=run,
     obstacle=obstacle,
-    default=lambda problem: Config(),
+    default=lambda problem: Config(tiles=tiles_for(problem).large),
     candidates=Config.candidates,
 )

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.kernels.engine import padding, sinks, streams, tiles
-from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.architectures import TILES, mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
+from stretto.kernels.problem.machine import HOPPER, Machine
 
 
 def local_matmul(
@@ -37,7 +37,7 @@ def local_matmul(
     Args:
       lhs, rhs: bfloat16 or float16, m a multiple of 8, k and n of 64.
       out_dtype: lhs's type by default.
-      config: the tiles.
+      config: the tiles; by default, large ones for the devices' architecture.
       mainloop: makes what loads, multiplies and stores them.
       interpret: `simulator.SimulatorParams()` to run in the simulator.
 
@@ -54,7 +54,8 @@ def local_matmul(
             raise ValueError(f"{name}={size} must be a multiple of {multiple}; pad the operands.")
     if rhs_k != k:
         raise ValueError(f"lhs has k={k} columns and rhs k={rhs_k} rows; they must be equal.")
-    config = config or TileConfig()
+    if config is None:
+        config = TILES.get(Machine.of_mesh().architecture, TILES[HOPPER]).large
     config.check()
     out_dtype = jnp.dtype(out_dtype or lhs.dtype)
     order = ShardOrder(m, n, config)

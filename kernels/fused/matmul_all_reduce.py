@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import jax
 
-from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.fused import matmul_reduce_scatter, unfused
 from stretto.kernels.fused.add_config import AddConfig, default_tiles
+from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 
@@ -45,7 +45,7 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
 KERNEL = Kernel(
     Config=Config,
     run=run,
-    obstacle=tile_config.obstacle,
+    obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
 )

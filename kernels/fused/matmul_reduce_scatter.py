@@ -40,7 +40,6 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
 from stretto.kernels.engine.parts import Addends, Parts, Product, Sink, Tile, Transfer
@@ -50,6 +49,7 @@ from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
+from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -112,7 +112,7 @@ def sharded(
 KERNEL = Kernel(
     Config=Config,
     run=run,
-    obstacle=tile_config.obstacle,
+    obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from stretto.kernels.engine.architectures import TileConfig, check_tiles
 from stretto.kernels.engine.hopper import tile_config
-from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.shared_memory import SMEM_BYTES
+from stretto.kernels.fused.obstacles import check_pull_slots
 from stretto.kernels.problem.problem import Problem
 
 
@@ -20,25 +22,25 @@ class PullConfig:
       pull_slots: pieces on their way at once, per block.
     """
 
-    tiles: TileConfig = TileConfig()  # noqa: RUF009 - frozen
+    tiles: TileConfig = tile_config.LARGE
     pull_rows: int = 16
     pull_columns: int = 256
     pull_slots: int = 2
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
-        self.tiles.check()
-        tile_config.check_pull_slots(self.pull_slots)
+        check_tiles(self.tiles, problem)
+        check_pull_slots(self.pull_slots)
         if self.pull_rows > 256 or self.pull_columns > 256:
             raise ValueError(
                 f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"
                 " takes at most 256 elements a side."
             )
         needed = self.smem_bytes(problem.types.itemsize)
-        if needed > tile_config.SMEM_BYTES:
+        if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
-                f" {tile_config.SMEM_BYTES}; take fewer stages or smaller pieces."
+                f" {SMEM_BYTES}; take fewer stages or smaller pieces."
             )
 
     def smem_bytes(self, itemsize: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from stretto.distributed import target
+from stretto.distributed import compiling, simulating
 
 HOPPER, BLACKWELL = "sm_90", "sm_100"
 # Where no such device is at hand to be asked: parts of the names that the driver gives.
@@ -20,7 +20,7 @@ SHARED_BYTES = {HOPPER: 232_448, BLACKWELL: 232_448}
 """Shared memory that one block may have, in bytes (CUDA C++ Programming Guide, Compute
 Capabilities)."""
 MULTIPROCESSORS = 132
-"""Of an H100 SXM: what the simulator's devices stand for."""
+"""Of an H100 SXM, where nothing else is known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,14 @@ class Machine:
         """The machine whose devices have this platform and name."""
         platform = "gpu" if platform in ("cuda", "gpu") else platform
         if platform != "gpu":
-            return cls(platform=platform, kind=kind)
+            target = simulating.target()
+            return cls(
+                platform=platform,
+                kind=kind,
+                architecture=target.architecture,
+                multiprocessors=target.multiprocessors,
+                shared_bytes=SHARED_BYTES[target.architecture],
+            )
         architecture = _architecture_of(kind)
         return cls(
             platform=platform,
@@ -64,7 +71,7 @@ class Machine:
         """The machine that is compiled for: of the enclosing mesh's devices, or of the default
         backend's.
         """
-        if (gpus := target.current()) is not None:
+        if (gpus := compiling.current()) is not None:
             return cls.of_kind("gpu", gpus.kind, gpus.multiprocessors)
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         if device is not None and device.platform:

@@ -13,7 +13,7 @@ from stretto.launch.commands import on_cpus
 from stretto.launch.errors import LaunchError
 
 if TYPE_CHECKING:
-    from stretto.distributed.target import Target
+    from stretto.distributed.compiling import Target
     from stretto.distributed.tools.ahead import FoundKernel, Outcome
 
 NOTHING_COMPILED = 3

@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         core_count=options.blocks,
         detect_races=not options.no_races,
         check_hardware=not options.no_hardware,
+        target=options.target,
         trace=options.trace,
     )
 
@@ -49,6 +50,7 @@ def simulate(
     core_count: int = 4,
     detect_races: bool = True,
     check_hardware: bool = True,
+    target: str = "h100",
     trace: Path | None = None,
 ) -> int:
     """Runs `script` on CPU devices with the simulator on.
@@ -63,8 +65,9 @@ def simulate(
       from_the_end: kernels count their devices from the end; None leaves it to the seed.
       core_count: blocks that kernels launch where they ask for the number of multiprocessors.
       detect_races: look for data races.
-      check_hardware: report kernels that no H100 runs. They are the same for every seed, so that
-        is done for the first alone.
+      check_hardware: report kernels that no such GPU runs. They are the same for every seed, so
+        that is done for the first alone.
+      target: the GPU that is simulated, "h100" or "b200".
       trace: write what every task did to this file, for Perfetto (of the last seed).
 
     Returns:
@@ -91,6 +94,7 @@ def simulate(
                 core_count=core_count,
                 detect_races=detect_races,
                 check_hardware=check_hardware and one == seeds[0],
+                target=target,
                 trace=trace is not None,
             ) as report:
                 status = on_cpus.run(script, args)
@@ -171,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script", metavar="SCRIPT", help="Python script")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     parser.add_argument("-n", "--devices", type=int, default=4, help="CPU devices (%(default)s)")
+    parser.add_argument(
+        "--target",
+        choices=("h100", "b200"),
+        default="h100",
+        help="the GPU that is simulated (%(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="first seed (%(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds (%(default)s)")
     parser.add_argument(
@@ -194,7 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-races", action="store_true", help="do not look for data races")
     parser.add_argument(
-        "--no-hardware", action="store_true", help="do not ask whether an H100 can run the kernels"
+        "--no-hardware",
+        action="store_true",
+        help="do not ask whether that GPU can run the kernels",
     )
     parser.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
     return parser

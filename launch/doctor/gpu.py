@@ -11,6 +11,7 @@ from stretto.launch.doctor.tools import Output, ask
 _TIMEOUT_S = 60
 _FIELDS = "index,name,uuid,driver_version,compute_cap,memory.total,memory.used,mig.mode.current"
 _KERNEL_CAPABILITY = (9, 0)
+_UNTRIED_CAPABILITY = (10, 0)
 _BUSY_SHARE = 0.1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -90,6 +91,12 @@ def judge_gpu(gpu: GpuState) -> Finding:
             topic,
             f"{text}, cut into MIG slices: they reach no peer",
             "nvidia-smi -mig 0 (as the machine's owner), or run on one slice",
+        )
+    if gpu.capability == _UNTRIED_CAPABILITY:
+        return warning(
+            topic,
+            f"{text}: the fused kernels are compiled for it (Blackwell), and were never run on one",
+            'backend="auto" takes XLA\'s collectives here; `stretto tune` measures the kernels',
         )
     if gpu.capability != _KERNEL_CAPABILITY:
         return warning(

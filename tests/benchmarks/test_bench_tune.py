@@ -15,6 +15,7 @@ from stretto.benchmarks.timing.measure import Settings
 from stretto.benchmarks.timing.tune import configs_for, tune
 from stretto.kernels.choice import choose, tables
 from stretto.kernels.choice.tables import Entry, Table
+from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.fused.all_gather_matmul import Config
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.operations.matmuls import all_gather_matmul
@@ -137,6 +138,20 @@ def test_what_is_tried_depends_on_the_problem():
     assert all(isinstance(config, Config) for config in configs)
     long = configs_for(case_of(shape="8192x8192x8192", dtype="bfloat16"), machine)
     assert configs != long
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "grouped_matmul"])
+def test_what_is_tried_is_for_the_architecture(name):
+    """And comes back as it was out of the table that `stretto tune` writes."""
+    machine = Machine.of_kind("gpu", "NVIDIA B200")
+    shape = "8192x8192x8192" + ("x8" if name == "grouped_matmul" else "")
+    case = case_of(name, shape=shape, dtype="bfloat16")
+    kernel = OPERATIONS[name].kernels[0]
+    for config in configs_for(case, machine):
+        assert isinstance(config.tiles, BlackwellTiles)
+        config.check(case.problem(machine))
+        data = tables.config_to_data(config)
+        assert tables.config_from_data(kernel.Config, data, machine.architecture) == config
 
 
 def test_what_no_kernel_serves_is_not_tuned():

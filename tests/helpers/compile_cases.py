@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import blackwell
 import field_cases
 import fused_cases as cases
 import jax
@@ -34,13 +33,12 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import settings
 from stretto.distributed.devices import clique
-from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
-from stretto.kernels.fused import all_gather_matmul
-from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
@@ -296,29 +294,63 @@ def parts() -> Iterator[Program]:
     yield "scaled", *on_one(scaled_matmul.scaled_matmul, mesh, scaled)
 
 
-def on_blackwell() -> Iterator[Program]:
-    """The same kernels with another main loop, for another architecture."""
+def blackwell(*names: str) -> Iterator[Program]:
+    """The default configurations of fused matmuls for B200s."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
-    tiles = blackwell.TileConfig()
+    for name in names:
+        yield name, *fused(name, mesh)
 
-    def local(lhs, rhs):
-        return local_matmul(lhs, rhs, config=tiles, mainloop=blackwell.Matmul)
 
-    yield "local_matmul", *on_one(local, mesh, [((4096, 4096), jnp.bfloat16)] * 2)
+def blackwell_configs(name: str) -> Iterator[Program]:
+    """Every configuration for B200s that the tuner may choose, and other settings."""
+    mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
+    kernel = OPERATIONS[name].kernels[0]
+    for config in kernel.candidates(problem_on(mesh, name)):
+        if not getattr(config, "apart", False):
+            yield f"{name} {config}", *fused(name, mesh, config=config)
+    eight = aot.mesh_of_gpus((8,), ("x",), target="b200")
+    yield "eight devices", *fused(name, eight, cases.whole(name, 8, 65, 72, 136))
+    yield "float32 out of float16", *fused(name, mesh, dtype=jnp.float16, out_dtype=jnp.float32)
+    if name == "all_gather_matmul":
+        yield "gelu", *fused(name, mesh, epilogue=jax.nn.gelu, rhs_transposed=True)
 
-    def gathered(lhs, rhs):
-        return all_gather_matmul.launch(
-            lhs,
-            [rhs],
-            Team.along("x"),
-            epilogue=jax.nn.gelu,
-            out_dtype=jnp.dtype(jnp.bfloat16),
-            config=all_gather_matmul.Config(tiles=tiles),
-            rhs_transposed=True,
-            mainloop=blackwell.Matmul,
-        )[0]
 
-    yield "all_gather_matmul", *on_one(gathered, mesh, [((4096, 4096), jnp.bfloat16)] * 2)
+def problem_on(mesh: Mesh, name: str) -> Problem:
+    """A problem of middling size on the devices of `mesh`."""
+    device = mesh.devices.flat[0]
+    return Problem(
+        operation=name,
+        sizes=dict(zip("mkn", (8192, 1024, 2048), strict=True)),
+        types=Types(lhs="bfloat16", out="bfloat16"),
+        devices=mesh.size,
+        machine=Machine.of_kind("gpu", device.device_kind),
+    )
+
+
+def blackwell_groups(which: str) -> Iterator[Program]:
+    """Rows in groups on B200s: the product, or both derivatives as well."""
+    mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
+
+    def product(lhs, rhs, sizes, **options):
+        return st.grouped_matmul(lhs, rhs, sizes, backend="pallas", **options)
+
+    def derivatives(lhs, rhs, sizes, **options):
+        def loss(x, y):
+            return product(x, y, sizes, **options).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(lhs, rhs)
+
+    shapes = [((2048, 1024), jnp.bfloat16), ((8, 1024, 2048), jnp.bfloat16), ((8,), jnp.int32)]
+    if which == "product":
+        yield "product", *on_one(product, mesh, shapes)
+        return
+    yield "derivatives", *on_one(derivatives, mesh, shapes)
+    for config in OPERATIONS["grouped_matmul"].kernels[0].candidates(problem_on(mesh, "grouped")):
+        body = functools.partial(product, config=config)
+        yield f"{config}", *on_one(body, mesh, shapes)
+    turned = [shapes[0], ((8, 2048, 1024), jnp.bfloat16), shapes[2]]
+    body = functools.partial(product, rhs_transposed=True, out_dtype=jnp.float32)
+    yield "transposed", *on_one(body, mesh, turned)
 
 
 def on_one(body: Callable, mesh: Mesh, shapes: list[tuple[tuple[int, ...], Any]]) -> tuple:
@@ -348,7 +380,19 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "other parts": parts,
-    "on Blackwell": on_blackwell,
+    # The all-reduce is the reduce-scatter's code, with more stores.
+    "Blackwell": functools.partial(blackwell, "all_gather_matmul", "matmul_reduce_scatter"),
+    "Blackwell, the others": functools.partial(
+        blackwell, "matmul_all_reduce", "all_gather_matmul_k", "all_gather_matmul_n"
+    ),
+    **{
+        f"Blackwell configs of {name}": functools.partial(blackwell_configs, name)
+        for name in cases.FORMS
+    },
+    **{
+        f"Blackwell groups, {which}": functools.partial(blackwell_groups, which)
+        for which in ("product", "rest")
+    },
     "collectives": collectives,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import kernel
-from stretto.distributed.target import Target, compiling_for
+from stretto.distributed.compiling import Target, compiling_for
 from stretto.kernels.problem.machine import HOPPER, Machine
 
 H100 = Target("h100", "NVIDIA H100 80GB HBM3", 132)
@@ -52,10 +52,10 @@ def test_kernels_serve_whatever_their_size(backend):
         assert explained(backend="xla").backend == "xla"
 
 
-def test_but_not_gpus_that_they_are_not_written_for():
+def test_those_that_never_ran_on_such_a_gpu_say_so():
     with compiling_for(B200):
         choice = explained()
-    assert choice.backend == "xla" and "written for Hopper GPUs" in choice.reason
+    assert choice.backend == "pallas" and "but never run on one" in choice.reason
 
 
 def test_what_is_simulated_stays_so():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import fused_cases as cases
@@ -17,6 +18,7 @@ import stretto as st
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.choice import Choice
+from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
 from stretto.kernels.operations import OPERATIONS
@@ -191,8 +193,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            (dict(kind="NVIDIA B200"), "written for Hopper GPUs and these are NVIDIA B200"),
-            (dict(kind="NVIDIA A100-SXM4-80GB"), "written for Hopper GPUs"),
+            (dict(kind="NVIDIA A100-SXM4-80GB"), "written for Hopper and Blackwell GPUs and these"),
             (dict(platform="cpu", kind="cpu"), "the devices are cpu"),
             (dict(dtype="float32"), "takes bfloat16 and float16, not float32"),
             (dict(k=0), "an operand is empty"),
@@ -208,6 +209,41 @@ class TestChoice:
     @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])
     def test_hopper_of_any_make(self, kind):
         assert choose(problem(kind=kind), "pallas").backend == "pallas"
+
+    def test_blackwell_is_left_to_xla_until_a_table_says_otherwise(self, monkeypatch):
+        """The kernels have been compiled and simulated for it, and never run on one."""
+        on_b200 = problem(kind="NVIDIA B200")
+        choice = choose(on_b200)
+        assert choice.backend == "xla" and choice.fused_us is None
+        assert "were never run on such a GPU, and no table of NVIDIA B200" in choice.reason
+        assert "`stretto tune` writes one" in str(choice)
+        asked = choose(on_b200, "pallas")
+        assert asked.backend == "pallas" and isinstance(asked.config.tiles, BlackwellTiles)
+        assert "but never run on one" in str(asked)
+        given = choose(on_b200, config=asked.config)
+        assert given.backend == "pallas" and "but never run on one" in given.reason
+
+        data = tables.config_to_data(asked.config)
+        measured = entry(fused_us=600.0, xla_us=700.0, config=data)
+        monkeypatch.setattr(tables, "exists", lambda kind: True)
+        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (measured,)))
+        choice = choose(on_b200)
+        assert choice.backend == "pallas" and choice.config == asked.config
+        assert "86% of XLA's time" in choice.reason and "never" not in choice.reason
+        far = choose(problem(kind="NVIDIA B200", m=64))
+        assert far.backend == "xla" and "for this call" in far.reason
+
+    def test_collectives_too_are_left_to_xla_on_blackwell(self):
+        on_b200 = dataclasses.replace(
+            problem(kind="NVIDIA B200"), operation="all_gather", sizes={"m": 4096, "n": 8192}
+        )
+        choice = choose(on_b200)
+        assert choice.backend == "xla" and "never run on such a GPU" in choice.reason
+
+    def test_tiles_of_another_architecture(self):
+        config = choose(problem(kind="NVIDIA B200"), "pallas").config
+        with pytest.raises(ValueError, match=r"are for sm_100, and NVIDIA H100.* is sm_90; pass a"):
+            choose(problem(kind="NVIDIA H100 80GB HBM3"), config=config)
 
     def test_what_is_asked_for(self):
         assert choose(problem(), "xla").backend == "xla"

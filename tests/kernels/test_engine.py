@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import blackwell
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from fused_cases import whole_numbers
 
 import stretto as st
 from stretto.kernels.engine import sinks, streams, tiles
-from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.architectures import TILES, mainloop_of
 from stretto.kernels.engine.fuse import fuse
 from stretto.kernels.engine.hopper.matmul import Matmul
 from stretto.kernels.engine.hopper.tile_config import TileConfig
@@ -48,7 +47,15 @@ def test_a_fold_that_a_main_loop_does_not_have():
 
 def test_tiles_of_an_architecture_without_a_main_loop():
     with pytest.raises(NotImplementedError, match="for no main loop that is built; pass a TileCon"):
-        mainloop_of(blackwell.TileConfig(), PRODUCT)
+        mainloop_of(object(), PRODUCT)
+
+
+def test_every_architecture_has_its_main_loop():
+    for architecture, presets in TILES.items():
+        for tile in (presets.large, presets.narrow, presets.narrowest, *presets.adding):
+            tile.check()
+            assert tile.architecture == architecture
+            assert mainloop_of(tile, PRODUCT).config is tile
 
 
 CONFIG = TileConfig(tile_n=64)

@@ -13,13 +13,13 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from stretto.distributed import target
+from stretto.distributed import compiling
 from stretto.distributed.sites import Site
 from stretto.distributed.tools import ahead, aot
 from stretto.distributed.tools.ptx import CompiledKernel, source_line
 from stretto.launch import cli
 
-GPUS = target.Target("h100", "NVIDIA H100 80GB HBM3", 132)
+GPUS = compiling.Target("h100", "NVIDIA H100 80GB HBM3", 132)
 PTX = """
     .loc 1 13 0
     wgmma.mma_async.sync.aligned ...

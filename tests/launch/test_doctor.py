@@ -148,6 +148,12 @@ def test_gpus():
     assert "9.0 (Hopper)" in old.text
 
 
+def test_a_gpu_that_the_kernels_were_never_run_on():
+    (state,) = gpu.parse_query("0, NVIDIA B200, GPU-a, 570.1, 10.0, 183359, 4, Disabled\n")
+    finding = gpu.judge_gpu(state)
+    assert level(finding) == "warning" and "were never run on one" in finding.text
+
+
 def test_no_driver_and_a_broken_one():
     missing = Output(None, "", "nvidia-smi: No such file or directory")
     assert [level(f) for f in gpu.judge_driver([], missing)] == ["ok"]

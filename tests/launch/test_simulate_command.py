@@ -53,6 +53,12 @@ def run(tmp_path):
     return run
 
 
+def test_a_target_is_chosen(run):
+    text = "from stretto.distributed import simulator; print(simulator.simulated_target().title)"
+    assert run("--target", "b200", text=text).stdout == "a B200\n"
+    assert "invalid choice: 'b300'" in run("--target", "b300", text=text).stderr
+
+
 def test_runs_a_script_and_prints_the_report(run, tmp_path):
     trace = tmp_path / "trace.json"
     done = run("-n", "3", "--seeds", "2", "--trace", str(trace), args=("--its", "own"))

@@ -1,4 +1,4 @@
-"""What a kernel may ask of a GPU of compute capability 9.0, as far as its jaxpr says.
+"""What a kernel may ask of a GPU of compute capability 9.0 or 10.0, as far as its jaxpr says.
 
 Only what is known for certain: a kernel that is reported here runs on no such GPU. Mosaic GPU
 itself may need more, such as shared memory for reductions.
@@ -21,6 +21,7 @@ from stretto.distributed.sites import (
     kernel_site,
     site_of,
 )
+from stretto.distributed.targets import Target
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a block."""
@@ -36,15 +37,16 @@ REGISTERS = 64 * 1024
 """Registers of a multiprocessor, of 32 bits."""
 
 
-def over_limits(kernel: Any, jaxpr: Any) -> list[Flaw]:
-    """What `kernel`, a `KernelInfo` whose body is `jaxpr`, asks for beyond the limits."""
+def over_limits(kernel: Any, jaxpr: Any, target: Target) -> list[Flaw]:
+    """What `kernel`, a `KernelInfo` whose body is `jaxpr`, asks for beyond what `target` has."""
     found = [
         *_of_launch(kernel, jaxpr),
         *_of_barriers(kernel, jaxpr),
         *_of_registers(kernel, jaxpr),
     ]
-    flaw = _of_shared_memory(kernel, jaxpr)
-    return found if flaw is None else [*found, flaw]
+    need = _need(jaxpr)
+    flaws = _of_shared_memory(kernel, need), _of_tensor_memory(kernel, need, target)
+    return [*found, *(flaw for flaw in flaws if flaw is not None)]
 
 
 def _flaw(kernel: Any, site: Site, message: str) -> Flaw:
@@ -98,22 +100,31 @@ def _of_registers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
             yield _flaw(kernel, site_of(eqn), message)
 
 
-# --- Shared memory --------------------------------------------------------------------------------
+# --- Memory of a block ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Need:
-    """Shared memory that is held at once.
+    """Shared and tensor memory that is held at once.
 
     Attributes:
       buffers: (bytes, what) of each buffer.
       barriers: how many arrays of barriers there are of each kind.
       site: the innermost scope that holds some of the buffers.
+      tensor: (columns, what) of each allocation of tensor memory.
+      tensor_site: the innermost scope that holds some of these.
     """
 
     buffers: tuple[tuple[int, str], ...] = ()
     barriers: Counter[tuple] = field(default_factory=Counter)
     site: Site = UNKNOWN_SITE
+    tensor: tuple[tuple[int, str], ...] = ()
+    tensor_site: Site = UNKNOWN_SITE
+
+    @property
+    def columns(self) -> int:
+        """Columns of tensor memory."""
+        return sum(columns for columns, _ in self.tensor)
 
     @property
     def buffer_bytes(self) -> int:
@@ -128,11 +139,24 @@ class _Need:
     def or_(self, other: _Need) -> _Need:
         """What serves both, one after the other: barriers stay where they are."""
         larger = max(self, other, key=lambda need: need.buffer_bytes)
-        return _Need(larger.buffers, self.barriers | other.barriers, larger.site)
+        wider = max(self, other, key=lambda need: need.columns)
+        barriers = self.barriers | other.barriers
+        return _Need(larger.buffers, barriers, larger.site, wider.tensor, wider.tensor_site)
 
 
-def _of_shared_memory(kernel: Any, jaxpr: Any) -> Flaw | None:
-    need = _need(jaxpr)
+def _of_tensor_memory(kernel: Any, need: _Need, target: Target) -> Flaw | None:
+    most = target.tensor_columns
+    if need.columns <= most:
+        return None
+    has = f"has at most {most}" if most else f"{target.title} has none"
+    parts = ", ".join(f"{what} {columns}" for columns, what in sorted(need.tensor, reverse=True))
+    return _flaw(
+        kernel, need.tensor_site,
+        f"a block needs {need.columns} columns of tensor memory, and {has}: {parts}.",
+    )  # fmt: skip
+
+
+def _of_shared_memory(kernel: Any, need: _Need) -> Flaw | None:
     if need.total <= SHARED_BYTES:
         return None
     largest = sorted(need.buffers, reverse=True)[:4]
@@ -162,4 +186,12 @@ def _in_scope(inner: _Need, eqn: Any) -> _Need:
         (math.prod(s.shape), s.arrivals, s.cluster_axes) for s in specs if s.kind == "barrier"
     ]
     site = inner.site if inner.buffers else _scope_site(eqn)
-    return _Need((*own, *inner.buffers), Counter(arrays) + inner.barriers, site)
+    tensor = tuple((spec.columns, spec.describe()) for spec in specs if spec.columns)
+    tensor_site = inner.tensor_site if inner.tensor else _scope_site(eqn)
+    return _Need(
+        (*own, *inner.buffers),
+        Counter(arrays) + inner.barriers,
+        site,
+        (*tensor, *inner.tensor),
+        tensor_site,
+    )

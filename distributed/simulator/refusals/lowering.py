@@ -14,10 +14,10 @@ from stretto.distributed.sites import UNKNOWN_SITE, Site, site_of
 _THREADS = 128
 
 
-def flaw_of(refusal: Refusal, kernel: str, jaxpr: Any, *, for_: str = "an H100") -> Flaw:
+def flaw_of(refusal: Refusal, kernel: str, jaxpr: Any, *, gpu: str = "an H100") -> Flaw:
     """The flaw of a kernel with the body `jaxpr` that JAX refuses to lower for such a GPU."""
     site = _site(refusal, jaxpr)
-    text = f"JAX does not lower kernel {kernel} for {for_}: {refusal.text}"
+    text = f"JAX does not lower kernel {kernel} for {gpu}: {refusal.text}"
     if splat := _SPLAT.search(refusal.text):
         text += (
             f" That is, an array of shape {splat[1]} with the same value everywhere is stored"

@@ -15,8 +15,8 @@ class Finding:
     """Something that the kernel does and may not do, or that looks like a mistake.
 
     Attributes:
-      kind: "race", "uninitialised", "uncommitted store", "unawaited copy", "after end",
-        "before start", "semaphore scope", or "semaphore not zero".
+      kind: "race", "unordered tensor cores", "uninitialised", "uncommitted store",
+        "unawaited copy", "after end", "before start", "semaphore scope", or "semaphore not zero".
       key: what makes two findings the same.
       message: the whole story, with source lines.
       sites: the source lines, in the order they are told.

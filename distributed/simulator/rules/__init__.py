@@ -4,6 +4,7 @@ from stretto.distributed.simulator.rules import (  # noqa: F401
     arrays,
     async_store,
     barriers,
+    cluster_launch,
     control,
     copy,
     loops,
@@ -13,4 +14,6 @@ from stretto.distributed.simulator.rules import (  # noqa: F401
     scope,
     shapes,
     sync,
+    tensor_cores,
+    tensor_memory,
 )

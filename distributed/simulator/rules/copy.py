@@ -12,6 +12,7 @@ from stretto.distributed.simulator.reports.errors import KernelFaultError, Unsup
 from stretto.distributed.simulator.state.barriers import pick
 from stretto.distributed.simulator.state.copies import Copy, load_body, store_body
 from stretto.distributed.simulator.state.engine import Taken, check_promise, taken
+from stretto.distributed.simulator.state.leader_copies import start_tracked_by_leader
 from stretto.distributed.simulator.state.memory import Region
 from stretto.distributed.simulator.state.reductions import check_copied
 from stretto.distributed.simulator.state.views import ViewPlan, plan_view
@@ -112,16 +113,12 @@ def _wait_for_copy(task: Any, copy: Copy, read_only: bool, site: Site) -> Genera
 def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     if not eqn.params["has_barrier"]:
         raise UnsupportedKernelError(CP_ASYNC)
-    if eqn.params["leader_tracked"] is not None:
-        raise UnsupportedKernelError(
-            "leader_tracked copies are Blackwell's; leave it out, and each block tracks its own"
-        )
     src, dst, rest, predicate = _split(compiler, eqn, 3)
     source = plan_view(compiler, eqn.invars[0], src)
     target = plan_view(compiler, eqn.invars[1], dst)
     tree = eqn.params["barrier_transforms_treedef"]
     barrier = plan_view(compiler, eqn.invars[2], tree.unflatten(rest))
-    axes = tuple(eqn.params["collective_axes"] or ())
+    axes, leader = tuple(eqn.params["collective_axes"] or ()), eqn.params["leader_tracked"]
     layout, mode = Layout.of(dst), eqn.params.get("oob_mode")
     may_be_flat = getattr(mode, "name", "ZEROS") != "ZEROS" and not layout.rearranged
     site = compiler.site
@@ -129,7 +126,8 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
     def step(task: Any, env: list) -> Generator:
         yield
         if predicate is not None and not predicate(env):
-            _arrive_without_bytes(task, barrier, env, site)
+            if leader is None or task.machine.cluster_blocks(task.block, axes)[0] is task.block:
+                _arrive_without_bytes(task, barrier, env, site)
             return
         copy = Copy(task, site, target.region(task, env))
         loaded = taken(source, source.owner(task, env), env, layout, may_be_flat=False)
@@ -137,7 +135,12 @@ def _copy_gmem_to_smem(compiler: Compiler, eqn: Any) -> Step:
         broken = check_promise(mode, loaded.overhang)
         if broken is not None:
             raise KernelFaultError(broken)
-        if axes:
+        if leader is not None:
+            array = barrier.owner(task, env)
+            tracked = array, pick(barrier, array, env)
+            destination = target.region(task, env)
+            start_tracked_by_leader(task, copy, loaded, destination, tracked, axes, leader)
+        elif axes:
             _start_multicast(task, copy, loaded, (target, barrier), env, axes)
         else:
             _start_load(task, copy, loaded, (target, barrier), env, may_be_flat)

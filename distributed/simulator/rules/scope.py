@@ -184,7 +184,7 @@ def _warps(compiler: Compiler, eqn: Any) -> Step:
         warps = []
         for w, state in enumerate(task.split_warps(count)):
             warp = Task(task.machine, task.block, task.warpgroup, w)
-            warp.acquire(known, task.committed)
+            warp.acquire(known, task.committed, task.tensor)
             warp.time, warp.warps = task.time, [state]
             warp.body = _warp_body(body.run(warp, args), join, task.machine.scheduler)
             warps.append(warp)
@@ -192,7 +192,7 @@ def _warps(compiler: Compiler, eqn: Any) -> Step:
             task.machine.scheduler.push(warp)
         yield Wait(join, lambda: not join.left, site, lambda: f"its {count} warps")
         for warp in warps:
-            task.acquire(warp.clock, warp.committed)
+            task.acquire(warp.clock, warp.committed, warp.tensor)
             task.time = max(task.time, warp.time)
 
     return True, step

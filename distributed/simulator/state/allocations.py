@@ -15,8 +15,10 @@ from stretto.distributed.simulator.state.arithmetic import bit_width
 from stretto.distributed.simulator.state.barriers import BarrierArray
 from stretto.distributed.simulator.state.memory import Buffer, poison
 
+_COLUMN_ALIGNMENT = 4
+"""Columns of tensor memory that an allocation takes a multiple of (`TMEM_COL_ALIGNMENT`)."""
+
 _WHY_NOT = {
-    "tmem": ", which is Blackwell's, and the simulator is of Hopper",
     "gmem": " of anything but semaphores, which Mosaic GPU refuses; return it as one more result",
 }
 
@@ -26,13 +28,15 @@ class Allocation:
     """One thing that a scope allocates.
 
     Attributes:
-      kind: "shared", "union", "barrier", "semaphore" or "registers".
+      kind: "shared", "union", "tensor", "barrier", "semaphore" or "registers".
       name: what reports call it.
       shape: logical shape (bytes of a union).
       dtype: of the elements; None for barriers and semaphores.
       arrivals: of a barrier.
       cluster_axes, to_leader: of a cluster barrier.
+      orders_tensor_core: of a barrier.
       cells_per_byte: of a union (`Buffer.cells_per_byte`).
+      columns: of tensor memory.
     """
 
     kind: str
@@ -42,7 +46,9 @@ class Allocation:
     arrivals: int = 0
     cluster_axes: tuple = ()
     to_leader: bool = False
+    orders_tensor_core: bool = False
     cells_per_byte: int = 1
+    columns: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -73,26 +79,43 @@ def allocation_of(aval: Any, transforms: tuple, name: str) -> Allocation:
         return Allocation("semaphore", name, aval.shape)
     dtype = aval.dtype
     if type(dtype).__name__ == "BarrierType":
-        return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals)
+        return Allocation(
+            "barrier", name, aval.shape, None, dtype.num_arrivals,
+            orders_tensor_core=dtype.orders_tensor_core,
+        )  # fmt: skip
     if type(dtype).__name__ == "ClusterBarrierType":
         axes = tuple(dtype.collective_axes)
         to_leader = getattr(dtype, "leader_tracked", False)
-        return Allocation("barrier", name, aval.shape, None, dtype.num_arrivals, axes, to_leader)
+        return Allocation(
+            "barrier", name, aval.shape, None, dtype.num_arrivals, axes, to_leader,
+            dtype.orders_tensor_core,
+        )  # fmt: skip
     space = str(aval.memory_space)
+    columns = _columns(aval) if space == "tmem" else 0
     for transform in transforms:
         aval = transform.transform_type(aval)
     if space == "smem":
         return Allocation("shared", name, aval.shape, np.dtype(dtype))
+    if space == "tmem":
+        return Allocation("tensor", name, aval.shape, np.dtype(dtype), columns=columns)
     if space == "regs":
         return Allocation("registers", name, aval.shape, np.dtype(dtype))
     raise UnsupportedKernelError(f"an allocation in memory space {space}{_WHY_NOT.get(space, '')}")
 
 
+def _columns(aval: Any) -> int:
+    """Columns of tensor memory that a ref takes, by its shape there."""
+    columns = aval.layout.cols_in_shape(aval.shape, bit_width(aval.dtype))
+    return -(-columns // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
+
+
 def _union(aval: Any, name: str) -> Allocation:
     """Room for several refs in turn, with a mark for each element of the smallest type."""
     if str(aval.memory_space) != "smem":
-        space = str(aval.memory_space)
-        raise UnsupportedKernelError(f"a union in memory space {space}{_WHY_NOT.get(space, '')}")
+        raise UnsupportedKernelError(
+            f"a union in memory space {aval.memory_space}; allocate its refs one by one, if there"
+            " is room for them"
+        )
     bits = min((bit_width(ref.dtype) for ref in jax.tree.leaves(aval.refs)), default=8)
     cells = max(8 // bits, 1)
     return Allocation("union", name, aval.shape, np.int8, cells_per_byte=cells)
@@ -117,7 +140,7 @@ def _names(jaxpr: Any) -> list[str]:
         return [f"scratch {i}" for i in range(count)]
     # "kwargs['name']" is what JAX calls a body's parameter that it does not find in its signature,
     # which `stretto.distributed.kernel` gives more than JAX passes.
-    names = [re.sub(r"^kwargs\['(\w+)'\]", r"\1", str(n)) for n in names]
+    names = [re.sub(r"^\w+\['(\w+)'\]", r"\1", str(n)) for n in names]
     return [n.split(".")[-1].split("[")[0] if count == 1 else n for n in names]
 
 
@@ -128,10 +151,12 @@ def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
         if axes:
             expected *= len(machine.cluster_neighbours(block, axes))
         return BarrierArray(
-            spec.name, spec.shape, expected, machine.scheduler, key, axes, spec.to_leader
-        )
+            spec.name, spec.shape, expected, machine.scheduler, key, axes, spec.to_leader,
+            spec.orders_tensor_core,
+        )  # fmt: skip
+    space = "tmem" if spec.kind == "tensor" else "smem"
     return Buffer(
-        poison(spec.shape, spec.dtype), name=spec.name, space="smem", device=block.device.index,
+        poison(spec.shape, spec.dtype), name=spec.name, space=space, device=block.device.index,
         block=block.index, key=key, written=False, cells_per_byte=spec.cells_per_byte,
     )  # fmt: skip
 
@@ -143,10 +168,10 @@ def like(machine: Any, block: Any, ref: Any) -> Any:
         name = ref.ids.name
         return BarrierArray(
             name, ref.ids.data.shape, expected, machine.scheduler, ref.key, ref.cluster_axes,
-            ref.to_leader,
+            ref.to_leader, ref.orders_tensor_core,
         )  # fmt: skip
     return Buffer(
-        poison(ref.data.shape, ref.data.dtype), name=ref.name, space="smem",
+        poison(ref.data.shape, ref.data.dtype), name=ref.name, space=ref.space,
         device=block.device.index, block=block.index, key=ref.key, written=False,
         cells_per_byte=ref.cells_per_byte,
     )  # fmt: skip
@@ -156,4 +181,6 @@ def shared_bytes(allocation: Any) -> int:
     """Shared memory that a buffer or barriers take."""
     if isinstance(allocation, BarrierArray):
         return 8 * len(allocation.items)
+    if allocation.space == "tmem":
+        return 0
     return allocation.data.size * bit_width(allocation.data.dtype) // 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,12 +20,26 @@ class PhaseEnd:
     Attributes:
       clock: what all that have arrived so far knew, and the copies that have landed.
       committed: what of it `commit_smem` has covered.
+      tensor: what of it is in order for the tensor cores (`Task.tensor`).
       time: when the phase ended, by the cost model.
     """
 
     clock: Clock
     committed: Clock
+    tensor: Clock
     time: float
+
+
+class Arriving(Protocol):
+    """Who arrives at a barrier: a task, or the tensor cores once they are done."""
+
+    committed: Clock
+    tensor: Clock
+    time: float
+
+    def release(self) -> Clock:
+        """What it gives to those that wait."""
+        ...
 
 
 class Barrier:
@@ -37,6 +51,7 @@ class Barrier:
     Attributes:
       name: what reports call it.
       expected: arrivals that a phase needs.
+      orders_tensor_core: it orders what tensor cores and tensor memory do, too.
       pending: arrivals still to come in this phase.
       tx: bytes announced and not landed.
       phase: phases that are over.
@@ -44,25 +59,27 @@ class Barrier:
     """
 
     __slots__ = (
-        "_clock", "_committed", "_time", "arrivals_seen", "expected", "last", "name", "pending",
-        "phase", "scheduler", "tx", "waiters",
+        "_clock", "_committed", "_tensor", "_time", "arrivals_seen", "expected", "last", "name",
+        "orders_tensor_core", "pending", "phase", "scheduler", "tx", "waiters",
     )  # fmt: skip
 
-    def __init__(self, name: str, expected: int, scheduler: Any):
+    def __init__(self, name: str, expected: int, scheduler: Any, orders_tensor_core: bool = False):
         self.name = name
         self.expected = expected
+        self.orders_tensor_core = orders_tensor_core
         self.pending = expected
         self.tx = 0
         self.phase = 0
         self._clock: Clock = empty()
         self._committed: Clock = empty()
+        self._tensor: Clock = empty()
         self._time = 0.0
-        self.last = PhaseEnd(empty(), empty(), 0.0)
+        self.last = PhaseEnd(empty(), empty(), empty(), 0.0)
         self.waiters: list = []
         self.scheduler = scheduler
         self.arrivals_seen: list[Any] = []
 
-    def arrive(self, task: Any, site: Any) -> None:
+    def arrive(self, task: Arriving, site: Any) -> None:
         """One arrival, by `task`."""
         if self.pending == 0:
             raise KernelFaultError(
@@ -73,6 +90,8 @@ class Barrier:
         self.pending -= 1
         self._clock = join(self._clock, task.release())
         self._committed = join(self._committed, task.committed)
+        if self.orders_tensor_core:
+            self._tensor = join(self._tensor, task.tensor)
         self._time = max(self._time, task.time)
         self.arrivals_seen.append(site)
         self._check()
@@ -93,7 +112,8 @@ class Barrier:
             return
         self.phase += 1
         self.pending = self.expected
-        self.last = PhaseEnd(self._clock.copy(), self._committed.copy(), self._time)
+        clocks = (self._clock.copy(), self._committed.copy(), self._tensor.copy())
+        self.last = PhaseEnd(*clocks, self._time)
         self.arrivals_seen = []
         wake(self, self.scheduler, self.last)
 
@@ -117,6 +137,7 @@ class BarrierArray:
       cluster_axes: axes of the cluster along each of which an arrival reaches the other blocks;
         empty for a barrier of one block.
       to_leader: of the blocks along them, arrivals reach the first alone.
+      orders_tensor_core: of each (`Barrier`).
     """
 
     def __init__(
@@ -128,15 +149,17 @@ class BarrierArray:
         key: Any,
         cluster_axes: tuple = (),
         to_leader: bool = False,
+        orders_tensor_core: bool = False,
     ):
         count = int(np.prod(shape))
         self.items = [
-            Barrier(name if not shape else f"{name}[{i}]", expected, scheduler)
+            Barrier(name if not shape else f"{name}[{i}]", expected, scheduler, orders_tensor_core)
             for i in range(count)
         ]
         self.key = key
         self.cluster_axes = cluster_axes
         self.to_leader = to_leader
+        self.orders_tensor_core = orders_tensor_core
         self.ids = id_buffer(name, shape)
 
 

@@ -21,7 +21,7 @@ class Buffer:
 
     Attributes:
       name: what reports call it, such as "input 0" or "out_smem".
-      space: "gmem" or "smem".
+      space: "gmem", "smem" or "tmem".
       device: linear index of the device that owns it.
       block: linear index of the block that owns it; None for global memory.
       key: what names the same allocation on every device (or, in shared memory, in every block).
@@ -64,7 +64,8 @@ class Buffer:
         """The buffer in words."""
         if self.space == "gmem":
             return f"{self.name} of device {self.device}"
-        return f"{self.name} in shared memory of device {self.device} block {self.block}"
+        space = "tensor" if self.space == "tmem" else "shared"
+        return f"{self.name} in {space} memory of device {self.device} block {self.block}"
 
 
 class Region:

@@ -196,10 +196,21 @@ class RaceDetector:
         )
 
 
+_BARRIER = "a barrier with orders_tensor_core=True"
+_TENSOR_WAITS = {
+    "tcgen05_mma": f"tcgen05_commit_arrive after it, and a wait on {_BARRIER}",
+    "async_copy_smem_to_tmem": f"tcgen05_commit_arrive after it, and a wait on {_BARRIER}",
+    "async_copy_scales_to_tmem": f"tcgen05_commit_arrive after it, and a wait on {_BARRIER}",
+    "load from tensor memory": f"wait_load_tmem() after it, and {_BARRIER}",
+    "store to tensor memory": f"commit_tmem() after it, and {_BARRIER}",
+}
+"""How what is under way beside a thread is waited for, by the first words of the access."""
+
+
 def missing_order(first: Access, second: Access) -> str:
     """What would have ordered two accesses, `first` before `second`, in words."""
-    wait = ""
-    if "copy" in first.what:
+    wait = _TENSOR_WAITS.get(first.what.split("'")[0], "")
+    if "copy's" in first.what:
         to_global = first.who.destination.buffer.space == "gmem"
         wait = "wait_smem_to_gmem" if to_global else "a wait on the copy's barrier"
     if first.device == second.device:

@@ -20,15 +20,17 @@ class Warp:
       groups: committed groups of copies out of shared memory, oldest first.
       read_awaited: how many of these, from the oldest, are known to have read their source.
       uncommitted: such copies that no group holds yet.
+      tensor_cores: what they have been given to do by it, if anything (`tensor_cores`).
     """
 
-    __slots__ = ("groups", "phases", "read_awaited", "uncommitted")
+    __slots__ = ("groups", "phases", "read_awaited", "tensor_cores", "uncommitted")
 
     def __init__(self, phases: dict[Any, int] | None = None):
         self.phases: dict[Any, int] = dict(phases or {})
         self.groups: list[list[Any]] = []
         self.read_awaited = 0
         self.uncommitted: list[Any] = []
+        self.tensor_cores: Any = None
 
     def commit_group(self) -> None:
         """Puts the copies that no group holds yet into one."""
@@ -45,9 +47,12 @@ class Task:
       body: the generator that runs it.
       timeline: its own; `clock` is what it knows, and `committed` what of it, in shared memory,
         copies and tensor cores can see.
+      tensor: what of it is in order for tensor cores, and for loads and stores of tensor memory:
+        what it has waited for itself, and what barriers that order tensor cores have brought.
       warps: its own warp, or those of its warpgroup; as long as a warpgroup's have always gone
         together, one stands for all of them. The first issues its copies.
-      matmuls: (timeline, value) of each tensor core operation that may still run.
+      matmuls: (timeline, value) of each tensor core operation of Hopper that may still run.
+      tensor_loads, tensor_stores: likewise, of each load from and store to tensor memory.
       scopes: how many shared allocations it has entered.
       semaphore_top: semaphores that its open scopes hold, by collective axes.
       time: by the cost model.
@@ -57,8 +62,8 @@ class Task:
 
     __slots__ = (
         "asyncs", "block", "body", "clock", "committed", "device", "machine", "matmuls", "polled",
-        "priority", "scopes", "semaphore_top", "time", "timeline", "waiting", "warp", "warpgroup",
-        "warps",
+        "priority", "scopes", "semaphore_top", "tensor", "tensor_loads", "tensor_stores", "time",
+        "timeline", "waiting", "warp", "warpgroup", "warps",
     )  # fmt: skip
 
     def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
@@ -71,6 +76,9 @@ class Task:
         self.asyncs = clocks.AsyncTimelines(machine.timelines)
         self.clock = clocks.advance(clocks.empty(), self.timeline, 1)
         self.committed = clocks.empty()
+        self.tensor = clocks.empty()
+        self.tensor_loads: list[tuple[int, int]] = []
+        self.tensor_stores: list[tuple[int, int]] = []
         self.warps = [Warp()]
         self.matmuls: list[tuple[int, int]] = []
         self.scopes = 0
@@ -130,15 +138,22 @@ class Task:
         self.clock[self.timeline] += 1
         return clock
 
-    def acquire(self, clock: clocks.Clock, committed: clocks.Clock | None = None) -> None:
+    def acquire(
+        self,
+        clock: clocks.Clock,
+        committed: clocks.Clock | None = None,
+        tensor: clocks.Clock | None = None,
+    ) -> None:
         """Takes over what others knew, and had made visible to copies and tensor cores."""
         self.clock = clocks.join(self.clock, clock)
         if committed is not None:
             self.committed = clocks.join(self.committed, committed)
+        if tensor is not None:
+            self.tensor = clocks.join(self.tensor, tensor)
 
     def pass_barrier(self, over: PhaseEnd) -> None:
         """Takes over what the end of a barrier's phase gives."""
-        self.acquire(over.clock, over.committed)
+        self.acquire(over.clock, over.committed, over.tensor)
         self.time = max(self.time, over.time)
 
     def commit(self) -> None:

@@ -13,7 +13,10 @@ from stretto.distributed.simulator.state.memory import Buffer, Region
 from stretto.distributed.simulator.state.packing import PackedView, is_packed
 
 # Layout only: they move elements within a buffer and change none.
-_LAYOUT = {"UntilingTransform", "UnswizzleRef", "MemorySpaceCastTransform", "IdentityTransform"}
+_LAYOUT = {
+    "UntilingTransform", "UnswizzleRef", "MemorySpaceCastTransform", "IdentityTransform",
+    "ExpandLeadingBatchDimensionsTransform",
+}  # fmt: skip
 
 type Slot = Callable[[list], Any]
 

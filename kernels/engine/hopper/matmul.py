@@ -14,20 +14,23 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper import adding, pieces, ring
+from stretto.kernels.engine.hopper import adding, pieces
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.folding import Folding, Summing
-from stretto.kernels.engine.hopper.loading import load
 from stretto.kernels.engine.hopper.multiplying import multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
-from stretto.kernels.engine.hopper.ring import Ring
 from stretto.kernels.engine.hopper.storing import store
 from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.loading import load
 from stretto.kernels.engine.mainloop import Role
 from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum
+from stretto.kernels.engine.ring import Ring
 
 # Registers of a thread that (loads or stores, multiplies); evenly shared they would be 168.
 REGISTERS: dict[type[Fold], tuple[int, int]] = {
@@ -73,7 +76,14 @@ class Matmul:
     def scratch(self) -> dict[str, Any]:
         """The ring, the buffers of the store and the barriers."""
         return {
-            **ring.scratch(self.config, self.product),
+            **ring.scratch(
+                self.config,
+                self.config.num_stages,
+                self.product,
+                empty=plgpu.Barrier(
+                    num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=self.config.num_stages
+                ),
+            ),
             **pieces.scratch(self.config, self.product),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
         }

@@ -12,8 +12,8 @@ from stretto.distributed.kernel import THREAD_AXIS
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
-from stretto.kernels.engine.hopper.ring import Ring
 from stretto.kernels.engine.parts import Sink, Tile
+from stretto.kernels.engine.ring import Ring
 
 
 def multiply(block: Block, ring: Ring, pieces: Pieces, folding: Folding) -> None:

@@ -17,10 +17,10 @@ import dataclasses
 import itertools
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine import partial
 from stretto.kernels.engine.hopper.tile_config import (
     MULTIPLYING_WARPGROUPS,
     PIECE_ROWS,
@@ -77,11 +77,8 @@ class Pieces:
         self, sink: Sink, tile: Tile, place: tuple[int, int], half: Int
     ) -> tuple[Int, Int]:
         """(first row, row after the last one) of a piece of a ragged product that are stored."""
-        if sink.rows is None:
-            return 0, self.rows
         row, _ = self.within_tile(place, half)
-        first, end = (jnp.clip(x - row, 0, self.rows) for x in sink.rows(tile))
-        return first, end
+        return partial.stored_rows(sink, tile, row, self.rows)
 
     def within_half(self, place: tuple[int, int]) -> tuple[slice, slice]:
         """A piece as rows and columns of its half of the tile."""

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
-from stretto.kernels.engine.hopper.ring import Ring
 from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 from stretto.kernels.engine.parts import Product, Ref
+from stretto.kernels.engine.ring import Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.kernels.engine import partial
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -63,23 +63,5 @@ def _store_piece(
     if pieces.edge is None:
         sink.store(tile, pieces.out.at[half, buffer], row, column)
         return
-    edge = pieces.edge.at[half, buffer]
-    first, end = pieces.stored_rows(sink, tile, place, half)
-    rows = end - first
-
-    @pl.when(rows == pieces.rows)
-    def _():
-        sink.store(tile, pieces.out.at[half, buffer], row, column)
-
-    @pl.when(rows < pieces.rows)
-    def _():
-        # The engine's copies are of a fixed size: one for each power of two that makes up `rows`.
-        start, size = first, pieces.rows // 2
-        while size:
-            taken = rows & size
-
-            @pl.when(taken != 0)
-            def _(start=start, size=size):
-                sink.store(tile, edge.at[pl.ds(start, size)], row + start, column)
-
-            start, size = start + taken, size // 2
+    whole, edge = pieces.out.at[half, buffer], pieces.edge.at[half, buffer]
+    partial.store(sink, tile, whole, edge, row, column)

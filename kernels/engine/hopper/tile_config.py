@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
-from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.machine import HOPPER
 
 MULTIPLYING_WARPGROUPS = 2
-SMEM_BYTES = 232_448 - 1024  # of a Hopper block, less what barriers and alignment take
 PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
 
 
@@ -24,6 +24,8 @@ class TileConfig:
       store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
         results over in; with enough for a whole tile, it waits for no store.
     """
+
+    architecture: ClassVar[str] = HOPPER
 
     tile_m: int = 128
     tile_n: int = 256
@@ -49,31 +51,17 @@ class TileConfig:
                 " warpgroups have; at most 128 x 256."
             )
 
-    def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of the ring and of the epilogue's buffers, in bytes."""
+    def smem_bytes(self, itemsize: int, *, addends: bool = False) -> int:
+        """Shared memory of the ring and of the epilogue's buffers, in bytes.
+
+        With `addends` too: they come through the same buffers.
+        """
+        del addends
         ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
         return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
 
 
 LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
-# For few rows: more multiprocessors have a tile, and more of rhs is on its way to each.
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
-
-
-def check_pull_slots(pull_slots: int) -> None:
-    """Raises ValueError for too few slots: a piece is stored while the next one is fetched."""
-    if pull_slots < 2:
-        raise ValueError(f"pull_slots={pull_slots} must be at least 2.")
-
-
-def obstacle(problem: Problem) -> str | None:
-    """Why the matmul cannot serve `problem`, or None if it can."""
-    types = problem.types
-    if types.lhs not in ("bfloat16", "float16"):
-        return f"the kernel takes bfloat16 and float16, not {types.lhs}."
-    if types.out not in ("bfloat16", "float16", "float32"):
-        return f"the kernel stores bfloat16, float16 and float32, not {types.out}."
-    if 0 in problem.sizes.values():
-        return "an operand is empty."
-    return None
+WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)

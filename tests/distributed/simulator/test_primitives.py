@@ -13,14 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.simulator import KernelFaultError, UnsupportedKernelError, simulate
 from stretto.distributed.simulator.program import RULES
-from stretto.distributed.simulator.refusals.unsupported import REFUSED
+from stretto.distributed.simulator.refusals.unsupported import BLACKWELLS, HOPPERS, REFUSED
 
 X = np.arange(128, dtype=np.float32)
 F32 = jnp.float32
 
 
-def run(body, scratch=(), **settings):
-    with simulate() as report:
+def run(body, scratch=(), target="h100", **settings):
+    with simulate(target=target) as report:
         kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct(X.shape, X.dtype),
@@ -48,7 +48,12 @@ def test_every_primitive_that_mosaic_lowers_is_accounted_for():
 
 
 def test_nothing_is_both_known_and_refused():
-    assert not RULES.keys() & REFUSED.keys()
+    """But for device code, of which the fences that JAX inserts are known."""
+    assert RULES.keys() & REFUSED.keys() == {"inline_mgpu"}
+
+
+def test_what_one_target_alone_has_is_known():
+    assert RULES.keys() >= (BLACKWELLS.keys() | HOPPERS.keys()) - REFUSED.keys()
 
 
 def refusal(body, scratch=(), **settings) -> str:
@@ -79,11 +84,11 @@ def test_dynamic_scheduling_is_refused_with_the_line_of_the_kernel():
             out_ref[...] = x_ref[...]
 
     text = refusal(body, grid=(2,), grid_names=("b",))
-    assert "plgpu.nd_loop" in text and "Blackwell" in text
+    assert "plgpu.nd_loop" in text and 'simulate(target="b200")' in text
     assert "test_dynamic_scheduling" in text and '@plgpu.dynamic_scheduling_loop(("b",))' in text
 
 
-def test_tensor_memory_is_refused():
+def test_tensor_memory_is_refused_on_hopper():
     def body(x_ref, out_ref, tensor_memory):
         plgpu.async_store_tmem(tensor_memory, jnp.zeros((128, 128), F32))
         out_ref[...] = x_ref[...]
@@ -91,8 +96,51 @@ def test_tensor_memory_is_refused():
     def no_operation(x_ref, out_ref, _):
         out_ref[...] = x_ref[...]
 
-    assert "plgpu.ACC" in refusal(body, [plgpu.TMEM((128, 128), F32)])
-    assert "Blackwell" in refusal(no_operation, [plgpu.TMEM((128, 128), F32)])
+    text = refusal(body, [plgpu.TMEM((128, 128), F32)])
+    assert "plgpu.ACC" in text and "stretto simulate --target b200" in text
+    with simulate(on_finding="record") as report:
+        kernel = plgpu.kernel(
+            no_operation,
+            out_type=jax.ShapeDtypeStruct(X.shape, F32),
+            scratch_types=[plgpu.TMEM((128, 128), F32)],
+        )
+        jax.block_until_ready(kernel(X))
+    (flaw,) = report.findings
+    assert flaw.kind == "hardware limit" and "128 columns of tensor memory" in flaw.message
+    assert "an H100 has none" in flaw.message
+
+
+def test_wgmma_is_refused_on_blackwell():
+    def body(x_ref, out_ref, smem):
+        def scope(acc):
+            plgpu.wgmma(acc, smem, smem)
+
+        pl.run_scoped(scope, plgpu.ACC((64, 64), F32))
+        out_ref[...] = x_ref[...]
+
+    layout = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    smem = plgpu.SMEM((64, 64), jnp.float16, transforms=layout)
+    text = refusal(body, [smem], target="b200")
+    assert "plgpu.wgmma is Hopper's alone" in text and "plgpu.tcgen05_mma" in text
+
+
+def test_sparse_products_are_refused_everywhere():
+    def body(x_ref, out_ref, smem, metadata):
+        plgpu.async_copy_sparse_metadata_to_tmem(smem, metadata)
+        out_ref[...] = x_ref[...]
+
+    metadata = plgpu.TMEM((128, 64), jnp.uint2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)
+    smem = plgpu.SMEM((1, 1, 128, 64), jnp.uint2)
+    assert "sparse operand" in refusal(body, [smem, metadata], target="b200")
+
+
+def test_tensor_memory_in_turn_is_refused():
+    def body(x_ref, out_ref, refs):
+        out_ref[...] = x_ref[...]
+
+    refs = plgpu.RefUnion(plgpu.TMEM((128, 128), F32), plgpu.TMEM((128, 64), F32))
+    text = refusal(body, [refs], target="b200")
+    assert "a union in memory space tmem" in text and "one by one" in text
 
 
 def test_global_scratch_is_refused():

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper.ring import Ring
+from stretto.kernels.engine.ring import Ring
 
 
 def load(block: Block, gates: Gates | None, ring: Ring) -> None:
@@ -22,11 +22,11 @@ def load(block: Block, gates: Gates | None, ring: Ring) -> None:
         tile = block.tile(i)
 
         def k_loop(k: jax.Array, stage: jax.Array) -> jax.Array:
-            # Both warpgroups' products have read what the stage held.
+            # The products have read what the stage held.
             plgpu.barrier_wait(ring.empty.at[stage])
             if gates is not None:
                 gates.go_through(i, k)
-            # Each copy, once complete, publishes its tile to the multiplying warpgroups.
+            # Each copy, once complete, publishes its tile to whoever multiplies.
             parts.lhs.load(tile, k, ring.lhs.at[stage], ring.full.at[stage])
             parts.rhs.load(tile, k, ring.rhs.at[stage], ring.full.at[stage])
             return ring.next(stage)

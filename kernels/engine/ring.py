@@ -1,10 +1,10 @@
 """The ring of stages in shared memory that tiles of lhs and rhs are loaded into.
 
-| barrier | arrives | waits | count | proves |
-|---|---|---|---|---|
-| `full[stage]` | both copies into it | multiplying warpgroups | 2 | the stage holds a tile of lhs and of rhs |
-| `empty[stage]` | multiplying warpgroups | loading warp | 2 | the stage may be overwritten |
-"""  # noqa: E501
+| barrier | arrives | waits | proves |
+|---|---|---|---|
+| `full[stage]` | both copies into it | whoever multiplies | it holds a tile of lhs and of rhs |
+| `empty[stage]` | whoever multiplies | loading warp | it may be overwritten |
+"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 from stretto.kernels.engine.parts import Product, Ref
 from stretto.kernels.engine.shared_memory import swizzled
+from stretto.kernels.engine.tiles import TileShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,24 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[stage])
 
 
-def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
-    """The ring's memory and barriers, by name, for `kernel.launch`."""
-    stages = config.num_stages
-    lhs_tile, rhs_tile = (config.tile_m, config.tile_k), (config.tile_k, config.tile_n)
+def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> dict[str, Any]:
+    """The ring's memory and barriers, by name, for `kernel.launch`.
+
+    Args:
+      shape: of the tiles.
+      num_stages: how many there are.
+      product: the types of the operands, and how they lie.
+      empty: the barriers of that name, one for each stage.
+    """
+    lhs_tile, rhs_tile = (shape.tile_m, shape.tile_k), (shape.tile_k, shape.tile_n)
     if product.lhs_transposed:
         lhs_tile = lhs_tile[::-1]
     if product.rhs_transposed:
         rhs_tile = rhs_tile[::-1]
+    lhs, rhs = (num_stages, *lhs_tile), (num_stages, *rhs_tile)
     return dict(
-        lhs_smem=plgpu.SMEM((stages, *lhs_tile), product.lhs, transforms=swizzled(product.lhs)),
-        rhs_smem=plgpu.SMEM((stages, *rhs_tile), product.rhs, transforms=swizzled(product.rhs)),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        empty=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=stages),
+        lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
+        rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        empty=empty,
     )

@@ -1,0 +1,71 @@
+"""The accumulators in tensor memory, which tiles take in turn.
+
+| barrier | arrives | waits | proves |
+|---|---|---|---|
+| `made[half]` | the tensor cores | draining warpgroup | the accumulator holds a tile's total |
+| `drained[half]` | draining warpgroup | issuing warp | the accumulator has been read |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int, rem
+from stretto.kernels.engine.blackwell.tile_config import ACCUMULATORS, TileConfig
+from stretto.kernels.engine.parts import Ref
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulators:
+    """`totals` `[128, 2 * tile_n]` in tensor memory, and the barriers."""
+
+    config: TileConfig
+    totals: Ref
+    made: Ref
+    drained: Ref
+
+    def of(self, i: Int) -> Int:
+        """The accumulator that the block's `i`-th tile takes."""
+        return rem(i, ACCUMULATORS)
+
+    def columns(self, half: Int, first: int, count: int) -> Ref:
+        """Some columns of an accumulator."""
+        return self.totals.at[:, pl.ds(half * self.config.tile_n + first, count)]
+
+    def whole(self, half: Int) -> Ref:
+        """All columns of an accumulator."""
+        return self.columns(half, 0, self.config.tile_n)
+
+    def load(self, half: Int, first: int, count: int) -> jax.Array:
+        """Some columns, float32; they have been read when it returns."""
+        piece = plgpu.async_load_tmem(self.columns(half, first, count))
+        plgpu.wait_load_tmem()
+        return piece
+
+    def clear(self, half: Int, columns: int) -> None:
+        """Fills an accumulator with zeros, so many columns at a time."""
+        zeros = plgpu.layout_cast(
+            jnp.zeros((self.config.tile_m, columns), jnp.float32), plgpu.Layout.TCGEN05
+        )
+        for first in range(0, self.config.tile_n, columns):
+            plgpu.async_store_tmem(self.columns(half, first, columns), zeros)
+        plgpu.commit_tmem()
+
+
+def scratch(config: TileConfig) -> dict[str, Any]:
+    """Tensor memory and barriers, by name, for `kernel.launch`."""
+
+    def barriers() -> Any:
+        return plgpu.Barrier(num_barriers=ACCUMULATORS, orders_tensor_core=True)
+
+    return dict(
+        totals=plgpu.TMEM((config.tile_m, ACCUMULATORS * config.tile_n), jnp.float32),
+        made=barriers(),
+        drained=barriers(),
+    )

@@ -1,0 +1,62 @@
+"""How a matmul is cut up for Blackwell: tiles, the ring in shared memory, and their constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
+from stretto.kernels.problem.machine import BLACKWELL
+
+ACCUMULATORS = 2  # in tensor memory: one is drained while the next total is made
+LANES = 128  # of tensor memory: the rows of an accumulator
+COLUMNS = 512  # of tensor memory, in float32
+ADDEND_BUFFERS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """How a matmul is cut up.
+
+    Attributes:
+      tile_m, tile_n, tile_k: the tile of one block, in elements.
+      num_stages: depth of the ring of lhs and rhs tiles.
+      raster_width: tiles down a band of the raster (`orders.raster`).
+      store_buffers: buffers of 128 rows x 128 bytes that results are handed over in.
+    """
+
+    architecture: ClassVar[str] = BLACKWELL
+
+    tile_m: int = LANES
+    tile_n: int = 256
+    tile_k: int = 64
+    num_stages: int = 3
+    raster_width: int = 16
+    store_buffers: int = 2
+
+    def check(self) -> None:
+        """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
+        if self.tile_m != LANES:
+            raise ValueError(f"tile_m={self.tile_m} must be {LANES}: the lanes of tensor memory.")
+        if self.tile_n % 64 or not 64 <= self.tile_n <= COLUMNS // ACCUMULATORS:
+            raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
+        if self.tile_k != 64:
+            raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
+        for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
+
+    def smem_bytes(self, itemsize: int, *, addends: bool = False) -> int:
+        """Shared memory of the ring and of the epilogue's buffers, in bytes.
+
+        With `addends`, those that they come through as well.
+        """
+        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        buffers = self.store_buffers + ADDEND_BUFFERS * addends
+        return ring + buffers * LANES * SWIZZLE_BYTES
+
+
+LARGE = TileConfig(tile_n=256, num_stages=3)
+NARROW = TileConfig(tile_n=128, num_stages=5)
+NARROWEST = TileConfig(tile_n=64, num_stages=6)
+ADDING = TileConfig(tile_n=128, num_stages=4)

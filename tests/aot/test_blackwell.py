@@ -1,0 +1,58 @@
+"""What the compiler for B200s makes of the kernels; nobody has run them on one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_compiled import COPIED, check, compile_case
+
+from stretto.distributed.tools import aot
+
+pytestmark = pytest.mark.skipif(
+    not aot.is_available(), reason="needs the compiler: `uv sync --group aot`"
+)
+
+MATMULS = (
+    "all_gather_matmul",
+    "all_gather_matmul_k",
+    "all_gather_matmul_n",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+)
+# Beside the warpgroup that drains there are five warps or more, of up to eight.
+WARPGROUPS = 3
+
+
+def check_for_blackwell(compiled):
+    check(compiled, warpgroups=WARPGROUPS, local=True, target="sm_100a")
+    for program in compiled:
+        assert not COPIED.search(program["hlo"]), f"{program['label']}:\n{program['hlo']}"
+        for kernel in program["kernels"]:
+            assert "tcgen05.mma" in kernel["ptx"] and "wgmma" not in kernel["ptx"]
+
+
+@pytest.mark.parametrize(
+    "case", ["Blackwell", pytest.param("Blackwell, the others", marks=pytest.mark.slow)]
+)
+def test_fused_matmuls(case, tmp_path):
+    check_for_blackwell(compile_case(case, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MATMULS)
+def test_every_configuration(name, tmp_path):
+    check_for_blackwell(compile_case(f"Blackwell configs of {name}", tmp_path, timeout_s=580))
+
+
+@pytest.mark.parametrize("which", ["product", pytest.param("rest", marks=pytest.mark.slow)])
+def test_rows_in_groups(which, tmp_path):
+    for program in compile_case(f"Blackwell groups, {which}", tmp_path):
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
+            assert not kernel["warnings"], program["label"]
+            assert ".target sm_100a" in kernel["ptx"] and "tcgen05.mma" in kernel["ptx"]
