@@ -161,7 +161,10 @@ class Model:
         Raises:
           BenchmarkError: the machine's file has no card.
         """
-        features = features_of(work, itemsize, target)
+        return self._predicted(way, features_of(work, itemsize, target), itemsize)
+
+    @functools.lru_cache(maxsize=1 << 14)  # noqa: B019 - there is one model in a process
+    def _predicted(self, way: str, features: tuple[float, ...], itemsize: int) -> Predicted:
         us = self.us_of(way, features)
         width = math.exp(self.error_of((way, us < SHORT_US)))
         beyond = self._beyond(way, features, itemsize)
@@ -175,13 +178,13 @@ class Model:
     def error_of(self, kind: tuple[str, bool], without: str = "") -> float:
         """The logarithm that 95% of a kind's cases stay within, `without` not counted.
 
-        A case counts by the largest of its errors, for those of its runs are alike. Where a kind
-        has few cases, those of the other length count as well.
+        A case counts by the largest of its errors, for those of its runs are alike. Where few
+        short cases were timed, the long ones count as well.
         """
+        way, is_short = kind
         worst = _worst(self._kinds.get(kind, []), without)
-        if len(worst) < LEAST_CASES:
-            other = (kind[0], not kind[1])
-            worst = _worst(self._kinds.get(kind, []) + self._kinds.get(other, []), without)
+        if not worst or (is_short and len(worst) < LEAST_CASES):
+            worst |= _worst(self._kinds.get((way, not is_short), []), without)
         return fitting.quantile(np.asarray(list(worst.values())), COVERED)
 
     @functools.cached_property

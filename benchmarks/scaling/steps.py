@@ -1,0 +1,301 @@
+"""The time of a training step: the model of calls, and what the measured steps say of the rest.
+
+A step's calls, matmuls and attention come from the model of time and from attention's own times.
+What is left (norms, rotations, activations, sums, copies, and the optimiser) is bound by memory: so
+many bytes, by the arithmetic of `layer.py`, times three factors that are fitted to the measured
+steps. As with calls, each configuration on each mesh is predicted by a fit that has not seen it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.predict import calls, fitting
+from stretto.benchmarks.predict.fitting import Table
+from stretto.benchmarks.predict.model import NOTHING, Model, Predicted, model, total
+from stretto.benchmarks.scaling import decoder as decoders
+from stretto.benchmarks.scaling import layer, noted
+from stretto.benchmarks.scaling.decoder import Decoder
+from stretto.benchmarks.scaling.layer import Asked, Share
+from stretto.benchmarks.targets import machine_file
+from stretto.benchmarks.targets.machine_file import Target
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.work import Work
+
+PARTS = ("forward", "gradients", "step")
+OPTIMIZER_BYTES = 38
+"""Of a weight: read 4 and write 2 for the cast, read 4 for the norm of gradients, AdamW 28."""
+_START = (2.0, 4.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What a part of a step takes on one device, before the bytes that memory moves are weighed.
+
+    Attributes:
+      calls: operations along "tp", products and groups.
+      alone: the same with nothing sent.
+      attention: by cuDNN.
+      forward_us, backward_us, optimizer_us: bytes at the published rate of memory.
+    """
+
+    calls: Predicted = NOTHING
+    alone: Predicted = NOTHING
+    attention: Predicted = NOTHING
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    optimizer_us: float = 0.0
+
+    def __add__(self, other: Compute) -> Compute:
+        """One after the other."""
+        return Compute(
+            calls=self.calls + other.calls,
+            alone=self.alone + other.alone,
+            attention=self.attention + other.attention,
+            forward_us=self.forward_us + other.forward_us,
+            backward_us=self.backward_us + other.backward_us,
+            optimizer_us=self.optimizer_us + other.optimizer_us,
+        )
+
+    def times(self, factor: float) -> Compute:
+        """So many of them."""
+        return Compute(
+            calls=self.calls.times(factor),
+            alone=self.alone.times(factor),
+            attention=self.attention.times(factor),
+            forward_us=self.forward_us * factor,
+            backward_us=self.backward_us * factor,
+            optimizer_us=self.optimizer_us * factor,
+        )
+
+
+@functools.cache
+def attention_shares() -> tuple[float, float]:
+    """Shares of the card's peak that cuDNN's attention reaches: forward, and with its gradients."""
+    shares: dict[str, list[float]] = {"forward": [], "both": []}
+    times = noted.times()
+    for one in times.attention:
+        flops = 2.0 * one.sequence**2 * one.heads * one.head_dim * _passes(one.part)
+        target = _target_of(times.sources[one.source].card)
+        peak = machine_file.card_of(target, target.name).bf16_tflops * 1e6
+        shares[one.part].append(math.log(flops / one.us / peak))
+    forward, both = (math.exp(np.mean(shares[part])) for part in ("forward", "both"))
+    return forward, both
+
+
+def _passes(part: str) -> float:
+    """Of a forward pass; backward it is two and a half of them, for scores are made again."""
+    return 1.0 if part == "forward" else 3.5
+
+
+def _target_of(card: str) -> Target:
+    target = machine_file.of_card(card)
+    if target is None:
+        raise LookupError(f"no machine file has the card {card!r}")
+    return target
+
+
+def attention_us(flops: float, direction: str, target: Target) -> Predicted:
+    """Causal attention of so many operations forward; of a backward pass what that adds.
+
+    In an interval of a fifth on either side, as far as its measured times lie apart.
+    """
+    forward, both = attention_shares()
+    peak = machine_file.card_of(target, target.name).bf16_tflops * 1e6
+    us = flops / (forward * peak)
+    if direction == "backward":
+        us = _passes("both") * flops / (both * peak) - us
+    return Predicted(us=us, low=us / 1.2, high=us * 1.2)
+
+
+def compute_of(
+    model: Model, asked: Asked, share: Share, direction: str, how: str, target: Target
+) -> Compute:
+    """What a layer asks in one direction, on one device; `how` is "auto", "fused", "xla", "silent".
+
+    Raises:
+      UnavailableError: the sizes cannot be cut into the devices' shares.
+    """
+    made = [_call(model, name, sizes, share.tp, how, target) for name, sizes in asked.calls]
+    local = total(_product(model, product, target) for product in asked.products)
+    local += total(_grouped(model, one, target) for one in asked.grouped)
+    memory = machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
+    moved = asked.elementwise_bytes / memory
+    return Compute(
+        calls=total(time for time, _ in made) + local,
+        alone=total(alone for _, alone in made) + local,
+        attention=attention_us(asked.attention_flops, direction, target),
+        forward_us=moved if direction == "forward" else 0.0,
+        backward_us=moved if direction == "backward" else 0.0,
+    )
+
+
+def _call(
+    model: Model, name: str, sizes: dict, devices: int, how: str, target: Target
+) -> tuple[Predicted, Predicted]:
+    case = Case(operation=OPERATIONS[name], sizes=sizes, dtype="bfloat16", devices=devices)
+    implementation = "xla" if how == "silent" else how
+    found = calls.call_time(model, case, target, implementation)
+    return (found.alone if how == "silent" else found.time), found.alone
+
+
+def _product(model: Model, product: tuple[int, int, int], target: Target) -> Predicted:
+    return model.predict("matmul", Work(product=product), layer.ITEMSIZE, target)
+
+
+def _grouped(model: Model, one: tuple[int, int, int, int], target: Target) -> Predicted:
+    m, k, n, groups = one
+    work = Work(product=(m, k, n), matrices=groups)
+    found = model.predict("own-matmul", work, layer.ITEMSIZE, target)
+    return grouped_factor(found)
+
+
+def grouped_factor(found: Predicted) -> Predicted:
+    """A matmul of as many operations, as rows in groups: slower by a noted factor."""
+    likely, most = _grouped_slowness()
+    return dataclasses.replace(found.times(likely), high=found.high * most)
+
+
+@functools.cache
+def _grouped_slowness() -> tuple[float, float]:
+    """How many times longer `grouped_matmul` took than predicted: as a rule, and at most."""
+    times = noted.times()
+    ratios = []
+    for one in times.grouped:
+        work = Work(product=(one.m, one.k, one.n), matrices=one.groups)
+        target = _target_of(times.sources[one.source].card)
+        ratios.append(one.us / model().predict("own-matmul", work, layer.ITEMSIZE, target).us)
+    return math.exp(np.mean(np.log(ratios))), max(ratios)
+
+
+def part_of_step(
+    model: Model, decoder: Decoder, share: Share, part: str, how: str, target: Target
+) -> Compute:
+    """Every layer of a part of a step, of one pass over a device's rows; sends nothing but "tp"'s."""
+    asked = layer.forward(decoder, share)
+    found = compute_of(model, asked, share, "forward", how, target)
+    if part != "forward":
+        back = layer.backward(decoder, share)
+        found += compute_of(model, back, share, "backward", how, target)
+    found = found.times(decoder.layers)
+    if part == "step":
+        found += optimizer(decoder, share, target)
+    return found
+
+
+def optimizer(decoder: Decoder, share: Share, target: Target, shares: int = 1) -> Compute:
+    """AdamW on a device's weights, or on a part of them where `shares` devices divide its state."""
+    memory = machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
+    own = device_weights(decoder, share) / shares
+    return Compute(optimizer_us=own * OPTIMIZER_BYTES / memory)
+
+
+def device_weights(decoder: Decoder, share: Share) -> float:
+    """Elements of the weights that a device holds, where nothing but "tp" and "ep" divides them."""
+    dense = decoder.attention_weights / share.tp
+    rest = decoder.feed_forward_weights / share.tp
+    if decoder.experts:
+        rest /= share.ep
+    return decoder.layers * (dense + rest) + decoder.end_weights
+
+
+def _features(found: Compute) -> tuple[float, ...]:
+    base = found.calls.us + found.attention.us
+    return base, found.forward_us, found.backward_us, found.optimizer_us
+
+
+_FEATURES = ("base", "forward", "backward", "optimizer")
+
+
+def _formula(parameters: np.ndarray, table: Table) -> np.ndarray:
+    forward, backward, optimizer = parameters
+    moved = forward * table["forward"] + backward * table["backward"]
+    return table["base"] + moved + optimizer * table["optimizer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLeftOut:
+    """A measured part of a step beside its prediction by a fit that has not seen the case."""
+
+    time: noted.StepTime
+    us: float
+
+    @property
+    def error(self) -> float:
+        """Logarithm of predicted over measured."""
+        return math.log(self.us / (1e3 * self.time.ms))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepModel:
+    """The three factors, and the errors that they make.
+
+    Attributes:
+      calls: the model of calls.
+      factors: of bytes moved forward, backward, and by the optimiser.
+      left_out: every measured part of a step, predicted without its configuration and mesh.
+    """
+
+    calls: Model
+    factors: tuple[float, ...]
+    left_out: tuple[StepLeftOut, ...]
+
+    def time(self, found: Compute) -> Predicted:
+        """The time of a part of a step on one device, by the errors of the measured steps."""
+        us = self.us_of(found)
+        width = math.exp(self.error_of())
+        beyond = (*found.calls.beyond, *found.attention.beyond)
+        return Predicted(us=us, low=us / width, high=us * width, beyond=beyond)
+
+    def us_of(self, found: Compute) -> float:
+        """The time alone."""
+        return float(_us(self.factors, [_features(found)])[0])
+
+    def error_of(self, without: str = "") -> float:
+        """The logarithm that 95% of the errors stay within, one case not counted."""
+        errors = [one.error for one in self.left_out if one.time.case != without]
+        return fitting.quantile(np.asarray(errors), 0.95)
+
+
+def _us(factors: Sequence[float], rows: Sequence[tuple[float, ...]]) -> np.ndarray:
+    return _formula(np.asarray(factors), _table(rows))
+
+
+def _table(rows: Sequence[tuple[float, ...]]) -> dict[str, np.ndarray]:
+    return dict(zip(_FEATURES, np.asarray(rows, dtype=np.float64).T, strict=True))
+
+
+def _noted_compute(calls: Model, one: noted.StepTime) -> Compute:
+    decoder = decoders.read(one.model)
+    share = Share(rows=one.batch * one.sequence // one.dp, sequence=one.sequence, tp=one.tp)
+    target = _target_of(noted.times().sources[one.source].card)
+    how = "auto" if one.how == "fused" else one.how
+    return part_of_step(calls, decoder, share, one.part, how, target)
+
+
+@functools.cache
+def step_model() -> StepModel:
+    """The model of steps, fitted to the measured ones."""
+    times, found = noted.times().steps, model()
+    rows = [_features(_noted_compute(found, one)) for one in times]
+
+    def fitted(without: str) -> np.ndarray:
+        kept = [place for place, one in enumerate(times) if one.case != without]
+        us = np.asarray([1e3 * times[place].ms for place in kept])
+        return fitting.fit(_formula, _START, _table([rows[place] for place in kept]), us)
+
+    left_out: list[StepLeftOut] = []
+    for case in dict.fromkeys(one.case for one in times):
+        factors = fitted(case)
+        left_out += [
+            StepLeftOut(one, float(_us(factors, [row])[0]))
+            for one, row in zip(times, rows, strict=True)
+            if one.case == case
+        ]
+    return StepModel(found, tuple(map(float, fitted(""))), tuple(left_out))
