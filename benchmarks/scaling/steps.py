@@ -122,7 +122,10 @@ def compute_of(
     Raises:
       UnavailableError: the sizes cannot be cut into the devices' shares.
     """
-    made = [_call(model, name, sizes, share.tp, how, target) for name, sizes in asked.calls]
+    made = [
+        _call(model, name, tuple(sizes.items()), share.tp, how, target)
+        for name, sizes in asked.calls
+    ]
     local = total(_product(model, product, target) for product in asked.products)
     local += total(_grouped(model, one, target) for one in asked.grouped)
     memory = machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
@@ -136,10 +139,17 @@ def compute_of(
     )
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _call(
-    model: Model, name: str, sizes: dict, devices: int, how: str, target: Target
+    model: Model,
+    name: str,
+    sizes: tuple[tuple[str, int], ...],
+    devices: int,
+    how: str,
+    target: Target,
 ) -> tuple[Predicted, Predicted]:
-    case = Case(operation=OPERATIONS[name], sizes=sizes, dtype="bfloat16", devices=devices)
+    """The time of an operation along "tp", and of its matmul alone."""
+    case = Case(operation=OPERATIONS[name], sizes=dict(sizes), dtype="bfloat16", devices=devices)
     implementation = "xla" if how == "silent" else how
     found = calls.call_time(model, case, target, implementation)
     return (found.alone if how == "silent" else found.time), found.alone
@@ -174,6 +184,7 @@ def _grouped_slowness() -> tuple[float, float]:
     return math.exp(np.mean(np.log(ratios))), max(ratios)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def part_of_step(
     model: Model, decoder: Decoder, share: Share, part: str, how: str, target: Target
 ) -> Compute:

@@ -89,6 +89,9 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     card: Card | None = None
     sources: Mapping[str, str] = {}
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.origin, self.gpus_per_node, self.within, self.between))
+
     @property
     def link_gb_per_s(self) -> float:
         """The links within a node, as they would be published."""
