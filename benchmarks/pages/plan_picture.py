@@ -17,14 +17,15 @@ SIZE = (9.0, 7.0)
 PARTS = {
     "products": "products",
     "attention": "attention",
+    "experts": "experts' products",
     "memory": "norms, copies, optimiser",
     "tp": "rows along tp, not hidden",
     "cp": "keys and values along cp",
-    "ep": "experts' rows",
+    "ep": "sending experts' rows",
     "gradients": "adding up gradients",
     "state": "bringing weights together",
 }
-_SHADES = ("#0072b2", "#56b4e9", "#b0a080", "#d55e00", "#e69f00", "#cc79a7", "#8e6bbf", "#009e73")
+_SHADES = ("#0072b2", "#56b4e9", "#7f7f7f", "#b0a080", "#d55e00", "#e69f00", "#cc79a7", "#8e6bbf", "#009e73")
 
 
 def write(plan: Plan, path: pathlib.Path) -> None:

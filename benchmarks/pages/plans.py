@@ -67,8 +67,8 @@ def none_fits(plan: Plan, one: ForGpus) -> str:
     if one.least_gb == float("inf"):
         return "no split is possible; pass another --batch or number of GPUs."
     return (
-        f"no split fits; the least needs {one.least_gb:.0f} GB of the card's"
-        f" {plan.card_gb:.0f}. Take more GPUs, or cards with more memory."
+        f"no split fits; the least needs {one.least_gb:.0f} GB, and of a card's"
+        f" {plan.card_gb:.0f} a step may take {plan.free_gb:.0f}. Take more GPUs, or cards with more memory."
     )
 
 

@@ -38,8 +38,8 @@ class How:
     shared: bool
 
     def __str__(self) -> str:
-        again = ", layers computed twice" if self.remat == "layer" else ""
-        return f"{self.at_once} at once{again}{', state shared out' if self.shared else ''}"
+        again = ", remat" if self.remat == "layer" else ""
+        return f"{self.at_once} at once{again}{', shared state' if self.shared else ''}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,11 @@ def evaluate(
     parts = {
         "products": all_of_it.calls.us - tensor_us,
         "attention": all_of_it.attention.us,
-        "memory": on_device.us - all_of_it.calls.us - all_of_it.attention.us,
+        "experts": all_of_it.experts.us,
+        "memory": on_device.us
+        - all_of_it.calls.us
+        - all_of_it.attention.us
+        - all_of_it.experts.us,
         "tp": tensor_us,
         **{name: time.us for name, time in sent.items()},
     }

@@ -38,6 +38,7 @@ class Asked:
       products: matmuls on the device, (m, k, n).
       grouped: products of rows in groups, (m, k, n, groups).
       attention_flops: of the scores and their sums, the masked half left out.
+      sorted_bytes: read and written by putting experts' rows in order and adding them up again.
       elementwise_bytes: read and written by norms, rotations, activations and sums.
       gathered: bytes of keys and values that come together along "cp".
       exchanged: bytes of a device's rows that an all-to-all along "tp" and "ep" moves, each time.
@@ -49,6 +50,7 @@ class Asked:
     grouped: tuple[tuple[int, int, int, int], ...] = ()
     attention_flops: float = 0.0
     elementwise_bytes: float = 0.0
+    sorted_bytes: float = 0.0
     gathered: Mapping[str, float] = dataclasses.field(default_factory=dict)
     exchanged: float = 0.0
     exchanges: int = 0
@@ -79,6 +81,7 @@ def forward(decoder: Decoder, share: Share) -> Asked:
         grouped=tuple(grouped),
         attention_flops=_attention_flops(decoder, share),
         elementwise_bytes=_elementwise_bytes(decoder, share),
+        sorted_bytes=_sorted_bytes(decoder, share),
         gathered={"all_gather": _keys_bytes(decoder, share)},
         exchanged=exchanged_bytes(decoder, share),
         exchanges=2 if decoder.experts else 0,
@@ -108,6 +111,7 @@ def backward(decoder: Decoder, share: Share) -> Asked:
         grouped=tuple(grouped),
         attention_flops=_attention_flops(decoder, share),
         elementwise_bytes=_elementwise_bytes(decoder, share),
+        sorted_bytes=_sorted_bytes(decoder, share),
         gathered={"all_gather": keys, "reduce_scatter": keys},
         exchanged=exchanged_bytes(decoder, share),
         exchanges=2 if decoder.experts else 0,
@@ -159,6 +163,11 @@ def _elementwise_bytes(decoder: Decoder, share: Share) -> float:
     own = 10 * rows * decoder.hidden / tp
     rotated = 2 * rows * (decoder.heads + decoder.kv_heads) * decoder.head_dim / tp
     activated = 3 * rows * decoder.feed_forward * max(1, decoder.experts_a_token) / tp
-    # Rows of experts are sorted and added up again, on their way there and back.
-    sorted_rows = 6 * expert_rows(decoder, share) * decoder.hidden if decoder.experts else 0
-    return ITEMSIZE * (own + rotated + activated + sorted_rows)
+    return ITEMSIZE * (own + rotated + activated)
+
+
+def _sorted_bytes(decoder: Decoder, share: Share) -> float:
+    """Every row of an expert is copied before and after, and read and written in a sum."""
+    if not decoder.experts:
+        return 0.0
+    return ITEMSIZE * 6.0 * expert_rows(decoder, share) * decoder.hidden

@@ -71,6 +71,14 @@ class GroupedTime(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
+class RowsTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows copied in another order, in microseconds; `bytes` are read and written together."""
+
+    bytes: int
+    us: float
+    source: str
+
+
 class Noted(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -80,6 +88,7 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepTime]
     attention: list[AttentionTime]
     grouped: list[GroupedTime]
+    rows: list[RowsTime]
 
 
 @functools.cache

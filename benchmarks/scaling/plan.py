@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.benchmarks.scaling import steps
+from stretto.benchmarks.scaling import memory, steps
 from stretto.benchmarks.scaling.decoder import Decoder
 from stretto.benchmarks.scaling.evaluate import Evaluated, best_way
 from stretto.benchmarks.scaling.planned import (
@@ -24,10 +24,11 @@ BEST = 5
 _PART_WORDS = {
     "products": "its products take",
     "attention": "attention takes",
+    "experts": "the experts' products take",
     "memory": "norms, copies and the optimiser take",
     "tp": "rows along tp that are not hidden take",
     "cp": "keys and values along cp take",
-    "ep": "the experts' rows take",
+    "ep": "sending experts' rows takes",
     "gradients": "adding up gradients takes",
     "state": "bringing weights together takes",
 }
@@ -58,6 +59,7 @@ def plan(decoder: Decoder, counts: Sequence[int], target: Target, batch: int) ->
         origin=target.origin,
         card=card.name,
         card_gb=card.memory_gb,
+        free_gb=memory.USABLE * card.memory_gb,
         splits=strong,
         strong=scaling_rows(strong),
         weak=scaling_rows(weak),
@@ -69,6 +71,7 @@ def over(model: StepModel, decoder: Decoder, gpus: int, batch: int, target: Targ
     card = machine_file.card_of(target, target.name)
     fitting: list[Evaluated] = []
     losers: list[Loser] = []
+    free = memory.USABLE * card.memory_gb
     least, too_large, impossible = float("inf"), 0, 0
     for split in splits_of(gpus, decoder):
         obstacle = split.obstacle(decoder, batch)
@@ -80,7 +83,7 @@ def over(model: StepModel, decoder: Decoder, gpus: int, batch: int, target: Targ
         least = min(least, needed)
         if found is None:
             too_large += 1
-            why = f"does not fit: it needs {needed:.0f} GB of the card's {card.memory_gb:.0f}"
+            why = f"does not fit: it needs {needed:.0f} GB of {free:.0f}"
             losers.append(Loser(split=str(split), why=why))
         else:
             fitting.append(found)

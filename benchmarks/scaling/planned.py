@@ -84,7 +84,7 @@ class ScalingRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """A whole plan."""
+    """A whole plan; `card_gb` is what a card has, `free_gb` what a step may take of it."""
 
     schema: str
     model: str
@@ -94,6 +94,7 @@ class Plan(msgspec.Struct, kw_only=True):
     origin: str
     card: str
     card_gb: float
+    free_gb: float
     splits: list[ForGpus]
     strong: list[ScalingRow]
     weak: list[ScalingRow]

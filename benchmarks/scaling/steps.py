@@ -31,6 +31,8 @@ from stretto.kernels.problem.work import Work
 PARTS = ("forward", "gradients", "step")
 OPTIMIZER_BYTES = 38
 """Of a weight: read 4 and write 2 for the cast, read 4 for the norm of gradients, AdamW 28."""
+SORTING = 1.5
+"""How far putting rows in order may be off, as a factor on either side; one size was timed."""
 _START = (2.0, 4.0, 1.0)
 
 
@@ -42,12 +44,14 @@ class Compute:
       calls: operations along "tp", products and groups.
       alone: the same with nothing sent.
       attention: by cuDNN.
+      experts: their products, and putting their rows in order; arithmetic, in its own interval.
       forward_us, backward_us, optimizer_us: bytes at the published rate of memory.
     """
 
     calls: Predicted = NOTHING
     alone: Predicted = NOTHING
     attention: Predicted = NOTHING
+    experts: Predicted = NOTHING
     forward_us: float = 0.0
     backward_us: float = 0.0
     optimizer_us: float = 0.0
@@ -58,6 +62,7 @@ class Compute:
             calls=self.calls + other.calls,
             alone=self.alone + other.alone,
             attention=self.attention + other.attention,
+            experts=self.experts + other.experts,
             forward_us=self.forward_us + other.forward_us,
             backward_us=self.backward_us + other.backward_us,
             optimizer_us=self.optimizer_us + other.optimizer_us,
@@ -69,6 +74,7 @@ class Compute:
             calls=self.calls.times(factor),
             alone=self.alone.times(factor),
             attention=self.attention.times(factor),
+            experts=self.experts.times(factor),
             forward_us=self.forward_us * factor,
             backward_us=self.backward_us * factor,
             optimizer_us=self.optimizer_us * factor,
@@ -127,13 +133,15 @@ def compute_of(
         for name, sizes in asked.calls
     ]
     local = total(_product(model, product, target) for product in asked.products)
-    local += total(_grouped(model, one, target) for one in asked.grouped)
+    experts = total(_grouped(model, one, target) for one in asked.grouped)
+    experts += _sorting(asked.sorted_bytes, target)
     memory = machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
     moved = asked.elementwise_bytes / memory
     return Compute(
         calls=total(time for time, _ in made) + local,
         alone=total(alone for _, alone in made) + local,
         attention=attention_us(asked.attention_flops, direction, target),
+        experts=experts,
         forward_us=moved if direction == "forward" else 0.0,
         backward_us=moved if direction == "backward" else 0.0,
     )
@@ -170,6 +178,18 @@ def grouped_factor(found: Predicted) -> Predicted:
     """A matmul of as many operations, as rows in groups: slower by a noted factor."""
     likely, most = _grouped_slowness()
     return dataclasses.replace(found.times(likely), high=found.high * most)
+
+
+def _sorting(size: float, target: Target) -> Predicted:
+    """Rows in another order, at the share of the memory's rate that was noted."""
+    times = noted.times()
+    shares = []
+    for one in times.rows:
+        card = machine_file.card_of(_target_of(times.sources[one.source].card), one.source)
+        shares.append(one.bytes / one.us / card.memory_gb_per_s / 1e3)
+    rate = np.mean(shares) * machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
+    us = float(size / rate)
+    return Predicted(us=us, low=us / SORTING, high=us * SORTING)
 
 
 @functools.cache
@@ -217,7 +237,7 @@ def device_weights(decoder: Decoder, share: Share) -> float:
 
 
 def _features(found: Compute) -> tuple[float, ...]:
-    base = found.calls.us + found.attention.us
+    base = found.calls.us + found.attention.us + found.experts.us
     return base, found.forward_us, found.backward_us, found.optimizer_us
 
 
@@ -259,10 +279,10 @@ class StepModel:
 
     def time(self, found: Compute) -> Predicted:
         """The time of a part of a step on one device, by the errors of the measured steps."""
-        us = self.us_of(found)
+        own = self.us_of(found) - found.experts.us
         width = math.exp(self.error_of())
         beyond = (*found.calls.beyond, *found.attention.beyond)
-        return Predicted(us=us, low=us / width, high=us * width, beyond=beyond)
+        return Predicted(us=own, low=own / width, high=own * width, beyond=beyond) + found.experts
 
     def us_of(self, found: Compute) -> float:
         """The time alone."""
