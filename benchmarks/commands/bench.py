@@ -14,7 +14,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.commands import compare, document, show
+from stretto.benchmarks.commands import compare, document, links, show
 from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
 from stretto.benchmarks.commands.start import progress, start_devices
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
@@ -32,7 +32,12 @@ from stretto.benchmarks.timing.measure import Settings, first_line
 WIDTH = 100
 _ON_REQUEST = ", ".join(peer.name for peer in PEERS.values() if peer.on_request)
 PEERS_HELP = f"Who is timed, comma separated: {', '.join(PEERS)}; default: all but {_ON_REQUEST}."
-VERBS = {"show": show.main, "compare": compare.main, "document": document.main}
+VERBS = {
+    "show": show.main,
+    "compare": compare.main,
+    "document": document.main,
+    "links": links.main,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,8 @@ class BenchOptions:
     """Time kernels against everything that could be called in their place, on this machine.
 
     `stretto bench show FILE...` shows results again, merges them and draws them, `stretto bench
-    compare A.json B.json` compares two, and `stretto bench document FILE...` writes the documented
-    tables from them.
+    compare A.json B.json` compares two, `stretto bench document FILE...` writes the documented
+    tables from them, and `stretto bench links` measures the links between devices.
     """
 
     kernels: Annotated[
