@@ -154,7 +154,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "targets": {"errors", "cases"},
         "predict": {"errors", "cases", "measurements", "timing", "targets"},
         "scaling": {"errors", "cases", "measurements", "predict", "targets"},
-        "pages": {"errors", "peers", "measurements", "predict", "scaling"},
+        "pages": {"errors", "peers", "measurements", "predict", "targets", "scaling"},
         "sweeps": {"errors", "cases", "peers", "measurements", "timing", "pages"},
         "commands": {
             *("errors", "cases", "peers", "measurements", "timing", "predict", "pages", "sweeps"),

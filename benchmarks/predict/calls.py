@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.errors import UnavailableError
-from stretto.benchmarks.predict import network, pipelines
+from stretto.benchmarks.predict import grouped, network, pipelines
 from stretto.benchmarks.predict.model import NOTHING, Model, Predicted
 from stretto.benchmarks.predict.samples import fused_way
 from stretto.benchmarks.targets import machine_file
@@ -59,8 +59,10 @@ def call_time(
       BenchmarkError: the machine has no card or, for several nodes, no network.
     """
     case.check()
+    if not case.operation.communicates:
+        return _on_one_device(model, case, target, implementation)
     alone = _alone(model, case, target)
-    if not case.operation.communicates or case.devices == 1:
+    if case.devices == 1:
         return CallTime(time=alone, alone=alone, way="xla")
     per_node = per_node or min(case.devices, target.gpus_per_node)
     if per_node < case.devices:
@@ -93,12 +95,22 @@ def _machine_of(card: str) -> Machine:
     return Machine(platform="gpu", kind=card, architecture=known[0] if known else "")
 
 
+def _on_one_device(model: Model, case: Case, target: Target, implementation: str) -> CallTime:
+    """An operation that sends nothing: rows in groups."""
+    if case.itemsize != 2:
+        raise UnavailableError("grouped matmuls are predicted for elements of 16 bits")
+    if implementation == "xla":
+        time = grouped.by_xla(model, case.work, target)
+    else:
+        time = grouped.grouped_matmul(model, case.work, target)
+    return CallTime(time=time, alone=time, way="xla" if implementation == "xla" else "fused")
+
+
 def _alone(model: Model, case: Case, target: Target) -> Predicted:
     if case.work.product is None:
         return NOTHING
-    way = "matmul" if case.operation.communicates else "own-matmul"
     work = dataclasses.replace(case.work, traffic=None)
-    return model.predict(way, work, case.itemsize, target)
+    return model.predict("matmul", work, case.itemsize, target)
 
 
 def _within(model: Model, case: Case, target: Target, fused: bool) -> Predicted:

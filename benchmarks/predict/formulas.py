@@ -52,10 +52,7 @@ MATMUL = Parameters(("launch_us", "of_peak", "of_memory"), (4.0, 0.7, 0.8))
 
 
 def own_matmul(share_of_memory: float) -> Formula:
-    """Stretto's matmul, alone or in a kernel of few rows, which sends too little to count.
-
-    No shape that memory binds was timed alone, so its memory is as cuBLAS's.
-    """
+    """Stretto's matmul; no shape that memory binds was timed, so its memory is as cuBLAS's."""
 
     def formula(parameters: np.ndarray, table: Table) -> np.ndarray:
         launch, share_of_peak = parameters
@@ -65,6 +62,20 @@ def own_matmul(share_of_memory: float) -> Formula:
 
 
 OWN_MATMUL = Parameters(("launch_us", "of_peak"), (10.0, 0.7))
+
+
+def few_rows(share_of_memory: float) -> Formula:
+    """A kernel of few rows, which sends too little to count: alpha, and its matmul."""
+
+    def formula(parameters: np.ndarray, table: Table) -> np.ndarray:
+        alpha, growth, share_of_peak = parameters
+        alphas = alpha + growth * (np.log2(table["devices"]) - 1)
+        return alphas + product_us(share_of_peak, share_of_memory, table)
+
+    return formula
+
+
+FEW_ROWS = Parameters(("alpha_us", "alpha_a_doubling_us", "of_peak"), (12.0, 20.0, 0.6))
 
 
 def wire_us(share_of_two: float, share_of_more: float, table: Table) -> np.ndarray:

@@ -92,7 +92,7 @@ def parameters_of(way: str) -> Parameters:
         "fused-collective": formulas.COLLECTIVE,
         "unfused": formulas.UNFUSED,
         "fused": formulas.FUSED,
-        "few-rows": formulas.OWN_MATMUL,
+        "few-rows": formulas.FEW_ROWS,
     }[way]
 
 
@@ -103,8 +103,10 @@ def formula_of(way: str, fit: Fit) -> Formula:
     if way in ("collective", "fused-collective"):
         return formulas.collective
     cublas = fit["matmul"]
-    if way in ("own-matmul", "few-rows"):
+    if way == "own-matmul":
         return formulas.own_matmul(cublas[2])
+    if way == "few-rows":
+        return formulas.few_rows(cublas[2])
     return formulas.unfused(cublas) if way == "unfused" else formulas.fused(cublas[2])
 
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.predict import calls, fitting
+from stretto.benchmarks.predict import calls, fitting, grouped, noted
 from stretto.benchmarks.predict.fitting import Table
 from stretto.benchmarks.predict.model import NOTHING, Model, Predicted, model, total
 from stretto.benchmarks.scaling import decoder as decoders
-from stretto.benchmarks.scaling import layer, noted
+from stretto.benchmarks.scaling import layer
 from stretto.benchmarks.scaling.decoder import Decoder
 from stretto.benchmarks.scaling.layer import Asked, Share
 from stretto.benchmarks.targets import machine_file
@@ -88,7 +88,7 @@ def attention_shares() -> tuple[float, float]:
     times = noted.times()
     for one in times.attention:
         flops = 2.0 * one.sequence**2 * one.heads * one.head_dim * _passes(one.part)
-        target = _target_of(times.sources[one.source].card)
+        target = noted.target_of(one.source)
         peak = machine_file.card_of(target, target.name).bf16_tflops * 1e6
         shares[one.part].append(math.log(flops / one.us / peak))
     forward, both = (math.exp(np.mean(shares[part])) for part in ("forward", "both"))
@@ -98,13 +98,6 @@ def attention_shares() -> tuple[float, float]:
 def _passes(part: str) -> float:
     """Of a forward pass; backward it is two and a half of them, for scores are made again."""
     return 1.0 if part == "forward" else 3.5
-
-
-def _target_of(card: str) -> Target:
-    target = machine_file.of_card(card)
-    if target is None:
-        raise LookupError(f"no machine file has the card {card!r}")
-    return target
 
 
 def attention_us(flops: float, direction: str, target: Target) -> Predicted:
@@ -133,7 +126,10 @@ def compute_of(
         for name, sizes in asked.calls
     ]
     local = total(_product(model, product, target) for product in asked.products)
-    experts = total(_grouped(model, one, target) for one in asked.grouped)
+    experts = total(
+        grouped.grouped_matmul(model, Work(product=(m, k, n), matrices=groups), target)
+        for m, k, n, groups in asked.grouped
+    )
     experts += _sorting(asked.sorted_bytes, target)
     memory = machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
     moved = asked.elementwise_bytes / memory
@@ -167,41 +163,16 @@ def _product(model: Model, product: tuple[int, int, int], target: Target) -> Pre
     return model.predict("matmul", Work(product=product), layer.ITEMSIZE, target)
 
 
-def _grouped(model: Model, one: tuple[int, int, int, int], target: Target) -> Predicted:
-    m, k, n, groups = one
-    work = Work(product=(m, k, n), matrices=groups)
-    found = model.predict("own-matmul", work, layer.ITEMSIZE, target)
-    return grouped_factor(found)
-
-
-def grouped_factor(found: Predicted) -> Predicted:
-    """A matmul of as many operations, as rows in groups: slower by a noted factor."""
-    likely, most = _grouped_slowness()
-    return dataclasses.replace(found.times(likely), high=found.high * most)
-
-
 def _sorting(size: float, target: Target) -> Predicted:
     """Rows in another order, at the share of the memory's rate that was noted."""
     times = noted.times()
     shares = []
     for one in times.rows:
-        card = machine_file.card_of(_target_of(times.sources[one.source].card), one.source)
+        card = machine_file.card_of(noted.target_of(one.source), one.source)
         shares.append(one.bytes / one.us / card.memory_gb_per_s / 1e3)
     rate = np.mean(shares) * machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
     us = float(size / rate)
     return Predicted(us=us, low=us / SORTING, high=us * SORTING)
-
-
-@functools.cache
-def _grouped_slowness() -> tuple[float, float]:
-    """How many times longer `grouped_matmul` took than predicted: as a rule, and at most."""
-    times = noted.times()
-    ratios = []
-    for one in times.grouped:
-        work = Work(product=(one.m, one.k, one.n), matrices=one.groups)
-        target = _target_of(times.sources[one.source].card)
-        ratios.append(one.us / model().predict("own-matmul", work, layer.ITEMSIZE, target).us)
-    return math.exp(np.mean(np.log(ratios))), max(ratios)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -305,7 +276,7 @@ def _table(rows: Sequence[tuple[float, ...]]) -> dict[str, np.ndarray]:
 def _noted_compute(calls: Model, one: noted.StepTime) -> Compute:
     decoder = decoders.read(one.model)
     share = Share(rows=one.batch * one.sequence // one.dp, sequence=one.sequence, tp=one.tp)
-    target = _target_of(noted.times().sources[one.source].card)
+    target = noted.target_of(one.source)
     how = "auto" if one.how == "fused" else one.how
     return part_of_step(calls, decoder, share, one.part, how, target)
 

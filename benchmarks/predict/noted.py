@@ -8,6 +8,9 @@ import pathlib
 
 import msgspec
 
+from stretto.benchmarks.targets import machine_file
+from stretto.benchmarks.targets.machine_file import Target
+
 SCHEMA = "stretto-noted/1"
 
 
@@ -89,6 +92,19 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
     attention: list[AttentionTime]
     grouped: list[GroupedTime]
     rows: list[RowsTime]
+
+
+def target_of(source: str) -> Target:
+    """The machine that a source's times were taken on.
+
+    Raises:
+      LookupError: no machine file has its card.
+    """
+    card = times().sources[source].card
+    target = machine_file.of_card(card)
+    if target is None:
+        raise LookupError(f"no machine file has the card {card!r}")
+    return target
 
 
 @functools.cache
