@@ -102,9 +102,7 @@ def _plan(options: PlanOptions) -> int:
     return 0
 
 
-def _plan_of_model(
-    options: PlanOptions, counts: list[int], target: machine_file.Target
-) -> Plan:
+def _plan_of_model(options: PlanOptions, counts: list[int], target: machine_file.Target) -> Plan:
     model = decoder.read(options.model)
     for name, value in (("batch", options.batch), ("sequence", options.sequence)):
         if value is not None and value < 1:

@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if options.check:
-            print(f"{path} is not what the model says; run stretto bench predicted", file=sys.stderr)
+            print(
+                f"{path} is not what the model says; run stretto bench predicted", file=sys.stderr
+            )
         else:
             path.write_text(wanted[path])
             print(f"wrote {path}")

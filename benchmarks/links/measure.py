@@ -102,7 +102,9 @@ def timer_of(path: Path, size: int, mesh: Mesh, on_gpu: bool) -> LoopTimer:
     block = np.zeros((1, size // 4), np.float32)
     values = jax.make_array_from_callback(shape, sharding, lambda _: block)
     program = jax.jit(functools.partial(_run, path=path, calls=calls, mesh=mesh))
-    timer = LoopTimer(program, values, (), calls=calls * (1 if path.both_ways else 2), queued=on_gpu)
+    timer = LoopTimer(
+        program, values, (), calls=calls * (1 if path.both_ways else 2), queued=on_gpu
+    )
     timer.result()  # compiles, and connects the devices
     return timer
 

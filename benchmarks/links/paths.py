@@ -89,9 +89,7 @@ def paths_of(nodes: Sequence[Sequence[int]]) -> list[Path]:
     return found
 
 
-def _directions(
-    link: str, one: str, other: str, pairs: tuple[tuple[int, int], ...]
-) -> list[Path]:
+def _directions(link: str, one: str, other: str, pairs: tuple[tuple[int, int], ...]) -> list[Path]:
     """There and back in turns, and both ways at once."""
     alone = Path(link=link, name=f"{one} to {other}", pairs=pairs)
     both = Path(link=link, name=f"{one} and {other}", pairs=pairs, both_ways=True)

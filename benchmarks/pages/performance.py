@@ -15,10 +15,10 @@ from stretto.benchmarks.measurements.results import (
     in_order,
     order_of,
 )
+from stretto.benchmarks.measurements.select import is_goal, latest
 from stretto.benchmarks.pages import markdown, terminal
 from stretto.benchmarks.pages.markdown import microseconds, rows
 from stretto.benchmarks.pages.terminal import interval
-from stretto.benchmarks.measurements.select import is_goal, latest
 
 LEFT_OUT = ("auto", "xla-windowed")
 """Peers whose columns the README has no room for; the page has them."""
@@ -129,7 +129,10 @@ def _predicted(predictions: Sequence[Prediction], measurements: Sequence[Measure
         real = measured.get(one.key)
         cells = [interval(one.fused, one.fused_low, one.fused_high)]
         cells += [microseconds(real and real.of("fused"))]
-        cells += [interval(one.xla, one.xla_low, one.xla_high), microseconds(real and real.of("xla"))]
+        cells += [
+            interval(one.xla, one.xla_low, one.xla_high),
+            microseconds(real and real.of("xla")),
+        ]
         body.append([f"`{one.kernel}`", one.shape, str(one.devices), *cells])
     header = ["kernel", "shape", "devices", "Stretto, predicted", "measured", "XLA, predicted"]
     return ["### Predicted\n", rows([*header, "measured"], body, left=2)]

@@ -25,7 +25,17 @@ PARTS = {
     "gradients": "adding up gradients",
     "state": "bringing weights together",
 }
-_SHADES = ("#0072b2", "#56b4e9", "#7f7f7f", "#b0a080", "#d55e00", "#e69f00", "#cc79a7", "#8e6bbf", "#009e73")
+_SHADES = (
+    "#0072b2",
+    "#56b4e9",
+    "#7f7f7f",
+    "#b0a080",
+    "#d55e00",
+    "#e69f00",
+    "#cc79a7",
+    "#8e6bbf",
+    "#009e73",
+)
 
 
 def write(plan: Plan, path: pathlib.Path) -> None:
@@ -59,9 +69,9 @@ def _rates(axes: Any, plan: Plan) -> None:
             continue
         counts = [row.gpus for row in found]
         tokens = [row.best.tokens_per_s for row in found if row.best]
-        scales = [row.best.step_s for row in found if row.best]
-        lows = [t * s / row.best.high_s for t, s, row in zip(tokens, scales, found, strict=True)]
-        highs = [t * s / row.best.low_s for t, s, row in zip(tokens, scales, found, strict=True)]
+        bests = [row.best for row in found if row.best]
+        lows = [best.tokens_per_s * best.step_s / best.high_s for best in bests]
+        highs = [best.tokens_per_s * best.step_s / best.low_s for best in bests]
         axes.fill_between(counts, lows, highs, color=colour, alpha=0.18, linewidth=0)
         axes.plot(counts, tokens, marker="o", color=colour, label=name)
     strong = [row for row in plan.strong if row.best is not None]
@@ -95,9 +105,7 @@ def _shares(axes: Any, rows: Sequence[ScalingRow]) -> None:
         if row.best is None:
             axes.text(place, 50, "none\nfits", ha="center", va="center", fontsize="small")
     splits = [row.best.split.replace(" ", "\n") if row.best else "" for row in rows]
-    axes.set_xticks(
-        list(places), [f"{row.gpus}\n{s}" for row, s in zip(rows, splits, strict=True)]
-    )
+    axes.set_xticks(list(places), [f"{row.gpus}\n{s}" for row, s in zip(rows, splits, strict=True)])
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_xlabel("GPUs, and the fastest split that fits")
     axes.set_ylabel("share of a step, %")

@@ -68,7 +68,8 @@ def none_fits(plan: Plan, one: ForGpus) -> str:
         return "no split is possible; pass another --batch or number of GPUs."
     return (
         f"no split fits; the least needs {one.least_gb:.0f} GB, and of a card's"
-        f" {plan.card_gb:.0f} a step may take {plan.free_gb:.0f}. Take more GPUs, or cards with more memory."
+        f" {plan.card_gb:.0f} a step may take {plan.free_gb:.0f}. Take more GPUs, or"
+        " cards with more memory."
     )
 
 
@@ -94,8 +95,7 @@ def loser_lines(one: ForGpus) -> list[str]:
         lines.append(f"{len(slower) - SHOWN_LOSERS} more, down to {last.split}: {last.why}")
     if one.too_large:
         lines.append(
-            f"{one.too_large} splits do not fit in memory:"
-            f" {_examples(one, 'does not fit')}"
+            f"{one.too_large} splits do not fit in memory: {_examples(one, 'does not fit')}"
         )
     others = [loser for loser in one.losers if loser not in slower]
     reasons = Counter(loser.why for loser in others if "does not fit" not in loser.why)

@@ -270,4 +270,3 @@ _PIPELINES: dict[str, Callable[[_Across], Predicted]] = {
     "all_reduce": _reduces,
     "matmul_all_reduce": _reduces,
 }
-

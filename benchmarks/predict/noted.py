@@ -52,7 +52,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Causal attention of one sequence, in microseconds; part "forward", or "both" with gradients."""
+    """Causal attention of one sequence, in microseconds; "forward", or "both" with gradients."""
 
     sequence: int
     heads: int

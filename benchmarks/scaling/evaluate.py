@@ -118,10 +118,7 @@ def evaluate(
         "products": all_of_it.calls.us - tensor_us,
         "attention": all_of_it.attention.us,
         "experts": all_of_it.experts.us,
-        "memory": on_device.us
-        - all_of_it.calls.us
-        - all_of_it.attention.us
-        - all_of_it.experts.us,
+        "memory": on_device.us - all_of_it.calls.us - all_of_it.attention.us - all_of_it.experts.us,
         "tp": tensor_us,
         **{name: time.us for name, time in sent.items()},
     }

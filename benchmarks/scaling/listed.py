@@ -74,16 +74,16 @@ def planned(one: ListedCall, gpus: int, target: Target) -> PlannedCall:
     operation = shapes.operation_named(one.operation)
     sizes = shapes.parse_shape(one.shape, operation)
     case = Case(operation=operation, sizes=sizes, dtype=one.type, devices=gpus)
-    named = dict(
+    found = PlannedCall(
         operation=one.operation, shape=one.shape, type=one.type, gpus=gpus, times=one.times
     )
     try:
         time = call_time(model(), case, target)
     except UnavailableError as error:
-        return PlannedCall(**named, skipped=str(error))
+        return msgspec.structs.replace(found, skipped=str(error))
     whole = time.time.times(one.times)
-    return PlannedCall(
-        **named,
+    return msgspec.structs.replace(
+        found,
         us=whole.us,
         low_us=whole.low,
         high_us=whole.high,

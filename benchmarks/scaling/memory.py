@@ -64,9 +64,7 @@ def memory_of(decoder: Decoder, share: Share, *, remat: str, state_shares: float
     whole = _layer_bytes(decoder, share)
     kept = whole if remat == "elementwise" else _sums_bytes(decoder, share)
     logits = 2 * 4 * share.rows / share.tp * decoder.vocabulary
-    return Memory(
-        state=state, kept=decoder.layers * kept, working=WORKING_LAYERS * whole + logits
-    )
+    return Memory(state=state, kept=decoder.layers * kept, working=WORKING_LAYERS * whole + logits)
 
 
 def _layer_bytes(decoder: Decoder, share: Share) -> float:

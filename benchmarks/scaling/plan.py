@@ -135,7 +135,7 @@ def entry_of(one: Evaluated, decoder: Decoder, batch: int) -> Entry:
 
 
 def flops_of_step(decoder: Decoder, batch: int) -> float:
-    """Operations that a step asks for: three times its forward pass's, and of experts the chosen."""
+    """Operations that a step asks for: three forward passes', and of experts the chosen."""
     chosen = decoder.experts_a_token / decoder.experts if decoder.experts else 1.0
     weights = decoder.attention_weights + decoder.feed_forward_weights * chosen
     attention = decoder.sequence * decoder.attention_width

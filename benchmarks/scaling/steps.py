@@ -19,8 +19,8 @@ from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.predict import calls, fitting, grouped, noted
 from stretto.benchmarks.predict.fitting import Table
 from stretto.benchmarks.predict.model import NOTHING, Model, Predicted, model, total
+from stretto.benchmarks.scaling import beside, layer
 from stretto.benchmarks.scaling import decoder as decoders
-from stretto.benchmarks.scaling import layer
 from stretto.benchmarks.scaling.decoder import Decoder
 from stretto.benchmarks.scaling.layer import Asked, Share
 from stretto.benchmarks.targets import machine_file
@@ -31,8 +31,6 @@ from stretto.kernels.problem.work import Work
 PARTS = ("forward", "gradients", "step")
 OPTIMIZER_BYTES = 38
 """Of a weight: read 4 and write 2 for the cast, read 4 for the norm of gradients, AdamW 28."""
-SORTING = 1.5
-"""How far putting rows in order may be off, as a factor on either side; one size was timed."""
 _START = (2.0, 4.0, 1.0)
 
 
@@ -81,38 +79,6 @@ class Compute:
         )
 
 
-@functools.cache
-def attention_shares() -> tuple[float, float]:
-    """Shares of the card's peak that cuDNN's attention reaches: forward, and with its gradients."""
-    shares: dict[str, list[float]] = {"forward": [], "both": []}
-    times = noted.times()
-    for one in times.attention:
-        flops = 2.0 * one.sequence**2 * one.heads * one.head_dim * _passes(one.part)
-        target = noted.target_of(one.source)
-        peak = machine_file.card_of(target, target.name).bf16_tflops * 1e6
-        shares[one.part].append(math.log(flops / one.us / peak))
-    forward, both = (math.exp(np.mean(shares[part])) for part in ("forward", "both"))
-    return forward, both
-
-
-def _passes(part: str) -> float:
-    """Of a forward pass; backward it is two and a half of them, for scores are made again."""
-    return 1.0 if part == "forward" else 3.5
-
-
-def attention_us(flops: float, direction: str, target: Target) -> Predicted:
-    """Causal attention of so many operations forward; of a backward pass what that adds.
-
-    In an interval of a fifth on either side, as far as its measured times lie apart.
-    """
-    forward, both = attention_shares()
-    peak = machine_file.card_of(target, target.name).bf16_tflops * 1e6
-    us = flops / (forward * peak)
-    if direction == "backward":
-        us = _passes("both") * flops / (both * peak) - us
-    return Predicted(us=us, low=us / 1.2, high=us * 1.2)
-
-
 def compute_of(
     model: Model, asked: Asked, share: Share, direction: str, how: str, target: Target
 ) -> Compute:
@@ -130,13 +96,13 @@ def compute_of(
         grouped.grouped_matmul(model, Work(product=(m, k, n), matrices=groups), target)
         for m, k, n, groups in asked.grouped
     )
-    experts += _sorting(asked.sorted_bytes, target)
+    experts += beside.sorting_us(asked.sorted_bytes, target)
     memory = machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
     moved = asked.elementwise_bytes / memory
     return Compute(
         calls=total(time for time, _ in made) + local,
         alone=total(alone for _, alone in made) + local,
-        attention=attention_us(asked.attention_flops, direction, target),
+        attention=beside.attention_us(asked.attention_flops, direction, target),
         experts=experts,
         forward_us=moved if direction == "forward" else 0.0,
         backward_us=moved if direction == "backward" else 0.0,
@@ -163,23 +129,11 @@ def _product(model: Model, product: tuple[int, int, int], target: Target) -> Pre
     return model.predict("matmul", Work(product=product), layer.ITEMSIZE, target)
 
 
-def _sorting(size: float, target: Target) -> Predicted:
-    """Rows in another order, at the share of the memory's rate that was noted."""
-    times = noted.times()
-    shares = []
-    for one in times.rows:
-        card = machine_file.card_of(noted.target_of(one.source), one.source)
-        shares.append(one.bytes / one.us / card.memory_gb_per_s / 1e3)
-    rate = np.mean(shares) * machine_file.card_of(target, target.name).memory_gb_per_s * 1e3
-    us = float(size / rate)
-    return Predicted(us=us, low=us / SORTING, high=us * SORTING)
-
-
 @functools.lru_cache(maxsize=1 << 12)
 def part_of_step(
     model: Model, decoder: Decoder, share: Share, part: str, how: str, target: Target
 ) -> Compute:
-    """Every layer of a part of a step, of one pass over a device's rows; sends nothing but "tp"'s."""
+    """Every layer of a part of a step, in one pass over a device's rows; it sends along "tp"."""
     asked = layer.forward(decoder, share)
     found = compute_of(model, asked, share, "forward", how, target)
     if part != "forward":
@@ -287,10 +241,11 @@ def step_model() -> StepModel:
     times, found = noted.times().steps, model()
     rows = [_features(_noted_compute(found, one)) for one in times]
 
-    def fitted(without: str) -> np.ndarray:
+    def fitted(without: str) -> tuple[float, ...]:
         kept = [place for place, one in enumerate(times) if one.case != without]
         us = np.asarray([1e3 * times[place].ms for place in kept])
-        return fitting.fit(_formula, _START, _table([rows[place] for place in kept]), us)
+        factors = fitting.fit(_formula, _START, _table([rows[place] for place in kept]), us)
+        return tuple(map(float, factors))
 
     left_out: list[StepLeftOut] = []
     for case in dict.fromkeys(one.case for one in times):
@@ -300,4 +255,4 @@ def step_model() -> StepModel:
             for one, row in zip(times, rows, strict=True)
             if one.case == case
         ]
-    return StepModel(found, tuple(map(float, fitted(""))), tuple(left_out))
+    return StepModel(found, fitted(""), tuple(left_out))

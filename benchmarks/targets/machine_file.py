@@ -78,7 +78,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
       gpus_per_node: GPUs that NVLink joins; of a rack such as NVL72, all of the rack's.
       card: of every GPU; None in a file that was measured where nothing is published of it.
       within, between: links within a node, and between nodes.
-      sources: for each figure, such as "card.memory_gb", where it is published, or how it was found.
+      sources: of each figure, such as "card.memory_gb", where it is published, or who measured it.
     """
 
     name: str
