@@ -55,5 +55,6 @@ def _scaling(path: pathlib.Path) -> str:
         text = path.read_text()
     except OSError as error:
         raise BenchmarkError(f"{path}: {error.strerror}; see --scaling.") from None
+    text = predicted.between(text, "fitted", predicted.fitted_table(), str(path))
     text = predicted.between(text, "checked", predicted.summary_table(), str(path))
     return predicted.between(text, "planned", predicted.planned_table(), str(path))

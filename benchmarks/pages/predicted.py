@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.pages.markdown import NONE, rows
 from stretto.benchmarks.pages.terminal import number, peer_label, percent
+from stretto.benchmarks.predict.model import model, parameters_of
+from stretto.benchmarks.predict.samples import WAYS
 from stretto.benchmarks.scaling import checked, decoder, plan
 from stretto.benchmarks.scaling.checked import Checked, Summary
 from stretto.benchmarks.scaling.planned import ForGpus
@@ -114,15 +116,28 @@ def _percent(row: Checked) -> str:
     return text if row.is_inside else f"**{text}**"
 
 
+def fitted_table() -> str:
+    """The parameters of every way of making a call, and of a step."""
+    found = model()
+    body = []
+    for way in WAYS:
+        names = parameters_of(way).names
+        named = zip(names, found.fit[way], strict=True)
+        body.append([way, ", ".join(f"{name} {value:.3g}" for name, value in named)])
+    factors = zip(("forward", "backward", "optimizer"), step_model().factors, strict=True)
+    body.append(["bytes of a step", ", ".join(f"{name} {value:.3g}" for name, value in factors)])
+    return rows(["way", "parameters"], body, left=2)
+
+
 def planned_table() -> str:
     """The best split of each model on each machine, at each number of GPUs."""
     body = []
     for name in MACHINES:
         target = machine_file.read(name)
-        for model in map(decoder.read, MODELS):
+        for one in map(decoder.read, MODELS):
             for count in COUNTS:
-                found = plan.over(step_model(), model, count, model.batch, target)
-                body.append([target.name, model.name, str(count), *_planned_cells(found)])
+                found = plan.over(step_model(), one, count, one.batch, target)
+                body.append([target.name, one.name, str(count), *_planned_cells(found)])
     header = ["machine", "model", "GPUs", "step, s", "interval", "split", "how", "exposed", "GB"]
     return rows(header, body, left=2)
 
