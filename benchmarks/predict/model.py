@@ -33,6 +33,9 @@ SHORT_US = 100.0
 """Below it launches are most of a call, and errors are larger."""
 LEAST_CASES = 19
 """As many as it takes for the largest of their errors to hold 95% of all."""
+UNSEEN = 1.2
+"""How much wider an interval is on either side, as a factor, on cards, links or numbers of devices
+that were not measured; our guess."""
 _MARGIN = 1.5
 """How far beyond the largest call that was measured one counts as measured."""
 
@@ -170,7 +173,8 @@ class Model:
         us = self.us_of(way, features)
         width = math.exp(self.error_of((way, us < SHORT_US)))
         beyond = self._beyond(way, features, itemsize)
-        return Predicted(us=us, low=us / width, high=us * width, beyond=beyond)
+        found = Predicted(us=us, low=us / width, high=us * width, beyond=beyond)
+        return found.within(UNSEEN if is_unseen(beyond) else 1.0)
 
     def us_of(self, way: str, features: tuple[float, ...]) -> float:
         """The time of one row of features."""
@@ -228,12 +232,18 @@ def _worst(rows: Sequence[LeftOut], without: str) -> dict[str, float]:
     return worst
 
 
+def is_unseen(beyond: Iterable[str]) -> bool:
+    """Whether the machine is another one, or a larger one, than those that were measured."""
+    return any(word in UNSEEN_WORDS or word.startswith("more than") for word in beyond)
+
+
 _WORDS = {
     "flops": "products of another size",
     "sent": "transfers of another size",
     "tflops": "another type of card",
     "link": "other links",
 }
+UNSEEN_WORDS = (_WORDS["tflops"], _WORDS["link"])
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def evaluate(
         once += steps.part_of_step(model.calls, decoder, share, "forward", "auto", target)
     shares = _state_shares(decoder, split) if how.shared else 1.0
     all_of_it = once.times(passes) + steps.optimizer(decoder, share, target, max(1, round(shares)))
-    on_device = model.time(all_of_it)
+    on_device = model.time(all_of_it, target)
     sent = _sent(model, decoder, split, how, share, passes, target)
     tensor_us = max(0.0, all_of_it.calls.us - all_of_it.alone.us)
     parts = {

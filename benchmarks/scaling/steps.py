@@ -18,7 +18,15 @@ import numpy as np
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.predict import calls, fitting, grouped, noted
 from stretto.benchmarks.predict.fitting import Table
-from stretto.benchmarks.predict.model import NOTHING, Model, Predicted, model, total
+from stretto.benchmarks.predict.model import (
+    NOTHING,
+    UNSEEN,
+    Model,
+    Predicted,
+    is_unseen,
+    model,
+    total,
+)
 from stretto.benchmarks.scaling import beside, layer
 from stretto.benchmarks.scaling import decoder as decoders
 from stretto.benchmarks.scaling.decoder import Decoder
@@ -202,11 +210,16 @@ class StepModel:
     factors: tuple[float, ...]
     left_out: tuple[StepLeftOut, ...]
 
-    def time(self, found: Compute) -> Predicted:
+    def time(self, found: Compute, target: Target) -> Predicted:
         """The time of a part of a step on one device, by the errors of the measured steps."""
         own = self.us_of(found) - found.experts.us
         width = math.exp(self.error_of())
-        beyond = (*found.calls.beyond, *found.attention.beyond)
+        beyond = found.calls.beyond
+        other = machine_file.card_of(target, target.name).name not in measured_cards()
+        if other:
+            beyond = (*beyond, "steps on such cards")
+        if other or is_unseen(beyond):
+            width *= UNSEEN
         return Predicted(us=own, low=own / width, high=own * width, beyond=beyond) + found.experts
 
     def us_of(self, found: Compute) -> float:
@@ -225,6 +238,12 @@ def _us(factors: Sequence[float], rows: Sequence[tuple[float, ...]]) -> np.ndarr
 
 def _table(rows: Sequence[tuple[float, ...]]) -> dict[str, np.ndarray]:
     return dict(zip(_FEATURES, np.asarray(rows, dtype=np.float64).T, strict=True))
+
+
+def measured_cards() -> set[str]:
+    """The cards that steps were measured on."""
+    times = noted.times()
+    return {times.sources[one.source].card for one in times.steps}
 
 
 def _noted_compute(calls: Model, one: noted.StepTime) -> Compute:
