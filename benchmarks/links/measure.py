@@ -26,7 +26,7 @@ from stretto.benchmarks.timing.turns import in_turns
 SCHEMA = "stretto-links/1"
 AXIS = "device"
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 128 * 2**20)
-CPU_SIZES = (4 * 2**10, 64 * 2**10, 2**20)
+CPU_SIZES = (4 * 2**10, 2**20)
 SAMPLES = 8
 CPU_CALLS = 4
 
