@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.commands import bench as command
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.pages import predicted as pages
 from stretto.benchmarks.predict import fitting, model, network, noted, pipelines, samples
 from stretto.benchmarks.predict.calls import call_time
 from stretto.benchmarks.scaling import checked
 from stretto.benchmarks.targets import machine_file
 from stretto.kernels.operations import OPERATIONS
 
+DOCS = Path(__file__).parents[2] / "docs"
 H200 = machine_file.read("hgx-h200")
 GATHER = dict(m=8192, k=8192, n=28672)
 
@@ -166,3 +171,47 @@ def test_predictions_add_up():
     other = model.Predicted(us=2, low=1, high=4, beyond=("a", "b"))
     assert one + other == model.Predicted(us=3, low=1.5, high=7, beyond=("a", "b"))
     assert one.times(2).high == 6 and math.isclose(one.within(2).low, 0.25)
+
+
+class TestPages:
+    """The pages are made by `stretto bench predicted`; their last digits may differ elsewhere."""
+
+    def test_predicted_beside_measured(self):
+        names = [path.name for path in samples.committed()]
+        assert_alike((DOCS / "predicted.md").read_text(), pages.page(names))
+
+    def test_summary_and_parameters(self):
+        text = (DOCS / "scaling.md").read_text()
+        assert_alike(part_of(text, "checked"), pages.summary_table())
+        assert_alike(part_of(text, "fitted"), pages.fitted_table())
+
+    @pytest.mark.slow
+    def test_planned_steps(self):
+        text = (DOCS / "scaling.md").read_text()
+        assert_alike(part_of(text, "planned"), pages.planned_table())
+
+    def test_a_stale_page_is_told_and_written_again(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(pages, "planned_table", lambda: "planned\n")
+        path = tmp_path / "scaling.md"
+        marks = [f"<!-- {name} -->\n<!-- /{name} -->" for name in ("planned", "checked", "fitted")]
+        path.write_text("\n".join(marks))
+        options = ["predicted", "--scaling", str(path)]
+        assert command.main([*options, "--check"]) == 1
+        assert "is not what the model says" in capsys.readouterr().err
+        assert command.main(options) == 0 and command.main([*options, "--check"]) == 0
+        path.write_text("no marks")
+        assert command.main(options) == 2
+        assert "needs a line <!-- fitted -->" in capsys.readouterr().err
+
+
+def part_of(text: str, name: str) -> str:
+    return text.split(f"<!-- {name} -->\n")[1].split(f"<!-- /{name} -->")[0]
+
+
+def assert_alike(text: str, wanted: str) -> None:
+    """The same words, and the same numbers but for a share of 2%."""
+    number = re.compile(r"\d+(?:\.\d+)?")
+    words = [number.sub("#", one.replace("*", "")) for one in (text, wanted)]
+    assert words[0] == words[1]
+    found = [[float(x) for x in number.findall(one)] for one in (text, wanted)]
+    np.testing.assert_allclose(*found, rtol=0.02, atol=0.6)
