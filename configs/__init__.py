@@ -1,1 +1,1 @@
-"""Data files: tuned tables, cluster files, sweep files."""
+"""Data files: tuned tables, cluster files, sweep files, machines, models."""

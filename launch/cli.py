@@ -17,6 +17,10 @@ _COMMANDS = {
         "stretto.benchmarks.commands.bench",
         "measure kernels and show the time they could take",
     ),
+    "plan": (
+        "stretto.benchmarks.commands.plan",
+        "say what a training step would take on many GPUs",
+    ),
     "tune": ("stretto.benchmarks.commands.tune", "find the best configuration of a kernel here"),
     "simulate": (
         "stretto.launch.commands.simulate",

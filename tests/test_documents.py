@@ -63,11 +63,11 @@ def test_readme_names_the_two_commands() -> None:
 def test_named_options_exist(page: str) -> None:
     """Every `stretto COMMAND --option` in a page is one that the command has."""
     text = (ROOT / page).read_text()
-    for command, rest in re.findall(
-        r"stretto (run|doctor|bench|tune|simulate|compile)((?: [^`\n|#]*)?)", text
-    ):
+    commands = r"stretto (run|doctor|bench|plan|tune|simulate|compile|explain)((?: [^`\n|#]*)?)"
+    verbs = r" (show|compare|document|links|predicted)\b"
+    for command, rest in re.findall(commands, text):
         own = rest.split(".py")[0]  # what follows a script is the script's
-        verb = re.match(r" (show|compare|document)\b", own) if command == "bench" else None
+        verb = re.match(verbs, own) if command == "bench" else None
         words = (command, verb[1]) if verb else (command,)
         for option in re.findall(r"(?<!\S)(--[a-z][a-z-]+)", own):
             assert option in _help(words), f"stretto {' '.join(words)} {option}"

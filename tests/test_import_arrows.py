@@ -187,12 +187,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "peers": {"errors", "cases"},
         "measurements": {"errors", "cases", "peers"},
         "timing": {"errors", "cases", "peers", "measurements"},
-        "predict": {"errors", "cases", "measurements", "timing"},
-        "pages": {"errors", "peers", "measurements", "predict"},
+        "targets": {"errors", "cases"},
+        "predict": {"errors", "cases", "measurements", "timing", "targets"},
+        "scaling": {"errors", "cases", "measurements", "predict", "targets"},
+        "pages": {"errors", "peers", "measurements", "predict", "targets", "scaling"},
         "sweeps": {"errors", "cases", "peers", "measurements", "timing", "pages"},
         "commands": {
             *("errors", "cases", "peers", "measurements", "timing", "predict", "pages", "sweeps"),
+            *("targets", "links", "scaling"),
         },
+        "links": {"errors", "cases", "measurements", "timing", "targets"},
         "across_nodes": {  # a program, as the commands are
             *("errors", "cases", "peers", "measurements", "timing", "sweeps", "commands"),
         },

@@ -14,7 +14,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.commands import compare, document, show
+from stretto.benchmarks.commands import compare, document, links, predicted, show
 from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
 from stretto.benchmarks.commands.start import progress, start_devices
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
@@ -22,7 +22,7 @@ from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.pages import plots, report, terminal, timeline
 from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.peers.torch_peers import TorchHelper
-from stretto.benchmarks.predict import estimates, trace
+from stretto.benchmarks.predict import predictions, trace
 from stretto.benchmarks.sweeps import plan
 from stretto.benchmarks.sweeps.expand import Task, expand
 from stretto.benchmarks.sweeps.run import Run
@@ -32,7 +32,13 @@ from stretto.benchmarks.timing.measure import Settings, first_line
 WIDTH = 100
 _ON_REQUEST = ", ".join(peer.name for peer in PEERS.values() if peer.on_request)
 PEERS_HELP = f"Who is timed, comma separated: {', '.join(PEERS)}; default: all but {_ON_REQUEST}."
-VERBS = {"show": show.main, "compare": compare.main, "document": document.main}
+VERBS = {
+    "show": show.main,
+    "compare": compare.main,
+    "document": document.main,
+    "links": links.main,
+    "predicted": predicted.main,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +46,9 @@ class BenchOptions:
     """Time kernels against everything that could be called in their place, on this machine.
 
     `stretto bench show FILE...` shows results again, merges them and draws them, `stretto bench
-    compare A.json B.json` compares two, and `stretto bench document FILE...` writes the documented
-    tables from them.
+    compare A.json B.json` compares two, `stretto bench document FILE...` writes the documented
+    tables from them, `stretto bench links` measures the links between devices, and `stretto bench
+    predicted` says how well times are predicted.
     """
 
     kernels: Annotated[
@@ -203,7 +210,7 @@ def _check_outputs(options: BenchOptions) -> None:
     """Says before hours of measuring that pictures cannot be drawn."""
     if options.repeats < 1:
         raise BenchmarkError(f"--repeats {options.repeats} must be at least 1.")
-    estimates.check_counts(counts_of(options.predict))
+    predictions.check_counts(counts_of(options.predict))
     if options.plot is not None:
         plots.check_available()
 
@@ -258,7 +265,7 @@ def _predict(run: Run, tasks: list[Task], options: BenchOptions, console: Consol
         for count in counts
         if count > 1 and item.case.operation.communicates
     ]
-    run.results.predictions = estimates.predict_all(wanted, run.results.machine.card)
+    run.results.predictions = predictions.predict_all(wanted, run.results.machine.card)
     terminal.print_predictions(console, run.results.predictions, run.results.measurements)
     run.save()
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 from typing import Annotated
 
-import jax
 import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.commands.arguments import counts_of
-from stretto.benchmarks.commands.start import progress
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.pages import plots, report, terminal
-from stretto.benchmarks.predict import estimates
+from stretto.benchmarks.predict import predictions
 
 WIDTH = 100
 
@@ -39,8 +36,8 @@ class ShowOptions:
     report: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write one self-contained HTML page."""
     predict: str = ""
-    """Simulate the documented shapes on these device counts, comma separated, and put the times
-    that the kernels would take beside those that were measured; some seconds each, on the CPU."""
+    """Device counts, comma separated, to predict the documented shapes on, beside what was
+    measured."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +48,7 @@ def main(argv: list[str]) -> int:
     if options.plot is not None:
         plots.check_available()
     counts = counts_of(options.predict)
-    estimates.check_counts(counts)
+    predictions.check_counts(counts)
     read = [results.read(path) for path in options.files]
     found = results.merged(read)
     if counts:
@@ -66,10 +63,7 @@ def main(argv: list[str]) -> int:
 
 def _predict(found: results.Results, counts: tuple[int, ...]) -> None:
     """Adds predictions, in place of earlier ones of the same cases."""
-    with contextlib.suppress(RuntimeError):  # The devices may have been made already.
-        jax.config.update("jax_num_cpu_devices", max(counts))
-    with progress() as say:
-        new = estimates.simulate_all(found.measurements, counts, found.machine.card, say)
+    new = predictions.predict_goals(found.measurements, counts, found.machine.card)
     kept = {prediction.key: prediction for prediction in (*found.predictions, *new)}
     found.predictions = list(kept.values())
 

@@ -118,15 +118,18 @@ class Measurement(Sized, kw_only=True, omit_defaults=True):
 
 
 class Prediction(Sized, kw_only=True, omit_defaults=True):
-    """Times of a case in microseconds that nobody measured.
+    """Times of a case in microseconds that nobody measured, with their intervals.
 
-    XLA's by the kernel's own estimate from sizes and rates, the fused kernel's by that or `by` the
-    simulator.
+    `beyond` says in what they leave what was measured.
     """
 
     fused: float
+    fused_low: float
+    fused_high: float
     xla: float
-    by: str = "estimate"
+    xla_low: float
+    xla_high: float
+    beyond: list[str] = []
 
 
 def order_of(kernel: str) -> tuple[int, str]:

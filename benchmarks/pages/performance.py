@@ -15,23 +15,13 @@ from stretto.benchmarks.measurements.results import (
     in_order,
     order_of,
 )
+from stretto.benchmarks.measurements.select import is_goal, latest
 from stretto.benchmarks.pages import markdown, terminal
 from stretto.benchmarks.pages.markdown import microseconds, rows
-from stretto.benchmarks.pages.terminal import number
-from stretto.benchmarks.predict.estimates import is_goal
+from stretto.benchmarks.pages.terminal import interval
 
 LEFT_OUT = ("auto", "xla-windowed")
 """Peers whose columns the README has no room for; the page has them."""
-
-
-def latest(found: list[Results]) -> list[tuple[Results, Measurement]]:
-    """Every case once, from the last file that holds it, with that file."""
-    cases: dict[tuple, tuple[Results, Measurement]] = {}
-    for one in found:
-        for measurement in one.measurements:
-            if measurement.timed:
-                cases[(one.machine.card, one.machine.layout, *measurement.key)] = (one, measurement)
-    return list(cases.values())
 
 
 def readme_times(found: list[Results]) -> str:
@@ -137,8 +127,12 @@ def _predicted(predictions: Sequence[Prediction], measurements: Sequence[Measure
     body = []
     for one in sorted(predictions, key=lambda p: (order_of(p.kernel), p.shape, p.devices)):
         real = measured.get(one.key)
-        cells = [number(one.fused), microseconds(real and real.of("fused"))]
-        cells += [number(one.xla), microseconds(real and real.of("xla"))]
+        cells = [interval(one.fused, one.fused_low, one.fused_high)]
+        cells += [microseconds(real and real.of("fused"))]
+        cells += [
+            interval(one.xla, one.xla_low, one.xla_high),
+            microseconds(real and real.of("xla")),
+        ]
         body.append([f"`{one.kernel}`", one.shape, str(one.devices), *cells])
     header = ["kernel", "shape", "devices", "Stretto, predicted", "measured", "XLA, predicted"]
     return ["### Predicted\n", rows([*header, "measured"], body, left=2)]

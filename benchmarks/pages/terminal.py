@@ -104,6 +104,11 @@ def number(value: float | None) -> str:
     )
 
 
+def interval(value: float, low: float, high: float) -> str:
+    """A predicted value with its interval in brackets."""
+    return f"{number(value)} ({number(low)} to {number(high)})"
+
+
 def percent(value: float | None) -> str:
     """A share as a percentage, empty for None."""
     return "" if value is None else f"{100 * value:.0f}%"
@@ -167,9 +172,9 @@ def print_predictions(
             one.kernel,
             one.shape,
             str(one.devices),
-            number(one.fused),
+            interval(one.fused, one.fused_low, one.fused_high),
             fused,
-            number(one.xla),
+            interval(one.xla, one.xla_low, one.xla_high),
             xla,
         )
     console.print(rows)

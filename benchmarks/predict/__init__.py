@@ -1,1 +1,1 @@
-"""Times and timelines that nobody measured."""
+"""The model of time, and timelines that nobody measured."""

@@ -13,7 +13,7 @@ from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.meshes import mesh_of
 from stretto.benchmarks.commands import bench, tune
 from stretto.benchmarks.measurements import results
-from stretto.benchmarks.predict import estimates
+from stretto.benchmarks.predict import predictions
 from stretto.benchmarks.sweeps.expand import expand
 from stretto.benchmarks.sweeps.sweep import Sweep
 from stretto.benchmarks.timing import memory
@@ -89,5 +89,7 @@ def test_it_needs_the_memory_of_all_its_matrices():
     case = case_of("grouped", SHAPE, 1, "bfloat16")
     assert case.footprint == 2 * (64 * 32 + 4 * 32 * 16 + 64 * 16) + 4 * 4
     assert memory.needed_bytes(case, 2) > 4 * case.footprint
-    assert estimates.predict(case, "NVIDIA H200").more_sizes == {"g": 4}
+    found = predictions.predict(case, "NVIDIA H200")
+    assert found.more_sizes == {"g": 4}
+    assert 0 < found.fused_low < found.fused < found.fused_high
     assert jax.device_count() > 1

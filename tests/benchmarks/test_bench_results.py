@@ -179,12 +179,14 @@ def test_predictions_stand_beside_measurements_in_the_documents(make_results):
     one = next(m for m in found.measurements if m.devices == 4)
     for devices in (4, 8):
         sizes = {"kernel": one.kernel, "m": one.m, "k": one.k, "n": one.n, "type": one.type}
-        prediction = results.Prediction(**sizes, devices=devices, fused=1.5, xla=2.5)
-        found.predictions.append(prediction)
+        times = {"fused": 1.5, "fused_low": 1.2, "fused_high": 1.8}
+        times |= {"xla": 2.5, "xla_low": 2.2, "xla_high": 2.8}
+        found.predictions.append(results.Prediction(**sizes, devices=devices, **times))
     text = performance.page([found], ["r.json"])
     time = table.number(one.of("fused").time)
-    assert f"| `all_gather_matmul` | {one.shape} | 4 | 1.50 | {time} | 2.50 |" in text
-    assert f"| `all_gather_matmul` | {one.shape} | 8 | 1.50 | - | 2.50 | - |" in text
+    fused, xla = "1.50 (1.20 to 1.80)", "2.50 (2.20 to 2.80)"
+    assert f"| `all_gather_matmul` | {one.shape} | 4 | {fused} | {time} | {xla} |" in text
+    assert f"| `all_gather_matmul` | {one.shape} | 8 | {fused} | - | {xla} | - |" in text
 
 
 def test_results_are_shown_merged_and_drawn_again(tmp_path, make_results, capsys):

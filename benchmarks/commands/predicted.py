@@ -1,0 +1,60 @@
+"""`stretto bench predicted`: how well the model of time predicts what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from typing import Annotated
+
+import tyro
+from tyro.conf import arg
+
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.pages import predicted
+from stretto.benchmarks.predict.samples import committed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictedOptions:
+    """Show predicted times beside the measured ones of the results that come with Stretto."""
+
+    page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
+    """Write every case into this page, such as docs/predicted.md."""
+    scaling: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
+    """Write the summary and planned steps between the markers of this page, docs/scaling.md."""
+    check: bool = False
+    """Write nothing; exit with status 1 if a page would change."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto bench predicted ARGV`; 0, or 1 if `--check` finds a page out of date."""
+    options = tyro.cli(PredictedOptions, prog="stretto bench predicted", args=argv)
+    if options.page is None and options.scaling is None:
+        print(predicted.summary_table())
+        return 0
+    wanted: dict[pathlib.Path, str] = {}
+    if options.page is not None:
+        wanted[options.page] = predicted.page([path.name for path in committed()])
+    if options.scaling is not None:
+        wanted[options.scaling] = _scaling(options.scaling)
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if options.check:
+            print(
+                f"{path} is not what the model says; run stretto bench predicted", file=sys.stderr
+            )
+        else:
+            path.write_text(wanted[path])
+            print(f"wrote {path}")
+    return int(options.check and bool(stale))
+
+
+def _scaling(path: pathlib.Path) -> str:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise BenchmarkError(f"{path}: {error.strerror}; see --scaling.") from None
+    text = predicted.between(text, "fitted", predicted.fitted_table(), str(path))
+    text = predicted.between(text, "checked", predicted.summary_table(), str(path))
+    return predicted.between(text, "planned", predicted.planned_table(), str(path))

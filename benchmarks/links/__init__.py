@@ -1,0 +1,1 @@
+"""Links between devices, measured: latency and bandwidth within nodes and between them."""

@@ -1,0 +1,170 @@
+"""Predicted beside measured, and planned steps, as Markdown: what docs/scaling.md shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.pages.markdown import NONE, rows
+from stretto.benchmarks.pages.terminal import number, peer_label, percent
+from stretto.benchmarks.predict.model import model, parameters_of
+from stretto.benchmarks.predict.samples import WAYS
+from stretto.benchmarks.scaling import checked, decoder, plan
+from stretto.benchmarks.scaling.checked import Checked, Summary
+from stretto.benchmarks.scaling.planned import ForGpus
+from stretto.benchmarks.scaling.steps import step_model
+from stretto.benchmarks.targets import machine_file
+
+MODELS = ("7b", "70b", "mixture-30b")
+MACHINES = ("dgx-h100", "hgx-h200", "gb200-nvl72")
+COUNTS = (8, 64, 512)
+PEERS = {"communication": "collective alone", "fused": "Stretto", "xla": "XLA"}
+
+
+def summary_table() -> str:
+    """A row for every group of measured times, and one for all."""
+    calls, steps = checked.calls(), checked.steps()
+    found = checked.summaries(calls)
+    found.append(checked.summary("**all of these**", calls))
+    found += checked.summaries(steps)
+    found += checked.summaries(checked.older_calls())
+    return summary_rows(found)
+
+
+def summary_rows(found: Sequence[Summary]) -> str:
+    """Summaries as a table."""
+    body = [
+        [
+            one.group,
+            str(one.times),
+            f"{100 * one.median:.1f}%",
+            f"{100 * one.most:.0f}%",
+            f"{100 * one.inside:.1f}%",
+        ]
+        for one in found
+    ]
+    header = ["what", "times", "median error", "95% below", "within the interval"]
+    return rows(header, body)
+
+
+def steps_table() -> str:
+    """Every measured part of a step, in milliseconds."""
+    body = [
+        [
+            row.what,
+            str(row.devices),
+            row.peer,
+            f"{row.measured / 1e3:.2f}",
+            f"{row.predicted / 1e3:.2f}",
+            f"{row.low / 1e3:.2f} to {row.high / 1e3:.2f}",
+            _percent(row),
+        ]
+        for row in checked.steps()
+    ]
+    header = ["step", "GPUs", "how", "measured", "predicted", "interval", "off by"]
+    return rows(header, body, left=1)
+
+
+def page(names: Sequence[str]) -> str:
+    """The whole of docs/predicted.md, of the results files with these names."""
+    parts = [
+        "# Predicted beside measured\n",
+        "Written by `stretto bench predicted --page docs/predicted.md` from"
+        f" {', '.join(names)} and the times noted in pages; do not edit."
+        " [scaling.md](scaling.md) tells how a time is predicted. Every case is predicted by a fit"
+        " that has not seen it. Calls are in microseconds, steps in milliseconds; a time outside"
+        " its interval is bold.\n",
+        "## Steps of the transformer\n",
+        steps_table(),
+    ]
+    groups: dict[str, list[Checked]] = {}
+    for row in checked.calls():
+        groups.setdefault(f"{row.where}, {row.devices} GPUs", []).append(row)
+    for title, found in sorted(groups.items()):
+        parts += [f"## {title}\n".replace(", 1 GPUs", ", 1 GPU"), _cases(found)]
+    return "\n".join(parts)
+
+
+def _cases(found: Sequence[Checked]) -> str:
+    """A row a case, a column a peer: measured / predicted."""
+    peers = [peer for peer in _ORDER if any(row.peer == peer for row in found)]
+    cases: dict[str, dict[str, Checked]] = {}
+    for row in found:
+        cases.setdefault(row.what, {})[row.peer] = row
+    body = []
+    for what, by_peer in cases.items():
+        kernel, shape, _ = what.split(" ")
+        cells = [_cell(by_peer.get(peer)) for peer in peers]
+        body.append([f"`{kernel}`", shape, *cells])
+    header = ["operation", "shape", *(PEERS.get(peer, peer_label(peer)) for peer in peers)]
+    return "Measured / predicted (interval).\n\n" + rows(header, body, left=2)
+
+
+_ORDER = ("matmul", "own-matmul", "communication", "fused", "xla")
+
+
+def _cell(row: Checked | None) -> str:
+    if row is None:
+        return NONE
+    interval = f"({number(row.low)} to {number(row.high)})"
+    measured = number(row.measured) if row.is_inside else f"**{number(row.measured)}**"
+    return f"{measured} / {number(row.predicted)} {interval}"
+
+
+def _percent(row: Checked) -> str:
+    text = f"{100 * (row.predicted / row.measured - 1):+.0f}%"
+    return text if row.is_inside else f"**{text}**"
+
+
+def fitted_table() -> str:
+    """The parameters of every way of making a call, and of a step."""
+    found = model()
+    body = []
+    for way in WAYS:
+        names = parameters_of(way).names
+        named = zip(names, found.fit[way], strict=True)
+        body.append([way, ", ".join(f"{name} {value:.3g}" for name, value in named)])
+    factors = zip(("forward", "backward", "optimizer"), step_model().factors, strict=True)
+    body.append(["bytes of a step", ", ".join(f"{name} {value:.3g}" for name, value in factors)])
+    return rows(["way", "parameters"], body, left=2)
+
+
+def planned_table() -> str:
+    """The best split of each model on each machine, at each number of GPUs."""
+    body = []
+    for name in MACHINES:
+        target = machine_file.read(name)
+        for one in map(decoder.read, MODELS):
+            for count in COUNTS:
+                found = plan.over(step_model(), one, count, one.batch, target)
+                body.append([target.name, one.name, str(count), *_planned_cells(found)])
+    header = ["machine", "model", "GPUs", "step, s", "interval", "split", "how", "exposed", "GB"]
+    return rows(header, body, left=2)
+
+
+def _planned_cells(found: ForGpus) -> list[str]:
+    if not found.best:
+        why = f"none fits: the least needs {found.least_gb:.0f} GB"
+        return [NONE, NONE, why, NONE, NONE, NONE]
+    best = found.best[0]
+    return [
+        number(best.step_s),
+        f"{number(best.low_s)} to {number(best.high_s)}",
+        best.split,
+        best.how,
+        percent(best.exposed_s / best.step_s),
+        f"{best.memory_gb:.0f}",
+    ]
+
+
+def between(text: str, name: str, content: str, path: str) -> str:
+    """`text` with `content` between its markers `<!-- name -->` and `<!-- /name -->`.
+
+    Raises:
+      BenchmarkError: it lacks one.
+    """
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    first, last = text.find(begin), text.find(end)
+    if first < 0 or last < first:
+        raise BenchmarkError(f"{path} needs a line {begin} and after it a line {end}.")
+    return f"{text[: first + len(begin)]}\n{content}{text[last:]}"

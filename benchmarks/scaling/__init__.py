@@ -1,0 +1,1 @@
+"""Training steps on many GPUs: models, splits, memory, times, plans."""
