@@ -18,7 +18,6 @@ from stretto.kernels.collectives import exchange, kernels, summation
 from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions
 from stretto.kernels.nodes import hierarchical_collectives
 from stretto.kernels.operation import (
-    Arrays,
     Axes,
     BetweenNodes,
     Call,
@@ -28,7 +27,7 @@ from stretto.kernels.operation import (
     Sizes,
 )
 from stretto.kernels.operations import examples, other_numbers
-from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform, run
+from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform
 from stretto.kernels.problem import checks, node_config
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.problem.work import Traffic, Work
@@ -189,10 +188,6 @@ def _all_to_all_reference(x: jax.Array, axes: Axes, options: ExchangeOptions) ->
 # --- Derivatives: all are linear, so there is nothing to keep -------------------------------------
 
 
-def _forward(x: Arrays, call: Call) -> tuple[Arrays, None]:
-    return run(x, call), None
-
-
 def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
     backend = _backend_of_sums(call.backend, bar)
     return reduce_scatter(bar, call.axes, axis=call.options.axis, backend=backend)
@@ -248,7 +243,6 @@ ALL_GATHER = Operation(
     public=all_gather,
     sizes=("m", "n"),
     reference=_all_gather_reference,
-    forward=_forward,
     backward=_all_gather_backward,
     work=functools.partial(_work, collective="all_gather"),
     kernels=(kernels.ALL_GATHER,),
@@ -267,7 +261,6 @@ REDUCE_SCATTER = Operation(
     public=reduce_scatter,
     sizes=("m", "n"),
     reference=_reduce_scatter_reference,
-    forward=_forward,
     backward=_reduce_scatter_backward,
     work=functools.partial(_work, collective="reduce_scatter"),
     kernels=(kernels.REDUCE_SCATTER,),
@@ -285,7 +278,6 @@ ALL_REDUCE = Operation(
     public=all_reduce,
     sizes=("m", "n"),
     reference=_all_reduce_reference,
-    forward=_forward,
     backward=_all_reduce_backward,
     work=functools.partial(_work, collective="all_reduce"),
     kernels=(kernels.ALL_REDUCE,),
@@ -300,7 +292,6 @@ ALL_TO_ALL = Operation(
     public=all_to_all,
     sizes=("m", "n"),
     reference=_all_to_all_reference,
-    forward=_forward,
     backward=_all_to_all_backward,
     work=functools.partial(_work, collective="all_to_all"),
     kernels=(kernels.ALL_TO_ALL,),
