@@ -10,9 +10,9 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import clique, jax_options, simulator, topology
+from stretto.distributed import jax_options, simulator, topology
 from stretto.distributed.errors import BackendUnavailableError
-from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice import costs, obstacles, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
@@ -42,6 +42,7 @@ def choose(
     config: Any = None,
     *,
     axes: Axes = (),
+    obstacle: str | None = None,
 ) -> Choice:
     """Decides the implementation of `problem`.
 
@@ -51,6 +52,7 @@ def choose(
       backend: what the caller asked for.
       config: the caller's configuration of the fused kernel, or None.
       axes: of the enclosing mesh, which the team lies along.
+      obstacle: why no kernel can serve this call, as far as its operation knows.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
@@ -58,7 +60,7 @@ def choose(
     """
     check_backend(backend)
     _check_config(operation, config)
-    choice = _choose(operation, problem, backend, config, axes)
+    choice = _choose(operation, problem, backend, config, axes, obstacle)
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)
@@ -66,14 +68,19 @@ def choose(
 
 
 def _choose(
-    operation: Operation, problem: Problem, backend: str, config: Any, axes: tuple[Hashable, ...]
+    operation: Operation,
+    problem: Problem,
+    backend: str,
+    config: Any,
+    axes: tuple[Hashable, ...],
+    obstacle: str | None = None,
 ) -> Choice:
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
     if problem.devices == 1 and operation.communicates:
         return Choice(problem=problem, backend="xla", reason="one device needs no communication")
-    if operation.communicates and (unordered := clique.order_obstacle_of_trace()) is not None:
-        return _fall_back(problem, backend, unordered)
+    if (obstacle := obstacle or obstacles.of_call(operation, problem, axes)) is not None:
+        return _fall_back(problem, backend, obstacle)
     split = topology.split(axes)
     if split.outer:
         return _choose_across_nodes(operation, problem, backend, config, split)

@@ -87,6 +87,12 @@ class Operands:
             return dict(m=m, k=self.devices * k, n=n)
         return dict(m=self.devices * m, k=k, n=n)
 
+    def products(self) -> list[tuple[int, int]]:
+        """The shape of each result on one device."""
+        m = self.lhs.shape[0] * (self.devices if self.gather_axis == "m" else 1)
+        n = self.devices if self.gather_axis == "n" else 1
+        return [(m, n * side.shape[0 if self.transposed else 1]) for side in self.sides]
+
     def for_kernel(self) -> tuple[jax.Array, tuple[jax.Array, ...], bool]:
         """(what is gathered, what it is multiplied by, whether that is transposed)."""
         if self.gather_axis == "n":

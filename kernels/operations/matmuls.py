@@ -26,6 +26,7 @@ from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks, epilogues, node_config
 from stretto.kernels.problem.epilogues import Epilogue
 from stretto.kernels.problem.options import GatherOptions, types_of
+from stretto.kernels.xla.matmul import accumulator_dtype
 
 
 def all_gather_matmul(
@@ -99,11 +100,22 @@ def all_gather_matmul(
         return_gathered=return_gathered,
         keep_gathered=keep_gathered,
     )
+    obstacle = None
     if epilogue is not None:
-        epilogues.check_elementwise(gathered.OP, epilogue)
+        wide = accumulator_dtype(lhs.dtype)
+        obstacle = epilogues.obstacle(gathered.OP, epilogue, operands.products(), wide)
     operation = GATHERS[gather_axis]
     types = types_of(lhs, operands.sides[0], options)
-    call = decide(operation, operands.sizes(), types, axes, options, backend=backend, config=config)
+    call = decide(
+        operation,
+        operands.sizes(),
+        types,
+        axes,
+        options,
+        backend=backend,
+        config=config,
+        obstacle=obstacle,
+    )
     if call is None:
         outs, whole = operation.reference((lhs, operands.sides), axes, options)
     else:

@@ -28,6 +28,7 @@ def decide(
     *,
     backend: str,
     config: Any,
+    obstacle: str | None = None,
 ) -> Call | None:
     """The call of the kernel that serves, None where XLA does.
 
@@ -38,6 +39,7 @@ def decide(
       axes: of the mesh, which the team lies along.
       options: the operation's own.
       backend, config: what the caller asked for.
+      obstacle: why no kernel can serve the call, where the operation found a reason.
 
     Raises:
       ValueError: `backend` is unknown or cannot serve, or `config` does not fit.
@@ -49,7 +51,7 @@ def decide(
         devices=axis_size(axes) if axes else 1,
         machine=Machine.of_mesh(),
     )
-    choice = choose.choose(operation, problem, backend, config, axes=axes)
+    choice = choose.choose(operation, problem, backend, config, axes=axes, obstacle=obstacle)
     if choice.backend == "xla" or choice.kernel is None:
         return None
     return Call(

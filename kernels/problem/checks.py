@@ -19,7 +19,7 @@ def check_backend(backend: str) -> None:
 def check_matmul_operands(
     op: str, lhs: Any, rhs: Any, *, rhs_transposed: bool = False, k_shards: int = 1
 ) -> None:
-    """Raises ValueError unless `lhs @ rhs` multiplies two floating-point matrices of one type.
+    """Raises ValueError unless `lhs @ rhs` multiplies two matrices of numbers of one type.
 
     With `k_shards`, lhs is one of so many equal parts of the columns.
     """
@@ -30,11 +30,8 @@ def check_matmul_operands(
                 f"{op}: {name} has shape {x.shape}; it must be a matrix. Fold leading dimensions"
                 " into the rows with reshape."
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"{op}: {name} has dtype {x.dtype}; it must be a floating-point type (bfloat16,"
-                " float16, float32, float64). Cast it."
-            )
+        if not jnp.issubdtype(x.dtype, jnp.number):
+            raise ValueError(f"{op}: {name} has dtype {x.dtype}; it must be of numbers. Cast it.")
     if lhs.dtype != rhs.dtype:
         raise ValueError(
             f"{op}: lhs is {lhs.dtype} and rhs is {rhs.dtype}; cast one so that they agree."
@@ -106,8 +103,11 @@ def check_pairs(op: str, lhs: tuple, rhs: tuple, *, rhs_transposed: bool) -> Non
 
 
 def check_divisible(op: str, what: str, size: int, by: int) -> None:
-    """Raises ValueError unless `size` (called `what`) is a multiple of the team's size `by`."""
-    if size % by:
+    """Raises ValueError unless `size` (called `what`) is a multiple of the team's size `by`.
+
+    A size that is known when the program runs is left to XLA.
+    """
+    if isinstance(size, int) and size % by:
         raise ValueError(
             f"{op}: {what}={size} must be a multiple of the {by} devices; pad it to"
             f" {-(-size // by) * by}."
@@ -124,8 +124,13 @@ def check_array_axis(op: str, what: str, axis: int, x: Any) -> int:
 
 
 def check_out_dtype(op: str, out_dtype: jax.typing.DTypeLike | None, default: Any) -> jnp.dtype:
-    """`out_dtype`, or `default` where it is None; ValueError unless it is a floating-point type."""
-    dtype = jnp.dtype(default if out_dtype is None else out_dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{op}: out_dtype={dtype} must be a floating-point type.")
+    """`out_dtype`, or `default` where it is None; ValueError unless it is of the default's kind."""
+    default = jnp.dtype(default)
+    dtype = default if out_dtype is None else jnp.dtype(out_dtype)
+    kinds = [jnp.floating, jnp.complexfloating, jnp.integer]
+    if not any(all(jnp.issubdtype(x, kind) for x in (dtype, default)) for kind in kinds):
+        raise ValueError(
+            f"{op}: out_dtype={dtype} must be of the same kind (floating-point, complex, integer)"
+            f" as the operands, {default}."
+        )
     return dtype

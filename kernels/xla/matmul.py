@@ -16,11 +16,13 @@ from stretto.kernels.problem.machine import Machine
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The type in which products of `dtype` are summed: float32, or `dtype` where that is wider."""
+    """The type in which products of `dtype` are summed: of 32 bits, or `dtype` where it is wider."""
     dtype = jnp.dtype(dtype)
+    if dtype.itemsize >= 4:
+        return dtype
     if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.promote_types(dtype, jnp.float32)
-    return dtype
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
 
 
 def matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
