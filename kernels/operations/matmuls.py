@@ -246,9 +246,7 @@ def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> 
         sizes=("m", "k", "n"),
         reference=functools.partial(gathered.reference, gather_axis=gather_axis),
         forward=matmul_derivatives.gather_forward,
-        tangent=functools.partial(
-            matmul_derivatives.gather_tangent, reference=gathered.reference
-        ),
+        tangent=functools.partial(matmul_derivatives.gather_tangent, reference=gathered.reference),
         backward=_gather_backward,
         work=functools.partial(gathered.work, gather_axis=gather_axis),
         kernels=(kernel,),

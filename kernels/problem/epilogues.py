@@ -50,19 +50,19 @@ def obstacle(
         for shape in products:
             _check(op, epilogue, _trace(epilogue, shape, dtype), shape)
         return (
-            f"{_name(epilogue)}, the epilogue, fits results of shape {products[0]} only, and a"
-            " kernel applies it to pieces; it uses an array from outside."
+            f"the epilogue {_name(epilogue)} fits results of shape {products[0]} only, and a kernel"
+            " applies it to pieces: it uses an array from outside."
         )
     _check(op, epilogue, traced, EXAMPLE)
     for const in _constants(traced):
         if isinstance(const, jax.core.Tracer):
-            return f"{_name(epilogue)}, the epilogue, uses a traced value from outside."
+            return f"the epilogue {_name(epilogue)} uses a traced value from outside."
         if _shape(const):
-            return f"{_name(epilogue)}, the epilogue, uses an array from outside."
+            return f"the epilogue {_name(epilogue)} uses an array from outside."
     numbers = list(_numbers(traced))
     if numbers != list(_numbers(_trace(epilogue, OTHER_EXAMPLE, dtype))):
         return (
-            f"{_name(epilogue)}, the epilogue, depends on the size of the result or on the place in"
+            f"the epilogue {_name(epilogue)} depends on the size of the result or on the place in"
             " it, and a kernel applies it to pieces."
         )
     return None

@@ -16,7 +16,7 @@ from stretto.kernels.problem.machine import Machine
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The type in which products of `dtype` are summed: of 32 bits, or `dtype` where it is wider."""
+    """The type in which products of `dtype` are summed: of 32 bits, or wider like `dtype`."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize >= 4:
         return dtype

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 
 F32 = jnp.float32
+ROWS, COLUMNS, EVERYWHERE = P("tp"), P(None, "tp"), P()
 type OneDevice = Callable[..., Any]
 type Whole = Callable[..., Any]
 
@@ -31,8 +33,8 @@ class Subject:
     call: OneDevice
     plain: OneDevice
     x: P
-    w: P = P()
-    out: P = P("tp")
+    w: P = EVERYWHERE
+    out: P = ROWS
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -53,7 +55,6 @@ def _scattered(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.psum_scatter(_dot(x, w).astype(x.dtype), "tp", tiled=True)
 
 
-ROWS, COLUMNS = P("tp", None), P(None, "tp")
 SUBJECTS: dict[str, Subject] = {
     "all_gather_matmul": Subject(
         call=lambda x, w: st.all_gather_matmul(x, w, "tp"), plain=_gathered, x=ROWS, w=COLUMNS
@@ -98,7 +99,6 @@ SUBJECTS: dict[str, Subject] = {
         x=COLUMNS,
     ),
 }
-FEW = ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class Case:
     Attributes:
       make: (one device's call, subject, mesh) -> program of (x, w).
       reason: why XLA serves, as `explain` says it; None where a kernel can.
-      dtype: of the operands; None for bfloat16.
-      sizes: of x and w, which are square.
+      dtype: of the operands.
+      empty: whether x has no rows.
       only: the subject that it is for, or all.
     """
 
@@ -290,8 +290,6 @@ def weak(call, subject, mesh):
 
 
 def from_numpy(call, subject, mesh):
-    import numpy as np
-
     def body(x, w):
         return call(np.ones(x.shape, x.dtype), np.ones(w.shape, w.dtype))
 

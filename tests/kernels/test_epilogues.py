@@ -10,6 +10,7 @@ import pytest
 from stretto.kernels.problem import epilogues
 from stretto.kernels.problem.epilogues import without_derivatives
 
+
 def obstacle(epilogue):
     return epilogues.obstacle("op", epilogue, [(6, 8)], jnp.float32)
 
