@@ -17,7 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import core as jax_core
+from jax._src.ad_util import Zero
 from jax._src.interpreters import ad, batching, mlir
+
+from stretto.distributed.jax_batching import lower_inlined
 
 linear_p = jax_core.Primitive("stretto_linear")
 linear_p.multiple_results = True
@@ -87,12 +90,12 @@ def _jvp(primals, tangents, *, jaxpr, pair, num_kept):
     outs = linear_p.bind(*primals, jaxpr=jaxpr, pair=pair, num_kept=num_kept)
     kept, moved = primals[:num_kept], primals[num_kept:]
     kept_dots, moved_dots = tangents[:num_kept], tangents[num_kept:]
-    dots = [ad.Zero(jax_core.typeof(out).to_tangent_aval()) for out in outs]
+    dots = [Zero(jax_core.typeof(out).to_tangent_aval()) for out in outs]
     if not _all_zero(moved_dots):
         terms = _bind(pair, kept, [ad.instantiate_zeros(dot) for dot in moved_dots])
         dots = list(map(ad.add_tangents, dots, terms))
     if not _all_zero(kept_dots):
-        places = [i for i, dot in enumerate(kept_dots) if type(dot) is not ad.Zero]
+        places = [i for i, dot in enumerate(kept_dots) if type(dot) is not Zero]
 
         def of_kept(*some):
             xs = list(kept)
@@ -106,7 +109,7 @@ def _jvp(primals, tangents, *, jaxpr, pair, num_kept):
 
 
 def _all_zero(tangents: Sequence[Any]) -> bool:
-    return all(type(dot) is ad.Zero for dot in tangents)
+    return all(type(dot) is Zero for dot in tangents)
 
 
 ad.primitive_jvps[linear_p] = _jvp
@@ -116,7 +119,7 @@ def _transpose(bars, *args, jaxpr, pair, num_kept):
     kept, moved = args[:num_kept], args[num_kept:]
     avals = [aval.to_ct_aval() for aval in jaxpr.out_avals]
     bars = [
-        ad.instantiate_zeros(ad.Zero(aval)) if type(bar) is ad.Zero else bar
+        ad.instantiate_zeros(Zero(aval)) if type(bar) is Zero else bar
         for bar, aval in zip(bars, avals, strict=True)
     ]
     outs = pair.transpose(kept, bars)
@@ -161,20 +164,4 @@ def _batch(axis_data, args, dims, *, jaxpr, pair, num_kept):
 batching.fancy_primitive_batchers[linear_p] = _batch
 
 
-def _lowering(ctx, *args, jaxpr, **_):
-    outs, tokens = mlir.jaxpr_subcomp(
-        ctx.module_context,
-        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
-        ctx.name_stack,
-        ctx.tokens_in,
-        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
-        *args,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    ctx.set_tokens_out(tokens)
-    return outs
-
-
-mlir.register_lowering(linear_p, _lowering, cacheable=False)
+mlir.register_lowering(linear_p, lower_inlined, cacheable=False)

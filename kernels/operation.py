@@ -115,6 +115,9 @@ class Operation:
         is the operation itself.
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
+      batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
+        `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
+        where `vmap` takes a launch for each.
       work: what a problem asks of one device.
       kernels: fused implementations; the first without an obstacle serves.
       between_nodes: what it is over several nodes; None where XLA serves there.
@@ -133,6 +136,7 @@ class Operation:
     examples: Examples
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
+    batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True
 

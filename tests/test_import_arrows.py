@@ -30,11 +30,13 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {"launch": {"benchmarks"}}
 USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author would
 PRIVATE_JAX = (
+    "distributed/jax_batching.py",
     "distributed/jax_callbacks.py",
     "distributed/jax_compat.py",
     "distributed/jax_first_runs.py",
     "distributed/jax_heap.py",
     "distributed/jax_kernels.py",
+    "distributed/jax_linear.py",
     "distributed/jax_lowering.py",
     "distributed/jax_marks.py",
     "distributed/jax_meshes.py",

@@ -61,6 +61,9 @@ def choose(
     check_backend(backend)
     _check_config(operation, config)
     choice = _choose(operation, problem, backend, config, axes, obstacle)
+    if problem.copied and choice.backend != "xla":
+        said = f"{choice.reason}; {problem.copied / 2**20:.3g} MiB are copied to put rows in order"
+        choice = dataclasses.replace(choice, reason=said)
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)
@@ -197,6 +200,8 @@ def _within(operation: Operation, problem: Problem, split: topology.Split) -> Pr
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
+    if problem.copied:
+        return _with_copies(operation, kernel, problem)
     found = tables.look_up(kernel, problem)
     if found is not None:
         return found
@@ -205,6 +210,24 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     else:
         choice = costs.compare(estimate(operation, kernel, problem))
     return Choice(problem=problem, kernel=kernel, config=_best_config(kernel, problem), **choice)
+
+
+def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The faster one where the kernel's operands or results have to be copied besides."""
+    plain = faster(operation, kernel, dataclasses.replace(problem, copied=0))
+    fused_us, xla_us = plain.fused_us, plain.xla_us
+    if fused_us is None or xla_us is None:
+        fused_us, xla_us = estimate(operation, kernel, problem)
+    fused_us += costs.moved_in_memory_us(problem.copied)
+    is_fused = plain.backend == "pallas" and fused_us < xla_us
+    return dataclasses.replace(
+        plain,
+        problem=problem,
+        backend="pallas" if is_fused else "xla",
+        reason=f"{plain.reason}, but for the copies" if not is_fused else plain.reason,
+        fused_us=fused_us,
+        xla_us=xla_us,
+    )
 
 
 def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:

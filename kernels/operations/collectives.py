@@ -217,6 +217,19 @@ def _all_to_all_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
     )
 
 
+# --- Batches of `vmap`: dimensions like others ----------------------------------------------------
+
+
+def _batched(launch: Any, size: int, batched: Any, x: jax.Array, call: Call) -> jax.Array:
+    """One launch: with the batch in front, every axis is one further on."""
+    del size, batched
+    options = call.options
+    if options is not None:
+        axes = {name: axis + 1 for name, axis in dataclasses.asdict(options).items()}
+        call = dataclasses.replace(call, options=dataclasses.replace(options, **axes))
+    return launch(x, call)
+
+
 # --- Records --------------------------------------------------------------------------------------
 
 
@@ -244,6 +257,7 @@ ALL_GATHER = Operation(
     sizes=("m", "n"),
     reference=_all_gather_reference,
     backward=_all_gather_backward,
+    batched=_batched,
     work=functools.partial(_work, collective="all_gather"),
     kernels=(kernels.ALL_GATHER,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.all_gather, divided=()),
@@ -262,6 +276,7 @@ REDUCE_SCATTER = Operation(
     sizes=("m", "n"),
     reference=_reduce_scatter_reference,
     backward=_reduce_scatter_backward,
+    batched=_batched,
     work=functools.partial(_work, collective="reduce_scatter"),
     kernels=(kernels.REDUCE_SCATTER,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.reduce_scatter, divided=("m",)),
@@ -279,6 +294,7 @@ ALL_REDUCE = Operation(
     sizes=("m", "n"),
     reference=_all_reduce_reference,
     backward=_all_reduce_backward,
+    batched=_batched,
     work=functools.partial(_work, collective="all_reduce"),
     kernels=(kernels.ALL_REDUCE,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.all_reduce, divided=()),
@@ -293,6 +309,7 @@ ALL_TO_ALL = Operation(
     sizes=("m", "n"),
     reference=_all_to_all_reference,
     backward=_all_to_all_backward,
+    batched=_batched,
     work=functools.partial(_work, collective="all_to_all"),
     kernels=(kernels.ALL_TO_ALL,),
     examples=Examples(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from stretto.distributed.axes import axis_size, make_varying, varying_axes
+from stretto.distributed.jax_batching import mapped
 from stretto.distributed.jax_linear import linear
 from stretto.kernels.choice import choose
 from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
@@ -29,6 +30,7 @@ def decide(
     backend: str,
     config: Any,
     obstacle: str | None = None,
+    copied: int = 0,
 ) -> Call | None:
     """The call of the kernel that serves, None where XLA does.
 
@@ -40,6 +42,7 @@ def decide(
       options: the operation's own.
       backend, config: what the caller asked for.
       obstacle: why no kernel can serve the call, where the operation found a reason.
+      copied: bytes that a kernel's call copies beside it.
 
     Raises:
       ValueError: `backend` is unknown or cannot serve, or `config` does not fit.
@@ -50,6 +53,7 @@ def decide(
         types=types,
         devices=axis_size(axes) if axes else 1,
         machine=Machine.of_mesh(),
+        copied=copied,
     )
     choice = choose.choose(operation, problem, backend, config, axes=axes, obstacle=obstacle)
     if choice.backend == "xla" or choice.kernel is None:
@@ -105,7 +109,14 @@ def run(operands: Arrays, call: Call) -> Arrays:
 def _launch(operands: Arrays, call: Call) -> Arrays:
     if call.split is not None and call.operation.between_nodes is not None:
         return call.operation.between_nodes.run(operands, call)
-    return call.kernel.run(operands, call)
+    rule = call.operation.batched
+    if rule is None:
+        return call.kernel.run(operands, call)
+    return mapped(
+        lambda operands: call.kernel.run(operands, call),
+        lambda size, batched, operands: rule(_launch, size, batched, operands, call),
+        operands,
+    )
 
 
 _run = jax.custom_jvp(_launch, nondiff_argnums=(1,))

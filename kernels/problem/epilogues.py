@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
 type Epilogue = Callable[[jax.Array], jax.Array]
@@ -31,7 +32,7 @@ OTHER_EXAMPLE = (1021, 1031)
 
 
 def obstacle(
-    op: str, epilogue: Epilogue, products: Sequence[tuple[int, int]], dtype: jax.typing.DTypeLike
+    op: str, epilogue: Epilogue, products: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike
 ) -> str | None:
     """Why no kernel can hold `epilogue`, None where one can.
 
@@ -55,7 +56,7 @@ def obstacle(
         )
     _check(op, epilogue, traced, EXAMPLE)
     for const in _constants(traced):
-        if isinstance(const, jax.core.Tracer):
+        if isinstance(const, Tracer):
             return f"the epilogue {_name(epilogue)} uses a traced value from outside."
         if _shape(const):
             return f"the epilogue {_name(epilogue)} uses an array from outside."
@@ -87,11 +88,11 @@ def _constants(traced: Any) -> Iterator[Any]:
             yield from _constants(equation.params[CALLS[equation.primitive.name]])
 
 
-def _trace(epilogue: Epilogue, shape: tuple[int, int], dtype: jax.typing.DTypeLike) -> Any:
+def _trace(epilogue: Epilogue, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     return jax.make_jaxpr(epilogue)(jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _check(op: str, epilogue: Epilogue, traced: Any, shape: tuple[int, int]) -> None:
+def _check(op: str, epilogue: Epilogue, traced: Any, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless `epilogue`, traced for products of a shape, is elementwise."""
     shapes = [_shape(aval) for aval in traced.out_avals]
     mixing = "" if shapes == [shape] else "its result has another shape"
@@ -107,7 +108,7 @@ def _name(epilogue: Epilogue) -> str:
     return getattr(epilogue, "__name__", repr(epilogue))
 
 
-def _what_mixes(jaxpr: Jaxpr, product: tuple[int, int], inputs: Iterable[Var]) -> str:
+def _what_mixes(jaxpr: Jaxpr, product: tuple[int, ...], inputs: Iterable[Var]) -> str:
     """The operation in `jaxpr` that mixes elements of the product, in words; "" if none does.
 
     `inputs` are those of its variables that depend on the product.

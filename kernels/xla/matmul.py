@@ -26,8 +26,8 @@ def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """`lhs @ rhs`, `[m, k] @ [k, n]`, in the type of `accumulator_dtype`."""
-    return _contract(lhs, rhs, 1)
+    """`lhs @ rhs`, `[..., k] @ [k, n]`, in the type of `accumulator_dtype`."""
+    return _contract(lhs, rhs, lhs.ndim - 1)
 
 
 def matmul_of_columns(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
