@@ -65,7 +65,7 @@ def by_parts(x: jax.Array, axis: int, parts: int) -> jax.Array:
 
 
 def columns_together(x: jax.Array, transposed: bool) -> jax.Array:
-    """A batch of right-hand sides as one: `[b, k, n]` -> `[k, b * n]`, `[b, n, k]` -> `[b * n, k]`."""
+    """Right-hand sides as one: `[b, k, n]` -> `[k, b * n]`, or `[b, n, k]` -> `[b * n, k]`."""
     if transposed:
         return x.reshape(-1, x.shape[2])
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
