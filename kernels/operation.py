@@ -115,6 +115,8 @@ class Operation:
         is the operation itself.
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
+      layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
+        outside `shard_map`; None where the caller has to say.
       batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
         `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
         where `vmap` takes a launch for each.
@@ -136,6 +138,7 @@ class Operation:
     examples: Examples
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
+    layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True

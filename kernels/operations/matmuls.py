@@ -23,6 +23,7 @@ from stretto.kernels.operations import (
     batches,
     examples,
     gathered,
+    layouts,
     matmul_derivatives,
     scattered,
 )
@@ -292,6 +293,7 @@ def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> 
         tangent=functools.partial(matmul_derivatives.gather_tangent, reference=gathered.reference),
         backward=_gather_backward,
         batched=batches.of_gather,
+        layout=layouts.of_gather,
         work=functools.partial(gathered.work, gather_axis=gather_axis),
         kernels=(kernel,),
         examples=Examples(
@@ -326,6 +328,7 @@ MATMUL_REDUCE_SCATTER = Operation(
         matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
     ),
     batched=batches.of_scatter,
+    layout=layouts.of_scatter,
     work=functools.partial(scattered.work, collective="reduce_scatter"),
     kernels=(matmul_reduce_scatter_kernel.KERNEL,),
     between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_reduce_scatter, divided=("m", "k")),
@@ -345,6 +348,7 @@ MATMUL_ALL_REDUCE = Operation(
     forward=matmul_derivatives.keep_operands,
     backward=matmul_derivatives.reduce_backward,
     batched=batches.of_reduce,
+    layout=layouts.of_reduce,
     work=functools.partial(scattered.work, collective="all_reduce"),
     kernels=(matmul_all_reduce_kernel.KERNEL,),
     between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_all_reduce, divided=("k",)),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         matmul_all_reduce,
         matmul_reduce_scatter,
     )
+    from stretto.kernels.operations.sharded import sharded
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
+    "sharded",
     "simulate",
 ]
 
@@ -63,6 +65,7 @@ _MODULES = {
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
     "reduce_scatter": "stretto.kernels.operations.collectives",
+    "sharded": "stretto.kernels.operations.sharded",
     "simulate": "stretto.distributed.simulator",
 }
 

@@ -173,7 +173,8 @@ def test_vmap_of_collectives_is_one_launch(backward):
         with st.simulate(seed=0) as report:
             found = on_devices(lambda x, mapped=mapped: mapped(x), x)
         np.testing.assert_array_equal(found, wanted)
-        assert report.launches == 1  # Linear: backward alone is left.
+        # Linear: backward alone is left, and that of a sum is a sum by XLA.
+        assert report.launches == (not backward or call is not calls["sum"])
 
 
 @pytest.mark.parametrize("axis", [2, -1, 3])
