@@ -18,6 +18,10 @@ _COMMANDS = {
         "measure kernels and show the time they could take",
     ),
     "tune": ("stretto.benchmarks.commands.tune", "find the best configuration of a kernel here"),
+    "explain": (
+        "stretto.benchmarks.commands.explain",
+        "which implementation a call takes on some GPUs, and why",
+    ),
     "simulate": (
         "stretto.launch.commands.simulate",
         "run a script's kernels in the simulator on a CPU",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         all_to_all,
         reduce_scatter,
     )
+    from stretto.kernels.operations.explain_sizes import explain_sizes
     from stretto.kernels.operations.grouped_matmul import grouped_matmul
     from stretto.kernels.operations.matmuls import (
         all_gather_matmul,
@@ -41,6 +42,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "explain",
+    "explain_sizes",
     "grouped_matmul",
     "initialize",
     "kernel_errors",
@@ -59,6 +61,7 @@ _MODULES = {
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_to_all": "stretto.kernels.operations.collectives",
     "explain": "stretto.kernels.choice.explain",
+    "explain_sizes": "stretto.kernels.operations.explain_sizes",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.process.startup",
     "kernel_errors": "stretto.distributed.mailbox",
