@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
+import jax
 import tyro
 from tyro.conf import Positional, arg
 
@@ -31,6 +32,7 @@ class ExplainOptions:
 def main(argv: list[str]) -> int:
     """Runs `stretto explain ARGV`; 0, or a BenchmarkError."""
     options = tyro.cli(ExplainOptions, prog="stretto explain", args=argv)
+    jax.config.update("jax_platforms", "cpu")  # GPUs that are here need not be started.
     try:
         print(explained(options))
     except ValueError as error:
