@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -48,7 +48,9 @@ def explained(options: ExplainOptions) -> str:
     if record is not None and (len(words) != len(names) or not all(map(str.isdigit, words))):
         wanted = "x".join(names)
         raise ValueError(f"sizes {options.sizes!r} are not like {wanted}, in numbers.")
-    sizes = dict(zip(names, map(int, words), strict=True)) if record is not None else {}
+    sizes: dict[str, Any] = {}
+    if record is not None:
+        sizes = dict(zip(names, map(int, words), strict=True))
     found = explain_sizes(
         options.operation, devices=options.devices, kind=options.kind, dtype=options.dtype, **sizes
     )

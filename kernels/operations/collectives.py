@@ -1,6 +1,6 @@
 """The public collectives: what they compute, what they refuse, and which implementation serves.
 
-All take any shape and are reverse-differentiable. The fused kernels move whole contiguous parts, so
+All take any shape and are differentiable. The fused kernels move whole contiguous parts, so
 an array axis that is not the first costs a copy on either side (`collectives.row_layout`).
 """
 

@@ -33,7 +33,7 @@ def grouped_matmul(
     config: kernel.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out[r] = lhs[r] @ rhs[group of r]`, on one device; reverse-differentiable.
+    """`out[r] = lhs[r] @ rhs[group of r]`, on one device; differentiable.
 
     | operand | shape | type |
     |---|---|---|

@@ -51,7 +51,7 @@ def all_gather_matmul(
     config: all_gather_matmul_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> Any:
-    """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+    """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; differentiable.
 
     Or `epilogue(lhs @ all_gather(rhs))`. Of the problem `M x K x N`, `gather_axis` names the
     dimension along which the gathered operand lies in shards. Per device, in a team of D:
@@ -153,7 +153,7 @@ def matmul_reduce_scatter(
     config: matmul_reduce_scatter_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+    """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
@@ -228,7 +228,7 @@ def matmul_all_reduce(
     config: matmul_all_reduce_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+    """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
