@@ -5,7 +5,7 @@ allows both and takes the transpose from JAX, which has none of a kernel. Here a
 operation that knows its transpose: forward mode evaluates it, reverse mode transposes it, and
 either may be differentiated again. `jax.custom_derivatives.linear_call` is the like of it, but
 knows no `vmap`, and nothing that its residuals depend on can be differentiated (JAX 0.11.2).
-Private JAX, checked on 0.11.2.
+Private JAX, checked on 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def all_gather(
         back = functools.partial(
             reduce_scatter, axis_name=axes, axis=options.axis, backend=_backend_of_sums(backend, x)
         )
-        return other_numbers.move(x, axes, again, back)
+        counted = functools.partial(again, axis=options.axis)  # Not from the end, of other numbers.
+        return other_numbers.move(x, axes, counted, back)
     return _moved(ALL_GATHER, x, axes, options, backend, config)
 
 
