@@ -61,7 +61,8 @@ def test_readme_names_the_two_commands() -> None:
 def test_named_options_exist(page: str) -> None:
     """Every `stretto COMMAND --option` in a page is one that the command has."""
     text = (ROOT / page).read_text()
-    for command, rest in re.findall(r"stretto (run|doctor|bench|tune|explain)((?: [^`\n|#]*)?)", text):
+    commands = "run|doctor|bench|tune|explain"
+    for command, rest in re.findall(rf"stretto ({commands})((?: [^`\n|#]*)?)", text):
         own = rest.split(".py")[0]  # what follows a script is the script's
         verb = re.match(r" (show|compare|document)\b", own) if command == "bench" else None
         words = (command, verb[1]) if verb else (command,)

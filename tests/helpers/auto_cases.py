@@ -298,7 +298,7 @@ def from_numpy(call, subject, mesh):
 
 def transposed(call, subject, mesh):
     def program(x, w):
-        linear = mapped(lambda x, w: call(x, w), subject, mesh)
+        linear = mapped(call, subject, mesh)
         out = linear(x, w)
         return jax.linear_transpose(lambda x: linear(x, w), x)(out)
 
@@ -351,6 +351,7 @@ CASES: dict[str, Case] = {
     "vmap as the team": Case(make=team_of_a_vmap, reason="axis 'tp' is mapped by jax.vmap"),
     "nested shard_map": Case(make=nested, dtype=F32),
     "export": Case(make=exported, reason="known when the program runs"),
+    "linear_transpose": Case(make=transposed, only="all_reduce"),
     "weak types": Case(make=weak, dtype=F32),
     "NumPy": Case(make=from_numpy),
     "nothing": Case(make=plain, empty=True),
