@@ -314,7 +314,9 @@ def _with_epilogue(epilogue_of, call, subject, mesh):
             return _gathered(x, w, epilogue)
         return st.all_gather_matmul(x, w, "tp", epilogue=epilogue)
 
-    return jax.grad(loss(mapped(body, subject, mesh)), (0, 1))
+    program = mapped(body, subject, mesh)
+    # A program that is differentiated applies it beside the kernel.
+    return lambda x, w: (program(x, w), jax.grad(loss(program), (0, 1))(x, w))
 
 
 def epilogue(epilogue_of: Callable, reason: str | None) -> Case:
