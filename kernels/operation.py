@@ -109,8 +109,17 @@ class Operation:
       sizes: names of a problem's sizes, in their order, as in "8192x8192x28672".
       reference: (operands, axes, options) -> results, through `jax.lax`: `backend="xla"` on any
         platform, and the oracle of tests. Differentiable as it is.
-      forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
       backward: (call, residuals, cotangents of the results) -> cotangents of the operands.
+      forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
+        None for an operation that is linear in its operands: it has no residuals, and its tangent
+        is the operation itself.
+      tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
+        for that of the reference, where the residuals are the operands.
+      layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
+        outside `shard_map`; None where the caller has to say.
+      batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
+        `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
+        where `vmap` takes a launch for each.
       work: what a problem asks of one device.
       kernels: fused implementations; the first without an obstacle serves.
       between_nodes: what it is over several nodes; None where XLA serves there.
@@ -123,11 +132,14 @@ class Operation:
     public: Callable[..., Arrays]
     sizes: tuple[str, ...]
     reference: Callable[[Arrays, Axes, Any], Arrays]
-    forward: Callable[[Arrays, Call], tuple[Arrays, Any]]
     backward: Callable[[Call, Any, Arrays], Arrays]
     work: Callable[[Problem], Work]
     kernels: tuple[Kernel, ...]
     examples: Examples
+    forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
+    tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
+    layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
+    batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True
 
@@ -136,7 +148,7 @@ class Operation:
 class Call:
     """A call that a kernel serves, as far as it is known when it is traced.
 
-    It is hashable, as `jax.custom_vjp` asks of what is not differentiated.
+    It is hashable, as `jax.custom_jvp` asks of what is not differentiated.
 
     Attributes:
       operation: what is called.

@@ -22,6 +22,10 @@ _COMMANDS = {
         "say what a training step would take on many GPUs",
     ),
     "tune": ("stretto.benchmarks.commands.tune", "find the best configuration of a kernel here"),
+    "explain": (
+        "stretto.benchmarks.commands.explain",
+        "which implementation a call takes on some GPUs, and why",
+    ),
     "simulate": (
         "stretto.launch.commands.simulate",
         "run a script's kernels in the simulator on a CPU",

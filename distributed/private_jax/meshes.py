@@ -35,7 +35,8 @@ def _extend_and_tell(mesh: Any, newly_manual_axes: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_extend_axis_env(mesh, newly_manual_axes))
         concrete = mesh if isinstance(mesh, Mesh) else mesh_lib.get_concrete_mesh()
-        ids = tuple(device.id for device in concrete.devices.flat)
+        # A `shard_map` inside another may have none: its devices are those of the outer one.
+        ids = () if concrete.empty else tuple(device.id for device in concrete.devices.flat)
         if ids != tuple(range(len(ids))):
             stack.enter_context(_ids(ids))
         yield

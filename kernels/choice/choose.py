@@ -11,10 +11,10 @@ from typing import Any
 from jax import lax
 
 from stretto.distributed import compiling, simulating
-from stretto.distributed.devices import clique, topology
+from stretto.distributed.devices import topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
-from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice import costs, obstacles, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
@@ -48,6 +48,7 @@ def choose(
     config: Any = None,
     *,
     axes: Axes = (),
+    obstacle: str | None = None,
 ) -> Choice:
     """Decides the implementation of `problem`.
 
@@ -57,6 +58,7 @@ def choose(
       backend: what the caller asked for.
       config: the caller's configuration of the fused kernel, or None.
       axes: of the enclosing mesh, which the team lies along.
+      obstacle: why no kernel can serve this call, as far as its operation knows.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
@@ -64,7 +66,10 @@ def choose(
     """
     check_backend(backend)
     _check_config(operation, config)
-    choice = _choose(operation, problem, backend, config, axes)
+    choice = _choose(operation, problem, backend, config, axes, obstacle)
+    if problem.copied and choice.backend != "xla":
+        said = f"{choice.reason}; {problem.copied / 2**20:.3g} MiB are copied to put rows in order"
+        choice = dataclasses.replace(choice, reason=said)
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)
@@ -72,14 +77,19 @@ def choose(
 
 
 def _choose(
-    operation: Operation, problem: Problem, backend: str, config: Any, axes: tuple[Hashable, ...]
+    operation: Operation,
+    problem: Problem,
+    backend: str,
+    config: Any,
+    axes: tuple[Hashable, ...],
+    obstacle: str | None = None,
 ) -> Choice:
     if backend == "xla":
         return Choice(problem=problem, backend="xla", reason="it was asked for")
     if problem.devices == 1 and operation.communicates:
         return Choice(problem=problem, backend="xla", reason="one device needs no communication")
-    if operation.communicates and (unordered := clique.order_obstacle_of_trace()) is not None:
-        return _fall_back(problem, backend, unordered)
+    if (obstacle := obstacle or obstacles.of_call(operation, problem, axes)) is not None:
+        return _fall_back(problem, backend, obstacle)
     split = topology.split(axes)
     if split.outer:
         return _choose_across_nodes(operation, problem, backend, config, split)
@@ -198,6 +208,8 @@ def _within(operation: Operation, problem: Problem, split: topology.Split) -> Pr
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
+    if problem.copied:
+        return _with_copies(operation, kernel, problem)
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
     found = tables.look_up(kernel, problem) if not untried or tables.exists(kind) else None
     if found is not None:
@@ -214,6 +226,26 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     else:
         choice = costs.compare(estimate(operation, kernel, problem))
     return Choice(problem=problem, kernel=kernel, config=_best_config(kernel, problem), **choice)
+
+
+def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The faster one where the kernel's operands or results have to be copied besides."""
+    plain = faster(operation, kernel, dataclasses.replace(problem, copied=0))
+    if problem.machine.architecture in UNTRIED and plain.backend == "xla":
+        return dataclasses.replace(plain, problem=problem)
+    fused_us, xla_us = plain.fused_us, plain.xla_us
+    if fused_us is None or xla_us is None:
+        fused_us, xla_us = estimate(operation, kernel, problem)
+    fused_us += costs.moved_in_memory_us(problem.copied)
+    is_fused = plain.backend == "pallas" and fused_us < xla_us
+    return dataclasses.replace(
+        plain,
+        problem=problem,
+        backend="pallas" if is_fused else "xla",
+        reason=f"{plain.reason}, but for the copies" if not is_fused else plain.reason,
+        fused_us=fused_us,
+        xla_us=xla_us,
+    )
 
 
 def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:

@@ -41,9 +41,7 @@ def all_gather(
         row_layout.to_rows(words, 1), team, config=config, invariant=invariant, interpret=interpret
     )
     parts = row_layout.from_words(row_layout.from_rows(rows, words.shape), x.dtype)
-    return jnp.moveaxis(parts, 0, axis).reshape(
-        *x.shape[:axis], team.size * x.shape[axis], *x.shape[axis + 1 :]
-    )
+    return joined(parts, axis)
 
 
 def all_gather_of_sums(x: jax.Array, *, axes: Axes, interpret: Any) -> jax.Array:
@@ -57,20 +55,28 @@ def split(x: jax.Array, axis: int, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
+def joined(parts: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `split`: `[parts, ..., s, ...]` joined along `axis` of a part."""
+    shape = list(parts.shape[1:])
+    shape[axis] *= parts.shape[0]
+    return jnp.moveaxis(parts, 0, axis).reshape(shape)
+
+
 def reduce_scatter(
     x: jax.Array,
     *,
     axes: Axes,
     axis: int,
+    op: str = "sum",
     config: summation.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """This device's part along `axis` of the sum, as the public operation."""
+    """This device's part along `axis` of the sum (or by `op`), as the public operation."""
     team = Team.along(axes)
     config = config or summation.Config()
     parts = split(x, axis, team.size)
     rows = summation.reduce_scatter(
-        row_layout.to_rows(parts, team.size), team, config=config, interpret=interpret
+        row_layout.to_rows(parts, team.size), team, op=op, config=config, interpret=interpret
     )
     return row_layout.from_rows(rows, parts.shape[1:])[0]
 
@@ -79,10 +85,11 @@ def all_reduce(
     x: jax.Array,
     *,
     axes: Axes,
+    op: str = "sum",
     config: summation.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """The sum of every device's `x`, as the public operation."""
+    """The sum of every device's `x` (or by `op`), as the public operation."""
     team = Team.along(axes)
     config = config or summation.Config()
     one_shot = x.nbytes <= ONE_SHOT_BYTES
@@ -92,7 +99,7 @@ def all_reduce(
     if missing:
         flat_x = jnp.pad(flat_x, (0, missing))
     rows = summation.all_reduce(
-        row_layout.to_rows(flat_x, parts), team, config=config, interpret=interpret
+        row_layout.to_rows(flat_x, parts), team, op=op, config=config, interpret=interpret
     )
     return (
         row_layout.from_rows(rows, (flat_x.size // parts,)).reshape(-1)[: x.size].reshape(x.shape)
@@ -116,6 +123,4 @@ def all_to_all(
         row_layout.to_rows(words, team.size), team, config=config, interpret=interpret
     )
     parts = row_layout.from_words(row_layout.from_rows(rows, words.shape[1:]), x.dtype)
-    shape = list(parts.shape[1:])
-    shape[concat_axis] *= team.size
-    return jnp.moveaxis(parts, 0, concat_axis).reshape(shape)
+    return joined(parts, concat_axis)

@@ -23,6 +23,19 @@ class AxisOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SumOptions:
+    """Of what adds up.
+
+    Attributes:
+      op: "sum", "max" or "min".
+      axis: of the array, along which the result is scattered; None where it is not.
+    """
+
+    op: str = "sum"
+    axis: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
     """Of an all-to-all."""
 
@@ -49,11 +62,11 @@ def _all_gather(x: jax.Array, call: Call) -> jax.Array:
 
 
 def _reduce_scatter(x: jax.Array, call: Call) -> jax.Array:
-    return arrays.reduce_scatter(x, axis=call.options.axis, **_arguments(call))
+    return arrays.reduce_scatter(x, axis=call.options.axis, op=call.options.op, **_arguments(call))
 
 
 def _all_reduce(x: jax.Array, call: Call) -> jax.Array:
-    return arrays.all_reduce(x, **_arguments(call))
+    return arrays.all_reduce(x, op=call.options.op, **_arguments(call))
 
 
 def _all_to_all(x: jax.Array, call: Call) -> jax.Array:

@@ -78,17 +78,20 @@ class Config:
 
 
 def reduce_scatter(
-    x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
+    x: jax.Array, team: Team, *, op: str = "sum", config: Config = Config(), interpret: Any = None
 ) -> jax.Array:
-    """`[size, rows, columns]` -> `[1, rows, columns]`: the sum of all parts for this device."""
-    return _launch("reduce_scatter", x, team, 1, config, interpret, invariant=False)
+    """`[size, rows, columns]` -> `[1, rows, columns]`: the sum of all parts for this device.
+
+    Or with `op` "max" or "min" the largest or smallest of each element.
+    """
+    return _launch("reduce_scatter", x, team, 1, op, config, interpret, invariant=False)
 
 
 def all_reduce(
-    x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
+    x: jax.Array, team: Team, *, op: str = "sum", config: Config = Config(), interpret: Any = None
 ) -> jax.Array:
     """`[parts, rows, columns]` -> the same, summed; `parts` 1 (one shot) or the team's size."""
-    return _launch("all_reduce", x, team, x.shape[0], config, interpret, invariant=True)
+    return _launch("all_reduce", x, team, x.shape[0], op, config, interpret, invariant=True)
 
 
 def _launch(
@@ -96,6 +99,7 @@ def _launch(
     x: jax.Array,
     team: Team,
     out_parts: int,
+    op: str,
     config: Config,
     interpret: Any,
     *,
@@ -117,7 +121,7 @@ def _launch(
             outs += [
                 copies.remote(out_ref, team, team.neighbour(i)).at[part] for i in team.peer_offsets
             ]
-        _sum(sources, outs, buffers, arrived, sums, pieces, num_blocks)
+        _sum(op, sources, outs, buffers, arrived, sums, pieces, num_blocks)
 
     (out,) = kernel.launch(
         body,
@@ -146,7 +150,7 @@ def _members(ref: Any, team: Team, part: Any) -> list[tuple[jax.Array, Any]]:
     ]
 
 
-def _sum(sources, outs, buffers, arrived, sums, pieces, num_blocks):
+def _sum(op, sources, outs, buffers, arrived, sums, pieces, num_blocks):
     """Adds this block's pieces up; on return the last stores are on their way."""
     stages, _, piece_rows, _ = buffers.shape
     block = kernel.block_id()
@@ -164,7 +168,7 @@ def _sum(sources, outs, buffers, arrived, sums, pieces, num_blocks):
     def step(i, _):
         stage = schedule.rem(i, stages)
         plgpu.barrier_wait(arrived.at[stage])
-        total = _add_up([buffers[stage, member] for member in range(len(sources))])
+        total = _add_up(op, [buffers[stage, member] for member in range(len(sources))])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The sum before has been read.
         sums[...] = total.astype(sums.dtype)
         plgpu.commit_smem()
@@ -177,10 +181,14 @@ def _sum(sources, outs, buffers, arrived, sums, pieces, num_blocks):
     lax.fori_loop(0, own, step, None)
 
 
-def _add_up(values: list[jax.Array]) -> jax.Array:
-    """The sum, in float32 if the values are narrower floats, in the order given."""
+def _add_up(op: str, values: list[jax.Array]) -> jax.Array:
+    """The sum, in float32 if the values are narrower floats, in the order given.
+
+    Or, by `op`, the largest or smallest of each element.
+    """
+    add = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
     wide = jnp.float32 if jnp.issubdtype(values[0].dtype, jnp.floating) else values[0].dtype
     total = values[0].astype(wide)
     for value in values[1:]:
-        total += value.astype(wide)
+        total = add(total, value.astype(wide))
     return total

@@ -1,6 +1,6 @@
 """The public collectives: what they compute, what they refuse, and which implementation serves.
 
-All take any shape and are reverse-differentiable. The fused kernels move whole contiguous parts, so
+All take any shape and are differentiable. The fused kernels move whole contiguous parts, so
 an array axis that is not the first costs a copy on either side (`collectives.row_layout`).
 """
 
@@ -15,119 +15,159 @@ import jax
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.collectives import exchange, kernels, summation
-from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions
+from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions, SumOptions
 from stretto.kernels.nodes import hierarchical_collectives
-from stretto.kernels.operation import (
-    Arrays,
-    Axes,
-    BetweenNodes,
-    Call,
-    Examples,
-    Operand,
-    Operation,
-    Sizes,
-)
-from stretto.kernels.operations import examples, other_numbers
-from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform, run
+from stretto.kernels.operation import Axes, BetweenNodes, Call, Examples, Operation
+from stretto.kernels.operations import collective_rules as rules
+from stretto.kernels.operations import examples, other_numbers, trees
+from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform
 from stretto.kernels.problem import checks, node_config
-from stretto.kernels.problem.problem import Problem, Types
-from stretto.kernels.problem.work import Traffic, Work
-from stretto.kernels.xla import collectives as xla
+from stretto.kernels.problem.problem import Types
 
 
 def all_gather(
-    x: jax.Array,
+    x: Any,
     axis_name: AxisNames,
     *,
     axis: int = 0,
+    tiled: bool = True,
     config: exchange.Config | node_config.Config | None = None,
     backend: str = "auto",
-) -> jax.Array:
+) -> Any:
     """Concatenation along `axis` of every device's `x`, inside `jax.shard_map`; bit for bit.
 
     `x` `[..., s, ...]` per device -> `[..., D * s, ...]`, the same on every device of a team of D.
-    Equals `lax.all_gather(x, axis_name, axis=axis, tiled=True)`.
+    Equals `lax.all_gather(x, axis_name, axis=axis, tiled=tiled)`: without `tiled`, stacked along a
+    new dimension, `[..., D, s, ...]`.
 
     Args:
-      x: an array of any type, random keys included.
+      x: an array of any type, random keys included; or a tree of arrays, of which those of one type
+        are moved in one launch, joined by a copy.
       axis_name: mesh axis, or tuple of axes, to gather over.
-      axis: of the array; may be negative.
+      axis: of the array, or of the result that is stacked; may be negative.
+      tiled: whether shards are joined, or stacked.
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         size by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
     Raises:
-      ValueError: `x` is no array, `axis` is out of range, an unknown mesh axis or backend, a call
-        outside `shard_map`, or a backend that cannot serve the call.
+      ValueError: `x` holds what is no array, `axis` is out of range, an unknown mesh axis or
+        backend, a call outside `shard_map`, or a backend that cannot serve the call.
 
     Synchronisation: every device of the team must make the call.
     """
-    axes = canonical_axes(axis_name)
-    options = AxisOptions(axis=checks.check_array_axis("all_gather", "axis", axis, x))
-    if other_numbers.are_needed(x):
-        again = functools.partial(
-            all_gather, axis_name=axes, axis=options.axis, config=config, backend=backend
+    op, axes = "all_gather", canonical_axes(axis_name)
+    again = functools.partial(all_gather, axis_name=axes, axis=axis, config=config, backend=backend)
+    if trees.is_tree(x):
+        return trees.move(
+            op,
+            x,
+            functools.partial(again, tiled=tiled),
+            lambda parts: _fused(ALL_GATHER, parts, axes, AxisOptions(axis=0), backend, config),
+            lambda leaf: leaf[None],
+            lambda parts, leaf: rules.gathered(op, parts, leaf, axis, tiled),
         )
+    if not tiled:
+        return again(rules.with_new_axis(op, axis, x))
+    options = AxisOptions(axis=checks.check_array_axis(op, "axis", axis, x))
+    if other_numbers.are_needed(x):
         back = functools.partial(
             reduce_scatter, axis_name=axes, axis=options.axis, backend=_backend_of_sums(backend, x)
         )
-        return other_numbers.move(x, axes, again, back)
+        counted = functools.partial(again, axis=options.axis)  # Not from the end, of other numbers.
+        return other_numbers.move(x, axes, counted, back)
     return _moved(ALL_GATHER, x, axes, options, backend, config)
 
 
 def reduce_scatter(
-    x: jax.Array,
+    x: Any,
     axis_name: AxisNames,
     *,
     axis: int = 0,
+    op: str = "sum",
     config: summation.Config | node_config.Config | None = None,
     backend: str = "auto",
-) -> jax.Array:
+) -> Any:
     """This device's part along `axis` of the sum of every device's `x`, inside `jax.shard_map`.
 
     `x` `[..., D * s, ...]` per device -> `[..., s, ...]`. Equals `lax.psum_scatter(x, axis_name,
     scatter_dimension=axis, tiled=True)`; the fused kernel adds narrow floats in float32, in the
-    order of the devices, and rounds once.
+    order of the devices, and rounds once. With `op` "max" or "min" the largest or smallest.
 
-    Args, raises, synchronisation: as for `all_gather`; also ValueError where the array's axis is
-    not a multiple of D. The fused kernel adds bfloat16, float16, float32 and int32.
+    Args, raises, synchronisation: as for `all_reduce`; also ValueError where the array's axis is
+    not a multiple of D.
     """
-    axes = canonical_axes(axis_name)
-    op, axis = "reduce_scatter", checks.check_array_axis("reduce_scatter", "axis", axis, x)
-    checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
-    return _moved(REDUCE_SCATTER, x, axes, AxisOptions(axis=axis), backend, config)
+    name, axes = "reduce_scatter", canonical_axes(axis_name)
+    rules.check_op(name, op)
+    if trees.is_tree(x):
+        return trees.move(
+            name,
+            x,
+            functools.partial(
+                reduce_scatter, axis_name=axes, axis=axis, op=op, config=config, backend=backend
+            ),
+            lambda parts: _fused(
+                _sums(REDUCE_SCATTER, op), parts, axes, SumOptions(op=op, axis=0), backend, config
+            ),
+            lambda leaf: rules.split(name, leaf, "axis", axis, axis_size(axes)),
+            lambda parts, leaf: rules.own_part(name, parts, leaf, axis, axis_size(axes)),
+        )
+    axis = checks.check_array_axis(name, "axis", axis, x)
+    checks.check_divisible(name, f"dimension {axis}", x.shape[axis], axis_size(axes))
+    options = SumOptions(op=op, axis=axis)
+    return _moved(_sums(REDUCE_SCATTER, op), x, axes, options, backend, config)
 
 
 def all_reduce(
-    x: jax.Array,
+    x: Any,
     axis_name: AxisNames,
     *,
+    op: str = "sum",
     config: summation.Config | node_config.Config | None = None,
     backend: str = "auto",
-) -> jax.Array:
+) -> Any:
     """Sum of every device's `x`, inside `jax.shard_map`; bitwise the same on every device.
 
     `x` of any shape per device -> the same shape. Equals `lax.psum(x, axis_name)`; the fused kernel
-    adds narrow floats in float32, in the order of the devices, and rounds once.
+    adds narrow floats in float32, in the order of the devices, and rounds once. The kernel adds
+    bfloat16, float16, float32 and int32.
 
-    Args, raises, synchronisation: as for `all_gather`. The fused kernel adds bfloat16, float16,
-    float32 and int32.
+    Args:
+      x: an array, or a tree of arrays, as for `all_gather`.
+      axis_name: mesh axis, or tuple of axes, to add over.
+      op: "sum"; or "max" or "min", the largest or smallest of each element: `lax.pmax`, `lax.pmin`,
+        with the derivative of `jnp.max`, which devices that have the same share. Over several nodes
+        these are XLA's.
+      config, backend: as for `all_gather`.
+
+    Raises, synchronisation: as for `all_gather`; also ValueError for an unknown `op`.
     """
-    axes = canonical_axes(axis_name)
-    checks.check_array("all_reduce", "x", x)
-    return _moved(ALL_REDUCE, x, axes, None, backend, config)
+    name, axes = "all_reduce", canonical_axes(axis_name)
+    rules.check_op(name, op)
+    operation, options = _sums(ALL_REDUCE, op), SumOptions(op=op)
+    if trees.is_tree(x):
+        return trees.move(
+            name,
+            x,
+            functools.partial(all_reduce, axis_name=axes, op=op, config=config, backend=backend),
+            lambda parts: _fused(operation, parts, axes, options, backend, config),
+            lambda leaf: leaf[None],
+            lambda parts, leaf: parts.reshape(leaf.shape),
+        )
+    checks.check_array(name, "x", x)
+    return _moved(operation, x, axes, options, backend, config)
 
 
 def all_to_all(
-    x: jax.Array,
+    x: Any,
     axis_name: AxisNames,
     *,
     split_axis: int,
     concat_axis: int,
     config: exchange.Config | None = None,
     backend: str = "auto",
-) -> jax.Array:
+) -> Any:
     """Part `i` of `x` along `split_axis` goes to device `i`; what arrives joins on `concat_axis`.
 
     Equals `lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)`, bit for bit.
@@ -137,6 +177,17 @@ def all_to_all(
     """
     op = "all_to_all"
     axes = canonical_axes(axis_name)
+    again = functools.partial(all_to_all, axis_name=axes, backend=backend)
+    if trees.is_tree(x):
+        first = ExchangeOptions(split_axis=0, concat_axis=0)
+        return trees.move(
+            op,
+            x,
+            functools.partial(again, split_axis=split_axis, concat_axis=concat_axis, config=config),
+            lambda parts: _fused(ALL_TO_ALL, parts, axes, first, backend, config),
+            lambda leaf: rules.split(op, leaf, "split_axis", split_axis, axis_size(axes)),
+            lambda parts, leaf: rules.exchanged(op, parts, leaf, split_axis, concat_axis),
+        )
     options = ExchangeOptions(
         split_axis=checks.check_array_axis(op, "split_axis", split_axis, x),
         concat_axis=checks.check_array_axis(op, "concat_axis", concat_axis, x),
@@ -145,7 +196,6 @@ def all_to_all(
     checks.check_divisible(op, f"dimension {options.split_axis}", size, axis_size(axes))
     if other_numbers.are_needed(x):
         along = dataclasses.asdict(options)
-        again = functools.partial(all_to_all, axis_name=axes, backend=backend)
         back = functools.partial(
             again, split_axis=options.concat_axis, concat_axis=options.split_axis
         )
@@ -160,37 +210,26 @@ def _moved(
     operation: Operation, x: jax.Array, axes: Axes, options: Any, backend: str, config: Any
 ) -> jax.Array:
     """The result of a collective whose arguments have been checked."""
+    found = _fused(operation, x, axes, options, backend, config)
+    return operation.reference(x, axes, options) if found is None else found
+
+
+def _fused(
+    operation: Operation, x: jax.Array, axes: Axes, options: Any, backend: str, config: Any
+) -> jax.Array | None:
+    """What a kernel makes of it, None where XLA serves."""
     sizes = dict(m=x.shape[0] if x.ndim else 1, n=math.prod(x.shape[1:]))
     types = Types(lhs=str(x.dtype), out=str(x.dtype))
     call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
-    return operation.reference(x, axes, options) if call is None else perform(x, call)
+    return None if call is None else perform(x, call)
 
 
-# --- References -----------------------------------------------------------------------------------
+def _sums(operation: Operation, op: str) -> Operation:
+    """The record of a sum or, by `op`, of an extreme, which is not linear and has one node."""
+    return operation if op == "sum" else EXTREMES[operation.name]
 
 
-def _all_gather_reference(x: jax.Array, axes: Axes, options: AxisOptions) -> jax.Array:
-    return xla.all_gather(x, axes, axis=options.axis)
-
-
-def _reduce_scatter_reference(x: jax.Array, axes: Axes, options: AxisOptions) -> jax.Array:
-    return xla.reduce_scatter(x, axes, axis=options.axis)
-
-
-def _all_reduce_reference(x: jax.Array, axes: Axes, options: None) -> jax.Array:
-    del options
-    return xla.all_reduce(x, axes)
-
-
-def _all_to_all_reference(x: jax.Array, axes: Axes, options: ExchangeOptions) -> jax.Array:
-    return xla.all_to_all(x, axes, split_axis=options.split_axis, concat_axis=options.concat_axis)
-
-
-# --- Derivatives: all are linear, so there is nothing to keep -------------------------------------
-
-
-def _forward(x: Arrays, call: Call) -> tuple[Arrays, None]:
-    return run(x, call), None
+# --- Derivatives of the linear ones: there is nothing to keep -------------------------------------
 
 
 def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
@@ -224,40 +263,21 @@ def _all_to_all_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
 
 # --- Records --------------------------------------------------------------------------------------
 
-
-def _work(problem: Problem, *, collective: str) -> Work:
-    shape = problem.sizes["m"], problem.sizes["n"]
-    itemsize, devices = problem.types.itemsize, problem.devices
-    return Work(
-        traffic=Traffic(collective=collective, shape=shape, itemsize=itemsize, devices=devices)
-    )
-
-
-def _operands(sizes: Sizes, devices: int, *, sharded: bool = False) -> tuple[Operand, ...]:
-    """One device's operand: all of the tensor, or `sharded`, its share of the rows."""
-    return (Operand(shape=(sizes["m"] // (devices if sharded else 1), sizes["n"])),)
-
-
-def _problem_of_a_share(sizes: Sizes, devices: int) -> Sizes:
-    """The sizes of one device's operand, where an example's are those of all devices' together."""
-    return {**sizes, "m": sizes["m"] // devices}
-
-
 ALL_GATHER = Operation(
     name="all_gather",
     public=all_gather,
     sizes=("m", "n"),
-    reference=_all_gather_reference,
-    forward=_forward,
+    reference=rules.all_gather_reference,
     backward=_all_gather_backward,
-    work=functools.partial(_work, collective="all_gather"),
+    batched=rules.batched,
+    work=functools.partial(rules.work, collective="all_gather"),
     kernels=(kernels.ALL_GATHER,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.all_gather, divided=()),
     examples=Examples(
         sets=examples.COLLECTIVE_SETS,
         shapes=examples.collective,
-        operands=functools.partial(_operands, sharded=True),
-        problem=_problem_of_a_share,
+        operands=functools.partial(rules.operands, sharded=True),
+        problem=rules.problem_of_a_share,
         needs=lambda sizes, d: (("m", sizes["m"], d),),
     ),
 )
@@ -266,16 +286,16 @@ REDUCE_SCATTER = Operation(
     name="reduce_scatter",
     public=reduce_scatter,
     sizes=("m", "n"),
-    reference=_reduce_scatter_reference,
-    forward=_forward,
+    reference=rules.reduce_scatter_reference,
     backward=_reduce_scatter_backward,
-    work=functools.partial(_work, collective="reduce_scatter"),
+    batched=rules.batched,
+    work=functools.partial(rules.work, collective="reduce_scatter"),
     kernels=(kernels.REDUCE_SCATTER,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.reduce_scatter, divided=("m",)),
     examples=Examples(
         sets=examples.COLLECTIVE_SETS,
         shapes=examples.collective,
-        operands=_operands,
+        operands=rules.operands,
         needs=lambda sizes, d: (("m", sizes["m"], d),),
     ),
 )
@@ -284,14 +304,14 @@ ALL_REDUCE = Operation(
     name="all_reduce",
     public=all_reduce,
     sizes=("m", "n"),
-    reference=_all_reduce_reference,
-    forward=_forward,
+    reference=rules.all_reduce_reference,
     backward=_all_reduce_backward,
-    work=functools.partial(_work, collective="all_reduce"),
+    batched=rules.batched,
+    work=functools.partial(rules.work, collective="all_reduce"),
     kernels=(kernels.ALL_REDUCE,),
     between_nodes=BetweenNodes(run=hierarchical_collectives.all_reduce, divided=()),
     examples=Examples(
-        sets=examples.COLLECTIVE_SETS, shapes=examples.collective, operands=_operands
+        sets=examples.COLLECTIVE_SETS, shapes=examples.collective, operands=rules.operands
     ),
 )
 
@@ -299,17 +319,27 @@ ALL_TO_ALL = Operation(
     name="all_to_all",
     public=all_to_all,
     sizes=("m", "n"),
-    reference=_all_to_all_reference,
-    forward=_forward,
+    reference=rules.all_to_all_reference,
     backward=_all_to_all_backward,
-    work=functools.partial(_work, collective="all_to_all"),
+    batched=rules.batched,
+    work=functools.partial(rules.work, collective="all_to_all"),
     kernels=(kernels.ALL_TO_ALL,),
     examples=Examples(
         sets=examples.COLLECTIVE_SETS,
         shapes=functools.partial(examples.collective, exchanges=True),
-        operands=functools.partial(_operands, sharded=True),
-        problem=_problem_of_a_share,
+        operands=functools.partial(rules.operands, sharded=True),
+        problem=rules.problem_of_a_share,
         needs=lambda sizes, d: (("m", sizes["m"], d * d),),
         keywords={"split_axis": 0, "concat_axis": 0},
     ),
 )
+
+EXTREMES: dict[str, Operation] = {
+    operation.name: dataclasses.replace(
+        operation,
+        forward=rules.extreme_forward,
+        backward=rules.extreme_backward,
+        between_nodes=None,
+    )
+    for operation in (REDUCE_SCATTER, ALL_REDUCE)
+}

@@ -12,6 +12,7 @@ Of the whole problem, `M x K x N`:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from stretto.kernels.operation import Axes, Operand, Sizes
+from stretto.kernels.operations import batches
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.options import GatherOptions
 from stretto.kernels.problem.problem import Problem
@@ -39,12 +41,14 @@ class Operands:
 
     Attributes:
       gather_axis: "m", "k" or "n".
+      axis: of lhs, along which it is gathered; the last one for "k". 0 for "n".
       lhs, sides: as the caller gave them, the latter as a tuple.
       transposed: whether `sides` are given transposed.
       devices: of the team.
     """
 
     gather_axis: str
+    axis: int
     lhs: jax.Array
     sides: tuple[jax.Array, ...]
     transposed: bool
@@ -52,7 +56,13 @@ class Operands:
 
     @classmethod
     def checked(
-        cls, gather_axis: str, lhs: jax.Array, rhs: Any, transposed: bool, devices: int
+        cls,
+        gather_axis: str,
+        axis: int | None,
+        lhs: jax.Array,
+        rhs: Any,
+        transposed: bool,
+        devices: int,
     ) -> Operands:
         """The operands, if they fit each other.
 
@@ -76,23 +86,47 @@ class Operands:
                 side,
                 rhs_transposed=transposed,
                 k_shards=devices if gather_axis == "k" else 1,
+                batches=True,
             )
-        return cls(gather_axis, lhs, sides, transposed, devices)
+        if gather_axis != "m" and axis is not None:
+            raise ValueError(f"{OP}: axis={axis} is for gather_axis='m' only; leave it out.")
+        axis = batches.checked_axis(OP, 0 if axis is None else axis, lhs)
+        axis = lhs.ndim - 1 if gather_axis == "k" else axis
+        return cls(gather_axis, axis, lhs, sides, transposed, devices)
 
     def sizes(self) -> Sizes:
         """m, k, n of the whole problem, over all devices."""
-        m, k = self.lhs.shape
+        m, k = math.prod(self.lhs.shape[:-1]), self.lhs.shape[-1]
         n = self.devices * sum(side.shape[0 if self.transposed else 1] for side in self.sides)
         if self.gather_axis == "k":
             return dict(m=m, k=self.devices * k, n=n)
         return dict(m=self.devices * m, k=k, n=n)
 
+    def rows(self) -> tuple[int, ...]:
+        """The dimensions of a result on one device but the last."""
+        rows = list(self.lhs.shape[:-1])
+        if self.gather_axis == "m":
+            rows[self.axis] *= self.devices
+        return tuple(rows)
+
+    def products(self) -> list[tuple[int, ...]]:
+        """The shape of each result on one device."""
+        n = self.devices if self.gather_axis == "n" else 1
+        return [(*self.rows(), n * side.shape[0 if self.transposed else 1]) for side in self.sides]
+
+    def copied_elements(self) -> int:
+        """Elements of the results that have to be put in order."""
+        if self.gather_axis != "m" or not batches.is_reordered(self.lhs.shape, self.axis):
+            return 0
+        return sum(map(math.prod, self.products()))
+
     def for_kernel(self) -> tuple[jax.Array, tuple[jax.Array, ...], bool]:
         """(what is gathered, what it is multiplied by, whether that is transposed)."""
+        lhs = batches.as_rows(self.lhs)
         if self.gather_axis == "n":
             (rhs,) = self.sides
-            return rhs if self.transposed else rhs.T, (self.lhs,), True
-        return self.lhs, self.sides, self.transposed
+            return rhs if self.transposed else rhs.T, (lhs,), True
+        return lhs, self.sides, self.transposed
 
     def results(
         self, outs: Sequence[jax.Array], gathered: Any
@@ -101,8 +135,14 @@ class Operands:
         if self.gather_axis == "n":
             if gathered is not None and not self.transposed:
                 gathered = gathered.T
-            return tuple(out.T for out in outs), gathered
-        return tuple(outs), gathered
+            return tuple(self._shaped(out.T) for out in outs), gathered
+        return tuple(map(self._shaped, outs)), None if gathered is None else self._shaped(gathered)
+
+    def _shaped(self, rows: jax.Array) -> jax.Array:
+        """A result of the kernel in the dimensions of lhs."""
+        if self.gather_axis == "m":
+            return batches.in_order(rows, self.lhs.shape[:-1], self.axis, self.devices)
+        return rows.reshape(*self.rows(), rows.shape[-1])
 
 
 def reference(
@@ -110,13 +150,14 @@ def reference(
 ) -> tuple[Matrices, jax.Array]:
     """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
 
-    lhs is gathered along its rows ("m") or columns ("k"), or the only `x` along its columns ("n").
+    lhs `[..., k]` is gathered along `options.axis` ("m", "k"), or the only `x` along its columns
+    ("n").
     """
     lhs, rhs = operands
     if gather_axis == "n":
         (shard,), axis = rhs, 0 if options.rhs_transposed else 1
     else:
-        shard, axis = lhs, 0 if gather_axis == "m" else 1
+        shard, axis = lhs, options.axis
     gathered = checkpoint_name(collectives.all_gather(shard, axes, axis=axis), "gathered")
     lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
     outs = (matmul(lhs, x.T if options.rhs_transposed else x) for x in rhs)

@@ -33,7 +33,7 @@ def grouped_matmul(
     config: kernel.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out[r] = lhs[r] @ rhs[group of r]`, on one device; reverse-differentiable.
+    """`out[r] = lhs[r] @ rhs[group of r]`, on one device; differentiable.
 
     | operand | shape | type |
     |---|---|---|
@@ -81,7 +81,7 @@ def reference(operands: Operands, axes: Axes, options: MatmulOptions) -> jax.Arr
     lhs, rhs, sizes = operands
     rhs = rhs.swapaxes(1, 2) if options.rhs_transposed else rhs
     wide = accumulator_dtype(lhs.dtype)
-    sizes = jnp.diff(kernel.bounds(sizes, lhs.shape[0])[1], prepend=0)
+    sizes = _cut_sizes(sizes, lhs.shape[0])
     out = lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=wide)
     in_a_group = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)
     return jnp.where(in_a_group[:, None], out, 0).astype(options.out_dtype)
@@ -98,8 +98,35 @@ def _backward(call: Call, residuals: Operands, bar: jax.Array) -> tuple[Any, Any
     transposed = call.options.rhs_transposed
     lhs_bar = grouped_matmul(bar, rhs, sizes, rhs_transposed=not transposed, backend=call.backend)
     x, y = (bar, lhs) if transposed else (lhs, bar)
-    rhs_bar = kernel.contracted(x, y, sizes, config=call.config, interpret=call.interpret)
-    return lhs_bar, rhs_bar, None
+    return lhs_bar, _contracted(x, y, sizes, call), None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _contracted(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, call: Call) -> jax.Array:
+    return kernel.contracted(lhs, rhs, sizes, config=call.config, interpret=call.interpret)
+
+
+@_contracted.defjvp
+def _contracted_jvp(call: Call, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Second derivatives: by XLA, which contracts as the transpose of `ragged_dot`."""
+    lhs, rhs, sizes = primals
+    lhs_dot, rhs_dot, _ = tangents
+
+    def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        def product(weights: jax.Array) -> jax.Array:
+            return lax.ragged_dot(lhs, weights, _cut_sizes(sizes, lhs.shape[0]))
+
+        shape = (sizes.shape[0], lhs.shape[1], rhs.shape[1])
+        (out,) = jax.linear_transpose(product, jax.ShapeDtypeStruct(shape, lhs.dtype))(rhs)
+        return out
+
+    _, out_dot = jax.jvp(contract, (lhs, rhs), (lhs_dot, rhs_dot))
+    return _contracted(lhs, rhs, sizes, call), out_dot
+
+
+def _cut_sizes(sizes: jax.Array, m: int) -> jax.Array:
+    """The sizes of groups within the `m` rows."""
+    return jnp.diff(kernel.bounds(sizes, m)[1], prepend=0)
 
 
 def work(problem: Problem) -> Work:

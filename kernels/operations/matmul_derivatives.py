@@ -1,4 +1,4 @@
-"""Reverse-mode rules of the fused matmuls.
+"""The rules of the fused matmuls' derivatives: fused in reverse, XLA's forward.
 
 The gather of one is the scatter of the other: the derivative of `all_gather_matmul` is a
 `matmul_reduce_scatter` and the other way round, so a backward pass moves no more bytes than the
@@ -8,6 +8,7 @@ get those operations as arguments, with the backend bound that the forward pass 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,25 @@ def gather_forward(operands: tuple[jax.Array, Matrices], call: Call) -> tuple[An
         return (products, gathered), (lhs, rhs, named, None)
     outs = tuple(_apply(options.epilogue, product) for product in products)
     return (outs, gathered), (lhs, rhs, named, products)
+
+
+def gather_tangent(
+    call: Call, residuals: Any, dots: tuple[jax.Array, Matrices], *, reference: Public
+) -> tuple[Matrices, jax.Array | None]:
+    """out_dot = epilogue'(product) * (gathered_dot @ rhs + gathered @ rhs_dot)."""
+    lhs, rhs, _, products = residuals
+    options = call.with_options(epilogue=None).options
+    gather_axis = "m" if options.axis == 0 else "k"
+
+    def product(operands: tuple[jax.Array, Matrices]) -> Any:
+        return reference(operands, call.axes, options, gather_axis=gather_axis)
+
+    _, (out_dots, gathered_dot) = jax.jvp(product, ((lhs, rhs),), (dots,))
+    if products is not None:
+        epilogue = functools.partial(_apply, call.options.epilogue)
+        pairs = zip(products, out_dots, strict=True)
+        out_dots = tuple(jax.jvp(epilogue, (x,), (dot,))[1] for x, dot in pairs)
+    return out_dots, gathered_dot if options.return_gathered else None
 
 
 def gather_backward(

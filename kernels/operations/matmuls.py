@@ -19,13 +19,21 @@ from stretto.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from stretto.kernels.nodes import hierarchical_matmuls
 from stretto.kernels.operation import BetweenNodes, Call, Examples, Kernel, Operation
-from stretto.kernels.operations import examples, gathered, matmul_derivatives, scattered
+from stretto.kernels.operations import (
+    batches,
+    examples,
+    gathered,
+    layouts,
+    matmul_derivatives,
+    scattered,
+)
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
 from stretto.kernels.operations.gathered import GatherAxis, Operands
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks, epilogues, node_config
 from stretto.kernels.problem.epilogues import Epilogue
-from stretto.kernels.problem.options import GatherOptions, types_of
+from stretto.kernels.problem.options import GatherOptions, ScatterOptions, types_of
+from stretto.kernels.xla.matmul import accumulator_dtype
 
 
 def all_gather_matmul(
@@ -37,12 +45,13 @@ def all_gather_matmul(
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
     gather_axis: GatherAxis = "m",
+    axis: int | None = None,
     return_gathered: bool = False,
     keep_gathered: bool = False,
     config: all_gather_matmul_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> Any:
-    """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+    """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; differentiable.
 
     Or `epilogue(lhs @ all_gather(rhs))`. Of the problem `M x K x N`, `gather_axis` names the
     dimension along which the gathered operand lies in shards. Per device, in a team of D:
@@ -60,8 +69,13 @@ def all_gather_matmul(
     the same with `axis=1`, of lhs for "k" and of rhs for "n"; with products summed in float32 and
     rounded once, to `out_dtype`.
 
+    With more dimensions before its rows, lhs `[..., k]` is a batch, gathered along `axis`: equal to
+    `lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, of `[b, s / D, k]` with `axis=1`
+    `[b, s, n]`. If `axis` is the first dimension (but for some of size 1), nothing is copied;
+    otherwise XLA puts the result in order, as `stretto.explain` says.
+
     Args:
-      lhs: matrix; the fused kernel takes bfloat16 and float16.
+      lhs: matrix, or a batch of them; the fused kernel takes bfloat16 and float16.
       rhs: matrix of lhs's type. Or several, each with an `n` of its own, in a tuple: lhs is
         gathered once for all (queries, keys and values; gate and up). Not for "n".
       axis_name: mesh axis, or tuple of axes, to gather over.
@@ -71,6 +85,7 @@ def all_gather_matmul(
       rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
       gather_axis: "m", "k" or "n", as above. For "n" XLA transposes the result, and the shard of
         rhs if that is not given transposed. Only "m" has a fused version over several nodes.
+      axis: dimension of lhs that is gathered, for "m"; may be negative. The first by default.
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
@@ -90,25 +105,38 @@ def all_gather_matmul(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    operands = Operands.checked(gather_axis, lhs, rhs, rhs_transposed, axis_size(axes))
+    operands = Operands.checked(gather_axis, axis, lhs, rhs, rhs_transposed, axis_size(axes))
     options = GatherOptions(
         out_dtype=checks.check_out_dtype(gathered.OP, out_dtype, lhs.dtype),
         rhs_transposed=rhs_transposed,
-        axis=1 if gather_axis == "k" else 0,
+        axis=operands.axis,
         epilogue=epilogue,
         return_gathered=return_gathered,
         keep_gathered=keep_gathered,
     )
+    obstacle = None
     if epilogue is not None:
-        epilogues.check_elementwise(gathered.OP, epilogue)
+        wide = accumulator_dtype(lhs.dtype)
+        obstacle = epilogues.obstacle(gathered.OP, epilogue, operands.products(), wide)
     operation = GATHERS[gather_axis]
     types = types_of(lhs, operands.sides[0], options)
-    call = decide(operation, operands.sizes(), types, axes, options, backend=backend, config=config)
+    call = decide(
+        operation,
+        operands.sizes(),
+        types,
+        axes,
+        options,
+        backend=backend,
+        config=config,
+        obstacle=obstacle,
+        copied=operands.copied_elements() * options.out_dtype.itemsize,
+    )
     if call is None:
         outs, whole = operation.reference((lhs, operands.sides), axes, options)
     else:
         moved, sides, transposed = operands.for_kernel()
-        results = perform((moved, sides), call.with_options(rhs_transposed=transposed))
+        flat = call.with_options(rhs_transposed=transposed, axis=1 if gather_axis == "k" else 0)
+        results = perform((moved, sides), flat)
         outs, whole = operands.results(*results)
     out = outs if isinstance(rhs, tuple | list) else outs[0]
     return (out, whole) if return_gathered else out
@@ -121,10 +149,11 @@ def matmul_reduce_scatter(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
+    axis: int = 0,
     config: matmul_reduce_scatter_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+    """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
@@ -133,17 +162,20 @@ def matmul_reduce_scatter(
     | rhs, transposed | `[n, k_shard]` | `[n, D * k_shard]` | columns |
     | out | `[m / D, n]` | `[m, n]` | rows |
 
-    Equals `lax.psum_scatter(lhs @ rhs, axis_name, tiled=True)`. The fused kernel rounds each
-    peer's partial product once, to `out_dtype`, adds them to the device's own in float32, always
-    in the same order, and rounds the sum; XLA sums in `out_dtype`.
+    Equals `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=axis, tiled=True)`, also of a
+    batch, lhs `[..., k_shard]`. If `axis` is the first dimension (but for some of size 1), nothing
+    is copied; otherwise XLA puts lhs in order, as `stretto.explain` says. The fused kernel rounds
+    each peer's partial product once, to `out_dtype`, adds them to the device's own in float32,
+    always in the same order, and rounds the sum; XLA sums in `out_dtype`.
 
     Args:
-      lhs, rhs: matrices of one floating-point type; the fused kernel takes bfloat16 and float16.
-        Or tuples of as many, each pair with a `k_shard` of its own: their products are added up,
-        as if they were joined along k, and no copy is made.
+      lhs, rhs: matrices of one type, lhs also a batch of them; the fused kernel takes bfloat16 and
+        float16. Or tuples of as many, each pair with a `k_shard` of its own: their products are
+        added up, as if they were joined along k, and no copy is made.
       axis_name: mesh axis, or tuple of axes, that the result is scattered over.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
+      axis: of lhs and of the result, scattered; may be negative, and not the last one.
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
@@ -157,12 +189,33 @@ def matmul_reduce_scatter(
     """
     axes = canonical_axes(axis_name)
     operation = MATMUL_REDUCE_SCATTER
-    pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
+    pairs, plain = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
+    (first, *_), _ = pairs
+    axis = batches.checked_axis(operation.name, axis, first)
+    options = ScatterOptions(**vars(plain), axis=axis)
+    size = first.shape[axis]
+    what = "m" if first.ndim == 2 else f"dimension {axis}"
+    checks.check_divisible(operation.name, what, size, axis_size(axes))
     sizes = scattered.sizes_of(pairs, axes, options)
-    checks.check_divisible(operation.name, "m", sizes["m"], axis_size(axes))
-    types = types_of(pairs[0][0], pairs[1][0], options)
-    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
-    return operation.reference(pairs, axes, options) if call is None else perform(pairs, call)
+    types = types_of(first, pairs[1][0], options)
+    moved = sum(x.size for x in pairs[0]) if batches.is_reordered(first.shape, axis) else 0
+    call = decide(
+        operation,
+        sizes,
+        types,
+        axes,
+        options,
+        backend=backend,
+        config=config,
+        copied=moved * types.itemsize,
+    )
+    if call is None:
+        return operation.reference(pairs, axes, options)
+    devices = axis_size(axes)
+    rows = tuple(batches.by_parts(x, axis, devices) for x in pairs[0])
+    out = perform((rows, pairs[1]), call.with_options(axis=0))
+    shape = (*first.shape[:axis], size // devices, *first.shape[axis + 1 : -1], sizes["n"])
+    return out.reshape(shape)
 
 
 def matmul_all_reduce(
@@ -175,7 +228,7 @@ def matmul_all_reduce(
     config: matmul_all_reduce_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; reverse-differentiable.
+    """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
@@ -184,9 +237,9 @@ def matmul_all_reduce(
     | rhs, transposed | `[n, k_shard]` | `[n, D * k_shard]` | columns |
     | out | `[m, n]` | `[m, n]` | not sharded: the same on every device |
 
-    Equals `lax.psum(lhs @ rhs, axis_name)`. The fused kernel rounds partial products once, to
-    `out_dtype`, sums them in float32, and rounds the sum; every device holds bitwise the same
-    result. XLA sums in `out_dtype`.
+    Equals `lax.psum(lhs @ rhs, axis_name)`, also of a batch, lhs `[..., k_shard]`. The fused
+    kernel rounds partial products once, to `out_dtype`, sums them in float32, and rounds the sum;
+    every device holds bitwise the same result. XLA sums in `out_dtype`.
 
     Args:
       lhs, rhs: matrices, or tuples of matrices, as for `matmul_reduce_scatter`.
@@ -210,7 +263,10 @@ def matmul_all_reduce(
     types = types_of(pairs[0][0], pairs[1][0], options)
     sizes = scattered.sizes_of(pairs, axes, options)
     call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
-    return operation.reference(pairs, axes, options) if call is None else perform(pairs, call)
+    if call is None:
+        return operation.reference(pairs, axes, options)
+    out = perform((tuple(map(batches.as_rows, pairs[0])), pairs[1]), call)
+    return out.reshape(*pairs[0][0].shape[:-1], sizes["n"])
 
 
 # --- Records --------------------------------------------------------------------------------------
@@ -234,7 +290,10 @@ def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> 
         sizes=("m", "k", "n"),
         reference=functools.partial(gathered.reference, gather_axis=gather_axis),
         forward=matmul_derivatives.gather_forward,
+        tangent=functools.partial(matmul_derivatives.gather_tangent, reference=gathered.reference),
         backward=_gather_backward,
+        batched=batches.of_gather,
+        layout=layouts.of_gather,
         work=functools.partial(gathered.work, gather_axis=gather_axis),
         kernels=(kernel,),
         examples=Examples(
@@ -268,6 +327,8 @@ MATMUL_REDUCE_SCATTER = Operation(
     backward=functools.partial(
         matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
     ),
+    batched=batches.of_scatter,
+    layout=layouts.of_scatter,
     work=functools.partial(scattered.work, collective="reduce_scatter"),
     kernels=(matmul_reduce_scatter_kernel.KERNEL,),
     between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_reduce_scatter, divided=("m", "k")),
@@ -286,6 +347,8 @@ MATMUL_ALL_REDUCE = Operation(
     reference=scattered.all_reduce_reference,
     forward=matmul_derivatives.keep_operands,
     backward=matmul_derivatives.reduce_backward,
+    batched=batches.of_reduce,
+    layout=layouts.of_reduce,
     work=functools.partial(scattered.work, collective="all_reduce"),
     kernels=(matmul_all_reduce_kernel.KERNEL,),
     between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_all_reduce, divided=("k",)),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stretto.distributed.primitives.linear import linear
 from stretto.kernels.collectives import row_layout
 from stretto.kernels.operation import Axes
 from stretto.kernels.operations.perform import typed_alike
@@ -33,28 +34,8 @@ def move(x: jax.Array, axes: Axes, move: Move, transpose: Move, parts: int = 1) 
         return row_layout.of_key_data(move, x)
     call = functools.partial(row_layout.of_bytes, move, parts=parts)
     (alike,) = typed_alike(axes, [x])
-    return _linear(alike, call, transpose)
+    return linear(lambda _, x: call(x), lambda _, bar: transpose(bar), (), alike)
 
 
 def _are_keys(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _linear(x: jax.Array, apply: Move, transpose: Move) -> jax.Array:
-    """`apply(x)`, with the derivative `transpose`."""
-    del transpose
-    return apply(x)
-
-
-def _forward(x: jax.Array, apply: Move, transpose: Move) -> tuple[jax.Array, None]:
-    del transpose
-    return apply(x), None
-
-
-def _backward(apply: Move, transpose: Move, _: None, bar: jax.Array) -> tuple[jax.Array]:
-    del apply
-    return (transpose(bar),)
-
-
-_linear.defvjp(_forward, _backward)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from stretto.distributed.devices.axes import axis_size, make_varying, varying_axes
+from stretto.distributed.primitives.batching import mapped
+from stretto.distributed.primitives.linear import linear
 from stretto.kernels.choice import choose
 from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
 from stretto.kernels.problem import node_config
@@ -27,6 +29,8 @@ def decide(
     *,
     backend: str,
     config: Any,
+    obstacle: str | None = None,
+    copied: int = 0,
 ) -> Call | None:
     """The call of the kernel that serves, None where XLA does.
 
@@ -37,6 +41,8 @@ def decide(
       axes: of the mesh, which the team lies along.
       options: the operation's own.
       backend, config: what the caller asked for.
+      obstacle: why no kernel can serve the call, where the operation found a reason.
+      copied: bytes that a kernel's call copies beside it.
 
     Raises:
       ValueError: `backend` is unknown or cannot serve, or `config` does not fit.
@@ -47,8 +53,9 @@ def decide(
         types=types,
         devices=axis_size(axes) if axes else 1,
         machine=Machine.of_mesh(),
+        copied=copied,
     )
-    choice = choose.choose(operation, problem, backend, config, axes=axes)
+    choice = choose.choose(operation, problem, backend, config, axes=axes, obstacle=obstacle)
     if choice.backend == "xla" or choice.kernel is None:
         return None
     return Call(
@@ -65,7 +72,7 @@ def decide(
 
 
 def perform(operands: Arrays, call: Call) -> Arrays:
-    """The results of a call that a kernel serves; reverse-differentiable.
+    """The results of a call that a kernel serves; differentiable in every direction.
 
     Operands are typed as varying over the team's axes, and over what any of them varies over: the
     transpose of this cast is the sum that a replicated operand's gradient needs.
@@ -82,26 +89,76 @@ def typed_alike(axes: Axes, operands: Sequence[jax.Array]) -> list[jax.Array]:
     return [make_varying(x, varying) for x in operands]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def run(operands: Arrays, call: Call) -> Arrays:
     """The kernel's results or, over several nodes, those of its hierarchical version.
 
-    The rules of derivatives call it, too: inside them nothing is differentiated.
+    The rules of derivatives call it, too, so that these can be differentiated again. Of a linear
+    operation the tangent is the operation itself. That of another one is computed by XLA, and its
+    transpose is fused: reverse mode evaluates the transpose alone.
     """
+    if call.operation.forward is None:
+        return linear(
+            lambda _, xs: _launch(xs, call),
+            lambda _, bars: call.operation.backward(call, None, bars),
+            (),
+            operands,
+        )
+    return _run(operands, call)
+
+
+def _launch(operands: Arrays, call: Call) -> Arrays:
     if call.split is not None and call.operation.between_nodes is not None:
         return call.operation.between_nodes.run(operands, call)
-    return call.kernel.run(operands, call)
+    rule = call.operation.batched
+    if rule is None:
+        return call.kernel.run(operands, call)
+    return mapped(
+        lambda operands: call.kernel.run(operands, call),
+        lambda size, batched, operands: rule(_launch, size, batched, operands, call),
+        operands,
+    )
+
+
+_run = jax.custom_jvp(_launch, nondiff_argnums=(1,))
+
+
+@_run.defjvp
+def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
+    """Results as for a backward pass, which keeps residuals; and the tangent.
+
+    Operands of integers have tangents without a type, which are left out of what is transposed.
+    """
+    results, residuals = _forward(primals[0], call)
+    dots, tree = jax.tree.flatten(tangents[0])
+    moving = [i for i, dot in enumerate(dots) if dot.dtype != jax.dtypes.float0]
+
+    def tangent(residuals: Any, moved: Sequence[jax.Array]) -> Arrays:
+        filled: list[Any] = [np.zeros(dot.shape, jax.dtypes.float0) for dot in dots]
+        for i, dot in zip(moving, moved, strict=True):
+            filled[i] = dot
+        return _tangent(call, residuals, jax.tree.unflatten(tree, filled))
+
+    def transpose(residuals: Any, bars: Arrays) -> list[jax.Array]:
+        found = tree.flatten_up_to(call.operation.backward(call, residuals, bars))
+        return [found[i] for i in moving]
+
+    return results, linear(tangent, transpose, residuals, [dots[i] for i in moving])
 
 
 def _forward(operands: Arrays, call: Call) -> tuple[Arrays, Any]:
+    if call.operation.forward is None:
+        raise ValueError(f"{call.operation.name} is linear and keeps nothing.")
     return call.operation.forward(operands, call)
 
 
-def _backward(call: Call, residuals: Any, bars: Arrays) -> tuple[Arrays]:
-    return (call.operation.backward(call, residuals, bars),)
+def _tangent(call: Call, residuals: Any, dots: Arrays) -> Arrays:
+    if call.operation.tangent is not None:
+        return call.operation.tangent(call, residuals, dots)
 
+    def reference(operands: Arrays) -> Arrays:
+        return call.operation.reference(operands, call.axes, call.options)
 
-run.defvjp(_forward, _backward)
+    return jax.jvp(reference, (residuals,), (dots,))[1]
 
 
 def cotangent_of_replicated(call: Call, bar: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.problem import checks
-from stretto.kernels.problem.options import MatmulOptions
+from stretto.kernels.problem.options import MatmulOptions, ScatterOptions
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Traffic, Work
 from stretto.kernels.xla import collectives
@@ -34,16 +35,16 @@ def sizes_of(
 ) -> dict[str, int]:
     """m, k, n of the whole problem, over all devices."""
     lhs, rhs = pairs
-    k = axis_size(axes) * sum(x.shape[1] for x in lhs)
-    return dict(m=lhs[0].shape[0], k=k, n=rhs[0].shape[0 if options.rhs_transposed else 1])
+    m, k = math.prod(lhs[0].shape[:-1]), axis_size(axes) * sum(x.shape[-1] for x in lhs)
+    return dict(m=m, k=k, n=rhs[0].shape[0 if options.rhs_transposed else 1])
 
 
 def reduce_scatter_reference(
-    pairs: tuple[Matrices, Matrices], axes: Axes, options: MatmulOptions
+    pairs: tuple[Matrices, Matrices], axes: Axes, options: ScatterOptions
 ) -> jax.Array:
-    """`reduce_scatter(sum of lhs_i @ rhs_i)`, along the rows, in the result's type."""
+    """`reduce_scatter(sum of lhs_i @ rhs_i)`, along `options.axis`, in the result's type."""
     product = sum_of_products(*pairs, options.rhs_transposed)
-    return collectives.reduce_scatter(product.astype(options.out_dtype), axes, axis=0)
+    return collectives.reduce_scatter(product.astype(options.out_dtype), axes, axis=options.axis)
 
 
 def all_reduce_reference(

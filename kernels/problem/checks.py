@@ -17,34 +17,36 @@ def check_backend(backend: str) -> None:
 
 
 def check_matmul_operands(
-    op: str, lhs: Any, rhs: Any, *, rhs_transposed: bool = False, k_shards: int = 1
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    *,
+    rhs_transposed: bool = False,
+    k_shards: int = 1,
+    batches: bool = False,
 ) -> None:
-    """Raises ValueError unless `lhs @ rhs` multiplies two floating-point matrices of one type.
+    """Raises ValueError unless `lhs @ rhs` multiplies two matrices of numbers of one type.
 
-    With `k_shards`, lhs is one of so many equal parts of the columns.
+    With `k_shards`, lhs is one of so many equal parts of the columns; with `batches` it may have
+    more dimensions before them.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_array(op, name, x)
-        if x.ndim != 2:
-            raise ValueError(
-                f"{op}: {name} has shape {x.shape}; it must be a matrix. Fold leading dimensions"
-                " into the rows with reshape."
-            )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"{op}: {name} has dtype {x.dtype}; it must be a floating-point type (bfloat16,"
-                " float16, float32, float64). Cast it."
-            )
+        if x.ndim < 2 or (x.ndim > 2 and not (batches and name == "lhs")):
+            more = " or have more dimensions before the rows" if batches and name == "lhs" else ""
+            raise ValueError(f"{op}: {name} has shape {x.shape}; it must be a matrix{more}.")
+        if not jnp.issubdtype(x.dtype, jnp.number):
+            raise ValueError(f"{op}: {name} has dtype {x.dtype}; it must be of numbers. Cast it.")
     if lhs.dtype != rhs.dtype:
         raise ValueError(
             f"{op}: lhs is {lhs.dtype} and rhs is {rhs.dtype}; cast one so that they agree."
         )
     k, side = (rhs.shape[1], "columns") if rhs_transposed else (rhs.shape[0], "rows")
-    if k_shards * lhs.shape[1] != k:
+    if k_shards * lhs.shape[-1] != k:
         transposed = "transposed " * rhs_transposed
-        columns = f"k={lhs.shape[1]} columns"
+        columns = f"k={lhs.shape[-1]} columns"
         if k_shards > 1:
-            columns += f" on each of {k_shards} devices, {k_shards * lhs.shape[1]} in all,"
+            columns += f" on each of {k_shards} devices, {k_shards * lhs.shape[-1]} in all,"
         raise ValueError(
             f"{op}: lhs {lhs.shape} has {columns} and {transposed}rhs {rhs.shape}"
             f" has k={k} {side}; they must be equal."
@@ -97,17 +99,20 @@ def check_pairs(op: str, lhs: tuple, rhs: tuple, *, rhs_transposed: bool) -> Non
             f"{op}: there are {len(lhs)} lhs and {len(rhs)} rhs; each needs its counterpart."
         )
     for x, y in zip(lhs, rhs, strict=True):
-        check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed)
+        check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed, batches=True)
     n = 0 if rhs_transposed else 1
-    sizes = [(x.shape[0], y.shape[n], x.dtype) for x, y in zip(lhs, rhs, strict=True)]
+    sizes = [((*x.shape[:-1], y.shape[n]), x.dtype) for x, y in zip(lhs, rhs, strict=True)]
     if len(set(sizes)) > 1:
-        found = ", ".join(f"{m} x {n} of {dtype}" for m, n, dtype in sizes)
+        found = ", ".join(f"{' x '.join(map(str, shape))} of {dtype}" for shape, dtype in sizes)
         raise ValueError(f"{op}: the pairs' products, which are added up, differ: {found}.")
 
 
 def check_divisible(op: str, what: str, size: int, by: int) -> None:
-    """Raises ValueError unless `size` (called `what`) is a multiple of the team's size `by`."""
-    if size % by:
+    """Raises ValueError unless `size` (called `what`) is a multiple of the team's size `by`.
+
+    A size that is known when the program runs is left to XLA.
+    """
+    if isinstance(size, int) and size % by:
         raise ValueError(
             f"{op}: {what}={size} must be a multiple of the {by} devices; pad it to"
             f" {-(-size // by) * by}."
@@ -124,8 +129,13 @@ def check_array_axis(op: str, what: str, axis: int, x: Any) -> int:
 
 
 def check_out_dtype(op: str, out_dtype: jax.typing.DTypeLike | None, default: Any) -> jnp.dtype:
-    """`out_dtype`, or `default` where it is None; ValueError unless it is a floating-point type."""
-    dtype = jnp.dtype(default if out_dtype is None else out_dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{op}: out_dtype={dtype} must be a floating-point type.")
+    """`out_dtype`, or `default` where it is None; ValueError unless it is of the default's kind."""
+    default = jnp.dtype(default)
+    dtype = default if out_dtype is None else jnp.dtype(out_dtype)
+    kinds = [jnp.floating, jnp.complexfloating, jnp.integer]
+    if not any(all(jnp.issubdtype(x, kind) for x in (dtype, default)) for kind in kinds):
+        raise ValueError(
+            f"{op}: out_dtype={dtype} must be of the same kind (floating-point, complex, integer)"
+            f" as the operands, {default}."
+        )
     return dtype

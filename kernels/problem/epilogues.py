@@ -11,11 +11,13 @@ that the rule belongs to is put in its place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
 type Epilogue = Callable[[jax.Array], jax.Array]
@@ -24,37 +26,107 @@ type Epilogue = Callable[[jax.Array], jax.Array]
 CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
 # Operations that keep the shape and yet mix elements.
 MIXING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev")
-# Stands for the product: two sizes that nothing else in an epilogue is likely to have.
+# Stand for the product: sizes that nothing else in an epilogue is likely to have.
 EXAMPLE = (1013, 1019)
+OTHER_EXAMPLE = (1021, 1031)
 
 
-def check_elementwise(op: str, epilogue: Epilogue) -> None:
-    """Raises ValueError unless `epilogue` maps each element of a matrix on its own."""
-    example = jax.ShapeDtypeStruct(EXAMPLE, jnp.float32)
-    traced = jax.make_jaxpr(epilogue)(example)
+def obstacle(
+    op: str, epilogue: Epilogue, products: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Why no kernel can hold `epilogue`, None where one can.
+
+    Args:
+      op: the operation's name, for errors.
+      epilogue: the caller's function.
+      products: shapes of the results that it is applied to.
+      dtype: that they have before they are rounded.
+
+    Raises:
+      ValueError: it does not map each element on its own.
+    """
+    try:
+        traced = _trace(epilogue, EXAMPLE, dtype)
+    except (TypeError, ValueError, IndexError):  # It fits the shapes of these results, or none.
+        for shape in products:
+            _check(op, epilogue, _trace(epilogue, shape, dtype), shape)
+        return (
+            f"the epilogue {_name(epilogue)} fits results of shape {products[0]} only, and a kernel"
+            " applies it to pieces: it uses an array from outside."
+        )
+    _check(op, epilogue, traced, EXAMPLE)
+    for const in _constants(traced):
+        if isinstance(const, Tracer):
+            return f"the epilogue {_name(epilogue)} uses a traced value from outside."
+        if _shape(const):
+            return f"the epilogue {_name(epilogue)} uses an array from outside."
+    numbers = list(_numbers(traced))
+    if numbers != list(_numbers(_trace(epilogue, OTHER_EXAMPLE, dtype))):
+        return (
+            f"the epilogue {_name(epilogue)} depends on the size of the result or on the place in"
+            " it, and a kernel applies it to pieces."
+        )
+    return None
+
+
+def _numbers(traced: Any) -> Iterator[Any]:
+    """The numbers in a traced function, and what counts places in the product."""
+    for equation in traced.jaxpr.eqns:
+        name = equation.primitive.name
+        if name in CALLS:
+            yield from _numbers(equation.params[CALLS[name]])
+        elif name == "iota":
+            yield equation.params["shape"]
+        yield from (x.val for x in equation.invars if isinstance(x, Literal))
+
+
+def _constants(traced: Any) -> Iterator[Any]:
+    """What a traced function uses from outside, and what the functions do that it calls."""
+    yield from traced.consts
+    for equation in traced.jaxpr.eqns:
+        if equation.primitive.name in CALLS:
+            yield from _constants(equation.params[CALLS[equation.primitive.name]])
+
+
+def _trace(epilogue: Epilogue, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    return jax.make_jaxpr(epilogue)(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _check(op: str, epilogue: Epilogue, traced: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `epilogue`, traced for products of a shape, is elementwise."""
     shapes = [_shape(aval) for aval in traced.out_avals]
-    mixing = "" if shapes == [EXAMPLE] else "its result has another shape"
-    mixing = mixing or _what_mixes(traced.jaxpr)
+    mixing = "" if shapes == [shape] else "its result has another shape"
+    mixing = mixing or _what_mixes(traced.jaxpr, shape, traced.jaxpr.invars)
     if mixing:
-        name = getattr(epilogue, "__name__", repr(epilogue))
         raise ValueError(
-            f"{op}: epilogue={name} must be elementwise, and {mixing}; it is applied to pieces of"
-            " the product. Apply the function to the result instead."
+            f"{op}: epilogue={_name(epilogue)} must be elementwise, and {mixing}; it is applied to"
+            " pieces of the product. Apply the function to the result instead."
         )
 
 
-def _what_mixes(jaxpr: Jaxpr) -> str:
-    """The operation in `jaxpr` that mixes elements of the product, in words; "" if none does."""
+def _name(epilogue: Epilogue) -> str:
+    return getattr(epilogue, "__name__", repr(epilogue))
+
+
+def _what_mixes(jaxpr: Jaxpr, product: tuple[int, ...], inputs: Iterable[Var]) -> str:
+    """The operation in `jaxpr` that mixes elements of the product, in words; "" if none does.
+
+    `inputs` are those of its variables that depend on the product.
+    """
+    depending = set(inputs)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        takes = [isinstance(x, Var) and x in depending for x in equation.invars]
+        if not any(takes):
+            continue
         if name in CALLS:
-            found = _what_mixes(equation.params[CALLS[name]].jaxpr)
-            if found:
+            called = equation.params[CALLS[name]].jaxpr
+            inner = itertools.compress(called.invars, takes)
+            if found := _what_mixes(called, product, inner):
                 return found
-        takes = any(_shape(atom.aval) == EXAMPLE for atom in equation.invars)
-        makes = all(_shape(var.aval) == EXAMPLE for var in equation.outvars)
-        if takes and (name in MIXING or not makes):
+        elif name in MIXING or any(_shape(var.aval) != product for var in equation.outvars):
             return f"{name} is not"
+        depending.update(equation.outvars)
     return ""
 
 
@@ -75,8 +147,9 @@ def without_derivatives(epilogue: Epilogue) -> Epilogue:
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    numbers = map(_as_number, consts)
     values: dict[Var, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True)
+        zip([*jaxpr.constvars, *jaxpr.invars], [*numbers, *operands], strict=True)
     )
 
     def read(atom: Literal | Var) -> Any:
@@ -93,3 +166,8 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> l
             results = results if equation.primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _as_number(const: Any) -> Any:
+    """A scalar array as the number that it holds: kernels take no arrays from outside."""
+    return np.asarray(const)[()] if isinstance(const, jax.Array) else const

@@ -25,6 +25,17 @@ class MatmulOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScatterOptions(MatmulOptions):
+    """Of a matmul whose result is scattered.
+
+    Attributes:
+      axis: of the result, along which it is scattered.
+    """
+
+    axis: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GatherOptions(MatmulOptions):
     """Of an all-gather matmul.
 

@@ -41,6 +41,7 @@ class Problem:
       types: of the elements.
       devices: the team's size.
       machine: what the team's devices are.
+      copied: bytes that XLA has to put in order for a kernel, as of a batch; 0 for most calls.
     """
 
     operation: str
@@ -48,6 +49,7 @@ class Problem:
     types: Types
     devices: int
     machine: Machine
+    copied: int = 0
 
     def resized(self, **sizes: int) -> Problem:
         """The same problem with some other sizes."""

@@ -12,7 +12,7 @@ from stretto.kernels.xla import gloo
 
 def all_gather(x: jax.Array, axis_name: AxisNames, *, axis: int) -> jax.Array:
     """Concatenation along `axis` of every device's `x`."""
-    if not x.size:  # XLA refuses to move nothing.
+    if 0 in x.shape:  # XLA refuses to move nothing.
         return jnp.concatenate([x] * lax.axis_size(axis_name), axis)
     if gloo.connects_devices():
         return gloo.all_gather(x, axis_name, axis=axis)
@@ -21,7 +21,7 @@ def all_gather(x: jax.Array, axis_name: AxisNames, *, axis: int) -> jax.Array:
 
 def reduce_scatter(x: jax.Array, axis_name: AxisNames, *, axis: int) -> jax.Array:
     """This device's part along `axis` of the sum of every device's `x`."""
-    if not x.size:
+    if 0 in x.shape:
         return lax.slice_in_dim(x, 0, x.shape[axis] // lax.axis_size(axis_name), axis=axis)
     if gloo.connects_devices():
         return gloo.reduce_scatter(x, axis_name, axis=axis)
@@ -37,7 +37,7 @@ def all_to_all(
     x: jax.Array, axis_name: AxisNames, *, split_axis: int, concat_axis: int
 ) -> jax.Array:
     """Part `i` of `x` along `split_axis` goes to device `i`; parts join on `concat_axis`."""
-    if not x.size:
+    if 0 in x.shape:
         parts = jnp.split(x, lax.axis_size(axis_name), split_axis)
         return jnp.concatenate(parts, concat_axis)
     return lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)

@@ -16,16 +16,18 @@ from stretto.kernels.problem.machine import Machine
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The type in which products of `dtype` are summed: float32, or `dtype` where that is wider."""
+    """The type in which products of `dtype` are summed: of 32 bits, or wider like `dtype`."""
     dtype = jnp.dtype(dtype)
+    if dtype.itemsize >= 4:
+        return dtype
     if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.promote_types(dtype, jnp.float32)
-    return dtype
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
 
 
 def matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """`lhs @ rhs`, `[m, k] @ [k, n]`, in the type of `accumulator_dtype`."""
-    return _contract(lhs, rhs, 1)
+    """`lhs @ rhs`, `[..., k] @ [k, n]`, in the type of `accumulator_dtype`."""
+    return _contract(lhs, rhs, lhs.ndim - 1)
 
 
 def matmul_of_columns(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

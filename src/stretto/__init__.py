@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         all_to_all,
         reduce_scatter,
     )
+    from stretto.kernels.operations.explain_sizes import explain_sizes
     from stretto.kernels.operations.grouped_matmul import grouped_matmul
     from stretto.kernels.operations.matmuls import (
         all_gather_matmul,
         matmul_all_reduce,
         matmul_reduce_scatter,
     )
+    from stretto.kernels.operations.sharded import sharded
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
@@ -40,12 +42,14 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "explain",
+    "explain_sizes",
     "grouped_matmul",
     "initialize",
     "kernel_errors",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
+    "sharded",
     "simulate",
 ]
 
@@ -57,12 +61,14 @@ _MODULES = {
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_to_all": "stretto.kernels.operations.collectives",
     "explain": "stretto.kernels.choice.explain",
+    "explain_sizes": "stretto.kernels.operations.explain_sizes",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.process.startup",
     "kernel_errors": "stretto.distributed.memory.mailbox",
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
     "reduce_scatter": "stretto.kernels.operations.collectives",
+    "sharded": "stretto.kernels.operations.sharded",
     "simulate": "stretto.distributed.simulator",
 }
 

@@ -54,7 +54,9 @@ class TestErrors:
         self.fails(name, message, (8, 16), (24, 8))
 
     def test_not_a_matrix(self, name):
-        self.fails(name, r"lhs has shape \(2, 8, 16\); it must be a matrix", (2, 8, 16), (16, 8))
+        message = r"lhs has shape \(16,\); it must be a matrix or have more dimensions before"
+        self.fails(name, message, (16,), (16, 8))
+        self.fails(name, r"rhs has shape \(2, 16, 8\); it must be a matrix", (8, 16), (2, 16, 8))
         self.fails(name, r"rhs has shape \(16,\); it must be a matrix", (8, 16), (16,))
 
     def test_not_an_array(self, name):
@@ -67,12 +69,14 @@ class TestErrors:
 
     def test_types(self, name):
         self.fails(
-            name, "lhs has dtype int8; it must be a floating", (8, 8), (8, 8), dtypes=("i1", "i1")
+            name, "lhs has dtype bool; it must be of numbers", (8, 8), (8, 8), dtypes=("?", "?")
         )
         self.fails(
             name, "lhs is bfloat16 and rhs is float32; cast", (8, 8), (8, 8), dtypes=(BF16, F32)
         )
-        self.fails(name, "out_dtype=int32 must be a floating", (8, 8), (8, 8), out_dtype=jnp.int32)
+        self.fails(
+            name, "out_dtype=int32 must be of the same kind", (8, 8), (8, 8), out_dtype=jnp.int32
+        )
 
     def test_backend_and_axes(self, name):
         self.fails(

@@ -206,13 +206,6 @@ def test_vmap_of_one_operand_and_of_gradients(name):
 
 
 @everywhere
-def test_forward_mode_is_refused(name):
-    xs = operands(name)
-    with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
-        jax.jit(lambda *xs: jax.jvp(fused(name), xs, xs))(*xs)
-
-
-@everywhere
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_no_collective_that_is_not_needed(name, backend):
     """Forward and backward hold what the mathematics asks for, and no more (B31)."""

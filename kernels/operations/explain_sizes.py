@@ -1,0 +1,118 @@
+"""`stretto.explain_sizes`: what a call would take on GPUs that are not here, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from stretto.kernels.choice import choose, tables
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.choice.tables import Entry
+from stretto.kernels.operation import Operation
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizesChoice:
+    """What a call of some sizes would take; as text, with the times that are known.
+
+    Attributes:
+      choice: the implementation, and why.
+      estimated_us: times of the fused kernel and of XLA by sizes and rates, in microseconds; None
+        for a collective alone, whose choice goes by its size.
+      measured: the entry of the tuned table that is nearest, if one is near.
+    """
+
+    choice: Choice
+    estimated_us: tuple[float, float] | None
+    measured: Entry | None
+
+    def __str__(self) -> str:
+        lines = [str(self.choice)]
+        if self.estimated_us is not None:
+            fused, xla = self.estimated_us
+            lines.append(f"estimated: fused {fused:.0f} us, XLA {xla:.0f} us")
+        if self.measured is not None:
+            at, found = self.measured.shape, self.measured
+            lines.append(
+                f"measured at {at}: fused {found.fused_us:.0f} us, XLA {found.xla_us:.0f} us"
+            )
+        else:
+            lines.append("measured: nothing near it")
+        return "\n".join(lines)
+
+
+def explain_sizes(
+    operation: str,
+    *,
+    devices: int,
+    kind: str,
+    dtype: str = "bfloat16",
+    out_dtype: str | None = None,
+    **sizes: int,
+) -> SizesChoice:
+    """The choice that a call of these sizes makes on GPUs of a kind, without any.
+
+    Args:
+      operation: its name, for example "all_gather_matmul"; "all_gather_matmul_k" and
+        "all_gather_matmul_n" gather along the other dimensions.
+      devices: the team's size, within a node.
+      kind: of GPU, by the driver's name or a part of it: "NVIDIA H200", "H200".
+      dtype: of the operands.
+      out_dtype: of the result; `dtype` by default.
+      **sizes: of the whole problem over all devices: m, k and n of a matmul; of a collective, m
+        rows of one device's operand, of n elements each.
+
+    Raises:
+      ValueError: an unknown operation, type or size, or one that is missing or not positive.
+    """
+    record = OPERATIONS.get(operation)
+    if record is None:
+        known = ", ".join(OPERATIONS)
+        raise ValueError(f"operation={operation!r} is not one of {known}.")
+    _check_sizes(record, devices, sizes)
+    lhs, out = (_type_name(name) for name in (dtype, out_dtype or dtype))
+    problem = Problem(
+        operation=operation,
+        sizes={name: sizes[name] for name in record.sizes},
+        types=Types(lhs=lhs, rhs=lhs if "k" in record.sizes else None, out=out),
+        devices=devices,
+        machine=Machine.of_kind("gpu", _known_kind(kind)),
+    )
+    choice = choose.choose(record, problem, "auto")
+    kernel, obstacle = choose.serving(record, problem)
+    estimated = None
+    if obstacle is None and kernel.fused_from is None:
+        estimated = choose.estimate(record, kernel, problem)
+    nearest = tables.table_for(problem.machine.kind).nearest(problem)
+    return SizesChoice(
+        choice=choice, estimated_us=estimated, measured=nearest[0] if nearest else None
+    )
+
+
+def _check_sizes(record: Operation, devices: int, sizes: dict[str, Any]) -> None:
+    wanted = ", ".join(record.sizes)
+    if sizes.keys() != set(record.sizes):
+        given = ", ".join(sizes) or "none"
+        raise ValueError(f"{record.name} has the sizes {wanted}, and {given} are given.")
+    for name, value in {**sizes, "devices": devices}.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{record.name}: {name}={value!r} must be a whole number above 0.")
+
+
+def _type_name(name: str) -> str:
+    try:
+        return str(jnp.dtype(name))
+    except TypeError:
+        raise ValueError(f"dtype={name!r} is no type that JAX has.") from None
+
+
+def _known_kind(kind: str) -> str:
+    """The driver's name of the GPUs that `kind` is a part of, where one table alone has it."""
+    kinds = [tables.read(path).device_kind for path in sorted(tables.folder().glob("*.toml"))]
+    found = [known for known in kinds if kind in known]
+    return found[0] if kind not in kinds and len(found) == 1 else kind

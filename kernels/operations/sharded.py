@@ -1,0 +1,116 @@
+"""`stretto.sharded`: an operation on whole arrays, which wraps itself in `jax.shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stretto.kernels.operation import Operation
+from stretto.kernels.operations import OPERATIONS
+
+
+def sharded(
+    operation: Callable[..., Any],
+    *,
+    mesh: Any = None,
+    in_specs: Sequence[Any] | None = None,
+    out_specs: Any = None,
+) -> Callable[..., Any]:
+    """`operation` on whole arrays, outside of `jax.shard_map`.
+
+    `stretto.sharded(stretto.all_gather_matmul)(x, w, "tp")` is `x @ w`, of `x` whose rows lie along
+    "tp". What the operands lie along besides, such as a batch along "dp", stays as it is.
+
+    Args:
+      operation: a public operation over a team, such as `stretto.all_gather_matmul`.
+      mesh: by default that of the operands, or the enclosing one (`jax.set_mesh`).
+      in_specs: how each operand lies on the mesh, a spec each (of a tuple of matrices, a tuple). By
+        default as their types say, on a mesh of `AxisType.Explicit`, or as arrays outside of
+        `jax.jit` lie.
+      out_specs: how the results lie; by default as follows from the operands, for the matmuls.
+
+    Returns:
+      A function of what `operation` takes.
+
+    Raises:
+      ValueError: `operation` is none over a team; from the function, where a mesh or a spec is
+        missing, or what is gathered does not lie along the team.
+    """
+    records = [r for r in OPERATIONS.values() if r.public is operation and r.communicates]
+    if not records:
+        raise ValueError(f"{operation!r} is not an operation of Stretto over a team of devices.")
+    record = records[0]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        count = 2 if "k" in record.sizes else 1
+        operands, rest = arguments[:count], arguments[count:]
+        if rest:
+            (options["axis_name"],) = rest
+        name = options.get("axis_name")
+        axes = tuple(name) if isinstance(name, tuple | list) else (name,)
+        found = _specs(record, operands, in_specs)
+        out = out_specs if out_specs is not None else _layout(record, found, axes, options)
+        return jax.shard_map(
+            lambda *xs: operation(*xs, **options),
+            mesh=mesh if mesh is not None else _mesh_of(record, operands),
+            in_specs=tuple(found),
+            out_specs=out,
+            check_vma=False,
+        )(*operands)
+
+    return call
+
+
+def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:
+    if record.layout is None:
+        raise ValueError(f"{record.name}: out_specs is missing; say how the result lies.")
+    return record.layout(specs, axes, options)
+
+
+def _specs(record: Operation, operands: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
+    """A spec of each operand, with an entry for each dimension."""
+    if given is None:
+        return [jax.tree.map(lambda x: _whole(_sharding(record, x).spec, x), xs) for xs in operands]
+    if len(given) != len(operands):
+        raise ValueError(
+            f"{record.name}: in_specs has {len(given)} specs for {len(operands)} operands."
+        )
+    return [
+        jax.tree.map(lambda x, spec=spec: _whole(spec, x), xs)
+        if isinstance(spec, P)
+        else tuple(_whole(s, x) for s, x in zip(spec, xs, strict=True))
+        for spec, xs in zip(given, operands, strict=True)
+    ]
+
+
+def _whole(spec: P, x: jax.Array) -> P:
+    return P(*spec, *[None] * (x.ndim - len(spec)))
+
+
+def _sharding(record: Operation, x: Any) -> NamedSharding:
+    """How `x` lies on a mesh, as its type says or, for an array that is there, as it does."""
+    found = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    if not isinstance(found, NamedSharding):
+        found = jax.typeof(x).sharding
+        if not found.mesh.explicit_axes:
+            raise ValueError(
+                f"{record.name}: how an operand of shape {x.shape} lies on the mesh is not known"
+                " here; pass in_specs, or make the mesh of jax.sharding.AxisType.Explicit."
+            )
+    return found
+
+
+def _mesh_of(record: Operation, operands: Sequence[Any]) -> Mesh | Any:
+    enclosing = jax.sharding.get_abstract_mesh()
+    if not enclosing.empty:
+        return enclosing
+    for x in jax.tree.leaves(operands):
+        found = getattr(x, "sharding", None) if not isinstance(x, Tracer) else None
+        if isinstance(found, NamedSharding):
+            return found.mesh
+    raise ValueError(f"{record.name}: mesh is missing; pass one, or enclose it in jax.set_mesh.")

@@ -1,0 +1,75 @@
+"""What a call would take on GPUs that are not here: the choice, its estimate, what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from problems import entry
+
+import stretto as st
+from stretto.benchmarks.commands import explain
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.tables import Table
+
+SIZES = dict(m=8192, k=8192, n=28672)
+
+
+@pytest.fixture
+def one_entry(monkeypatch):
+    """A table that holds one shape."""
+    found = entry(**SIZES, fused_us=800.0, xla_us=1000.0)
+    monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (found,)))
+
+
+def test_what_was_measured(one_entry):
+    found = st.explain_sizes("all_gather_matmul", **SIZES, devices=4, kind="NVIDIA H200")
+    assert found.choice.backend == "pallas"
+    assert found.choice.problem.machine.kind == "NVIDIA H200"
+    first, estimated, measured = str(found).splitlines()
+    assert "all_gather_matmul 8192x8192x28672 bfloat16 on 4 x NVIDIA H200: pallas" in first
+    assert "measured to take 80% of XLA's time (fused 800 us, XLA 1000 us)" in first
+    assert estimated.startswith("estimated: fused ")
+    assert measured == "measured at 8192x8192x28672: fused 800 us, XLA 1000 us"
+
+
+def test_what_was_not(one_entry):
+    found = st.explain_sizes("all_gather_matmul", m=64, k=64, n=64, devices=4, kind="H200")
+    assert found.choice.problem.machine.kind == "NVIDIA H200"
+    assert "it is estimated to be faster" in found.choice.reason
+    assert str(found).endswith("measured: nothing near it")
+
+
+def test_other_operations_types_and_machines(one_entry):
+    small = st.explain_sizes("all_reduce", m=8, n=8, devices=4, kind="H200")
+    assert small.choice.backend == "xla" and small.estimated_us is None
+    wide = st.explain_sizes("all_gather_matmul", **SIZES, devices=4, kind="H200", dtype="float32")
+    assert "takes bfloat16 and float16, not float32" in wide.choice.reason
+    other = st.explain_sizes("all_gather_matmul", **SIZES, devices=4, kind="NVIDIA A100")
+    assert "written for Hopper and Blackwell GPUs and these are NVIDIA A100" in other.choice.reason
+    alone = st.explain_sizes("all_gather_matmul", **SIZES, devices=1, kind="H200")
+    assert alone.choice.reason == "one device needs no communication"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(operation="matmul", m=1), "operation='matmul' is not one of all_gather_matmul"),
+        (dict(operation="all_reduce", m=1), "all_reduce has the sizes m, n, and m are given"),
+        (dict(operation="all_reduce", m=0, n=1), "m=0 must be a whole number above 0"),
+        (dict(operation="all_reduce", m=1, n=1, dtype="real"), "dtype='real' is no type"),
+    ],
+)
+def test_bad_input(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        st.explain_sizes(devices=4, kind="H200", **arguments)
+
+
+def test_the_command(one_entry, capsys):
+    assert explain.main(["all_gather_matmul", "8192x8192x28672", "-n", "4", "--kind", "H200"]) == 0
+    assert "4 x NVIDIA H200: pallas" in capsys.readouterr().out
+    for words, said in [
+        (["all_gather_matmul", "8192x8192"], "sizes '8192x8192' are not like mxkxn, in numbers"),
+        (["matmul", "8192x8192"], "operation='matmul' is not one of"),
+    ]:
+        with pytest.raises(BenchmarkError, match=said):
+            explain.main(words)

@@ -1,0 +1,141 @@
+"""Operations on whole arrays: a mesh given, found, or in the types of the operands."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+
+# Of [batch, sequence, k] and [k, n], on devices along "dp" and "tp".
+LAYOUTS = {
+    "gather": (
+        st.all_gather_matmul,
+        dict(axis=1),
+        P("dp", "tp"),
+        P(None, "tp"),
+        P("dp", None, "tp"),
+    ),
+    "columns": (
+        st.all_gather_matmul,
+        dict(gather_axis="k"),
+        P("dp", None, "tp"),
+        P(None, "tp"),
+        P("dp", None, "tp"),
+    ),
+    "weights": (st.all_gather_matmul, dict(gather_axis="n"), P("dp"), P(None, "tp"), P("dp")),
+    "scatter": (
+        st.matmul_reduce_scatter,
+        dict(axis=1),
+        P("dp", None, "tp"),
+        P("tp"),
+        P("dp", "tp", None),
+    ),
+    "sum": (st.matmul_all_reduce, {}, P("dp", None, "tp"), P("tp"), P("dp")),
+}
+everywhere = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def mesh_of(kind: AxisType) -> Mesh:
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("dp", "tp"), axis_types=(kind, kind))
+
+
+def operands(mesh: Mesh, *specs: P) -> list[jax.Array]:
+    shapes = (4, 8, 16), (16, 24)
+    return [
+        jax.device_put(
+            jnp.asarray(cases.whole_numbers(i, *shape), cases.BF16), NamedSharding(mesh, spec)
+        )
+        for i, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+    ]
+
+
+def dimensions(spec: P) -> tuple:
+    """The axes of each dimension, without those at the end that lie along none."""
+    entries = [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+@everywhere
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_products_and_how_they_lie(layout, kind, jitted):
+    call, options, x_spec, w_spec, out_spec = LAYOUTS[layout]
+    mesh = mesh_of(kind)
+    x, w = operands(mesh, x_spec, w_spec)
+    known = dict(mesh=mesh, in_specs=(x_spec, w_spec)) if jitted and kind == AxisType.Auto else {}
+    program = functools.partial(st.sharded(call, **known), axis_name="tp", **options)
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        out = jax.jit(program)(x, w) if jitted else program(x, w)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(x) @ np.asarray(w))
+    assert dimensions(out.sharding.spec) == dimensions(out_spec)
+
+
+@pytest.mark.parametrize("layout", ["gather", "scatter"])
+def test_gradients_simulated(layout):
+    call, options, x_spec, w_spec, _ = LAYOUTS[layout]
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w = operands(mesh, x_spec, w_spec)
+
+        def loss(product):
+            return lambda x, w: jnp.sum(product(x, w).astype(jnp.float32) ** 2)
+
+        plain = jax.grad(loss(jnp.matmul), (0, 1))(*(jnp.asarray(np.asarray(y)) for y in (x, w)))
+        ours = functools.partial(st.sharded(call), axis_name="tp", **options)
+        with st.simulate(seed=0) as report:
+            found = jax.jit(jax.grad(loss(ours), (0, 1)))(x, w)
+    for got, want in zip(found, plain, strict=True):
+        largest = np.abs(np.asarray(want, np.float32)).max()
+        difference = np.asarray(got, np.float32) - np.asarray(want, np.float32)
+        assert np.abs(difference).max() <= 0.02 * largest
+    assert report.launches == (3 if layout == "gather" else 2)
+
+
+def test_several_right_hand_sides_and_a_transposed_one():
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w = operands(mesh, P("dp", "tp"), P(None, "tp"))
+        call = st.sharded(st.all_gather_matmul)
+        (one, two), whole = call(x, (w, 2 * w), "tp", axis=1, return_gathered=True)
+        turned = call(x, w.T, "tp", axis=1, rhs_transposed=True)
+    wanted = np.asarray(x) @ np.asarray(w)
+    for found, want in [(one, wanted), (two, 2 * wanted), (whole, x), (turned, wanted)]:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(want))
+
+
+def test_a_collective_with_its_out_specs():
+    mesh = mesh_of(AxisType.Auto)
+    x, _ = operands(mesh, P("dp", "tp"), P())
+    out = st.sharded(st.all_gather, out_specs=P("dp"))(x, "tp", axis=1)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
+    with pytest.raises(ValueError, match="all_gather: out_specs is missing"):
+        st.sharded(st.all_gather)(x, "tp", axis=1)
+
+
+def test_what_is_missing_is_named():
+    mesh = mesh_of(AxisType.Auto)
+    x, w = operands(mesh, P("dp", "tp"), P(None, "tp"))
+    call = st.sharded(st.all_gather_matmul)
+    with pytest.raises(ValueError, match=r"pass in_specs, or make the mesh of .*Explicit"):
+        jax.jit(lambda x, w: call(x, w, "tp"))(x, w)
+    with pytest.raises(ValueError, match="mesh is missing"):
+        known = st.sharded(st.all_gather_matmul, in_specs=(P("tp"), P(None, "tp")))
+        jax.jit(lambda x, w: known(x, w, "tp"))(x, w)
+    with pytest.raises(ValueError, match=r"lhs lies along \('dp',\).*gathered over \('tp',\)"):
+        call(x, w, "tp", axis=0)
+    with pytest.raises(ValueError, match="in_specs has 1 specs for 2 operands"):
+        st.sharded(st.all_gather_matmul, mesh=mesh, in_specs=(P(),))(x, w, "tp")
+    with pytest.raises(ValueError, match="not an operation of Stretto over a team"):
+        st.sharded(st.grouped_matmul)
