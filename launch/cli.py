@@ -47,6 +47,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a ``stretto`` command line and return its exit status."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -70,6 +71,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `stretto run ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _open_standard_streams() -> None:
+    """Where a standard stream was closed, as by ``>&-``, open the null device in its place.
+
+    Else the next file that is opened takes its number, and gets what is written there.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            os.set_inheritable(fd, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 def _unknown(command: str) -> str:

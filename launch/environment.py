@@ -25,17 +25,26 @@ NUM_LOCAL_PROCESSES = "STRETTO_NUM_LOCAL_PROCESSES"
 COORDINATOR = "STRETTO_COORDINATOR"  # "address:port" of process 0
 LOCAL_DEVICE_IDS = "STRETTO_LOCAL_DEVICE_IDS"  # "0,1"; empty means all
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
+PLATFORM = "STRETTO_PLATFORM"  # "cuda" or "cpu": what the job was planned on
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 RESTART = "STRETTO_RESTART"  # 0 at first, then 1, 2, ... under --restarts
 
 # Between the supervisor and its agents only; scripts never see them.
 RENDEZVOUS = "STRETTO_RENDEZVOUS"  # of a `Rendezvous`
 AGENT_INDEX = "STRETTO_AGENT_INDEX"  # set where no MPI launcher numbers the agents
+AGENT_FIRST = "STRETTO_AGENT_FIRST"  # added to the launcher's numbers, where it has several steps
 WORKER_PIPES = "STRETTO_WORKER_PIPES"
 PROGRESS = "STRETTO_PROGRESS"  # "descriptor,process": where `progress` writes
 RECORD = "STRETTO_RECORD"  # "descriptor,process": where the agent hears of programs
-PRIVATE = (RENDEZVOUS, AGENT_INDEX, WORKER_PIPES, PROGRESS, RECORD)
+OUTER = "STRETTO_OUTER"  # fingerprints of the launchers around a process (detection.py)
+PRIVATE = (RENDEZVOUS, AGENT_INDEX, AGENT_FIRST, WORKER_PIPES, PROGRESS, RECORD, OUTER)
 # Set to 0, programs are not compared between processes.
 CHECK_PROGRAMS = "STRETTO_CHECK_PROGRAMS"
+# What an enclosing job told one of its processes is not for those of a job that this one starts.
+OF_ONE_PROCESS = (
+    *(PROCESS_ID, NUM_PROCESSES, LOCAL_PROCESS_ID, NUM_LOCAL_PROCESSES),
+    *(COORDINATOR, LOCAL_DEVICE_IDS, RESTART, PLATFORM),
+)
 
 FORWARDED = (
     "STRETTO_*",
@@ -57,6 +66,7 @@ FORWARDED = (
 )
 HOST = (
     "PATH",
+    CUDA_VISIBLE_DEVICES,
     "HOME",
     "USER",
     "LOGNAME",
@@ -147,7 +157,7 @@ def forwarded(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[s
     chosen = {
         name: value
         for name, value in environ.items()
-        if matches(name, FORWARDED) and name not in PRIVATE
+        if matches(name, FORWARDED) and name not in (*PRIVATE, *OF_ONE_PROCESS)
     }
     chosen.update(parse_env_option(option, environ) for option in options)
     return chosen
@@ -159,14 +169,25 @@ def for_worker(host_environ: Mapping[str, str], sent: Mapping[str, str]) -> dict
     return {**own, **sent}
 
 
+def names_cuda(platforms: str) -> bool:
+    """Whether a value of ``JAX_PLATFORMS`` has GPUs in its list."""
+    return any(name.strip() in ("cuda", "gpu") for name in platforms.lower().split(","))
+
+
 def for_platform(environ: Mapping[str, str], platform: str) -> dict[str, str]:
     """Variables by which JAX gets the platform of a job.
 
-    On GPUs it is named so that JAX fails without them, and does not fall back to the CPU.
+    On GPUs it is named, so that JAX fails where it cannot start them. Where a process sees none at
+    all, JAX takes the CPU even then; ``stretto.launch.initialize`` refuses that.
     """
     if platform == "gpu":
-        return {"JAX_PLATFORMS": environ.get("JAX_PLATFORMS") or "cuda,cpu"}
-    return {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+        given = environ.get("JAX_PLATFORMS", "")
+        return {PLATFORM: "cuda", "JAX_PLATFORMS": given if names_cuda(given) else "cuda,cpu"}
+    return {
+        PLATFORM: "cpu",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
 
 
 # Children write lines as they come, and never import a stray file of the working directory.

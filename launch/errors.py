@@ -1,5 +1,8 @@
 """The error a user can mend: one line, with the way out, and an exit status."""
 
+CANNOT_START = 2
+"""The status of a command that could not do what it was asked for."""
+
 
 class LaunchError(Exception):
     """A job that cannot start, or input that cannot be used.
@@ -8,6 +11,6 @@ class LaunchError(Exception):
     ``status``.
     """
 
-    def __init__(self, message: str, status: int = 2):
+    def __init__(self, message: str, status: int = CANNOT_START):
         super().__init__(message)
         self.status = status

@@ -1,7 +1,7 @@
 """Runs a user's script in one process of a job, so that its failure is known at once.
 
-Started by the agent as ``python worker.py SCRIPT ARGS``; imports the standard library only and
-nothing of Stretto, so a script pays for what it imports itself.
+Started by the agent as ``python worker.py SCRIPT ARGS``, or ``-m MODULE ARGS``; imports the
+standard library only and nothing of Stretto, so a script pays for what it imports itself.
 
 An uncaught exception prints its traceback, is recorded for the agent, and ends the process
 with ``os._exit``: the usual exit would wait in JAX's exit barrier for processes that are
@@ -16,6 +16,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,10 @@ _PR_SET_PDEATHSIG = 1
 _WORKER_PIPES = "STRETTO_WORKER_PIPES"  # as in environment.py, which is not imported here
 _PROGRESS = "STRETTO_PROGRESS"
 _RECORD = "STRETTO_RECORD"
+# As in supervision/child.py. A real-time signal: SIGUSR1 and SIGUSR2 are the script's.
+_STACKS_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 1)) - 1
+_NUM_PROCESSES = "STRETTO_NUM_PROCESSES"
+_NOT_THE_USERS = (__file__, "<frozen runpy>", runpy.__file__)
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
@@ -37,20 +42,30 @@ def main() -> None:
     os.environ[_PROGRESS] = f"{progress_fd},{os.getpid()}"
     os.environ[_RECORD] = f"{record_fd},{os.getpid()}"
     faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    faulthandler.register(_STACKS_SIGNAL, file=stacks_fd, all_threads=True)
     del sys.argv[0]
-    script = sys.argv[0]
-    _find_modules_beside(script)
+    script, own_pid = sys.argv[0], os.getpid()
+    is_module = script == "-m"
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            del sys.argv[0]
+            _find_modules_in_working_directory()
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            _find_modules_beside(script)
+            runpy.run_path(script, run_name="__main__")
+        _tell_if_alone(record_fd)
     except SystemExit as error:
         status = _exit_status(error)
         if status == 0:
+            _tell_if_alone(record_fd)
+            if os.getpid() == own_pid:
+                _tell_that_it_finished(record_fd)
             return  # the ordinary exit, with atexit and JAX's barrier
         _record(record_fd, status, f"SystemExit: {error.code}", "")
         _leave(status)
     except BaseException as error:
-        trace = below(script, error.__traceback__)
+        trace = below(None if is_module else script, error.__traceback__)
         error.__traceback__ = trace
         sys.excepthook(type(error), error, trace)
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -58,6 +73,16 @@ def main() -> None:
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
         _record(record_fd, status, summary, text)
         _leave(status)
+    if os.getpid() == own_pid:  # and not a child that the script forked
+        _tell_that_it_finished(record_fd)
+
+
+def _tell_that_it_finished(record_fd: int) -> None:
+    """Once nothing of the script runs any more; others may still wait for this process."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+    os.write(record_fd, json.dumps({"finished": True}).encode("ascii") + b"\n")
 
 
 def _die_with(agent_pid: int) -> None:
@@ -79,6 +104,24 @@ def _find_modules_beside(script: str) -> None:
         sys.path.insert(0, str(folder))
 
 
+def _find_modules_in_working_directory() -> None:
+    """As ``python -m`` does; last of all where that is Stretto's own tree, for the same reason."""
+    folder = Path.cwd()
+    is_own = folder.resolve() == Path(__file__).resolve().parent.parent
+    sys.path.insert(len(sys.path) if is_own else 0, str(folder))
+
+
+def _tell_if_alone(record_fd: int) -> None:
+    """Tell the agent if the script used JAX and did not join the other processes of its job."""
+    jax = sys.modules.get("jax")
+    is_one_of_many = int(os.environ.get(_NUM_PROCESSES, "1")) > 1
+    if jax is None or not is_one_of_many:
+        return
+    with contextlib.suppress(AttributeError):  # as by an import that failed half-way
+        if not jax.distributed.is_initialized():
+            os.write(record_fd, b'{"alone": true}\n')
+
+
 def _exit_status(error: SystemExit) -> int:
     """The status that ``sys.exit(error.code)`` means; prints a message as Python would."""
     if error.code is None:
@@ -89,11 +132,12 @@ def _exit_status(error: SystemExit) -> int:
     return 1
 
 
-def below(script: str, trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that starts in the script, without runpy's frames."""
+def below(script: str | None, trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that starts in the script or, if None, in a module that was run."""
     frame = trace
     while frame is not None:
-        if frame.tb_frame.f_code.co_filename == script:
+        name = frame.tb_frame.f_code.co_filename
+        if name == script or (script is None and name not in _NOT_THE_USERS):
             return frame
         frame = frame.tb_next
     return trace

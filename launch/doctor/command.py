@@ -20,6 +20,7 @@ from stretto.launch.doctor.mpi import check_mpi
 from stretto.launch.doctor.nccl import check_nccl
 from stretto.launch.doctor.peers import check_peers
 from stretto.launch.doctor.software import check_software
+from stretto.launch.errors import LaunchError
 from stretto.launch.planning import gpus
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
@@ -46,7 +47,12 @@ def main(argv: list[str]) -> int:
 
 def examine() -> list[Finding]:
     """All findings about this machine, in the order they are shown."""
-    usable = len(gpus.usable_gpus(environment.current()))
+    usable, unusable = 0, []
+    try:
+        usable = len(gpus.usable_gpus(environment.current()))
+    except LaunchError as problem:
+        text, _, way_out = str(problem).partition("; ")
+        unusable.append(error("gpus", text, way_out))
     checks: list[Callable[[], list[Finding]]] = [
         check_software,
         check_host,
@@ -57,7 +63,7 @@ def examine() -> list[Finding]:
         lambda: check_heap(usable),
         lambda: check_nccl(usable),
     ]
-    return [finding for check in checks for finding in run_check(check)]
+    return [*unusable, *(finding for check in checks for finding in run_check(check))]
 
 
 def check_gpus() -> list[Finding]:

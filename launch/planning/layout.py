@@ -6,7 +6,7 @@ without GPUs a device is a CPU device: by default each is a process of its own (
 the collectives), with ``node`` they are virtual devices of one process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +90,37 @@ def share_devices(n: int | None, hosts: Sequence[HostDevices]) -> list[HostDevic
             used.append(HostDevices(host.name, take))
         n -= take
     return used
+
+
+def take_devices(
+    n: int | None, least: int | None, hosts: Sequence[HostDevices], lost: Collection[str]
+) -> list[HostDevices]:
+    """The hosts and devices of an attempt: as many as asked for, without lost hosts if it can be.
+
+    Hosts beyond what ``n`` needs are spare: they take the place of lost ones. Where too few are
+    left, a job that may do with ``least`` devices takes all of those, and any other job tries the
+    lost hosts again.
+
+    Args:
+      n: devices of the job; all that the hosts offer if None.
+      least: how few devices will do, or None for no fewer than ``n``.
+      hosts: all that were named, in their order.
+      lost: names of those that an earlier attempt has lost.
+
+    Raises:
+      LaunchError: ``n`` or ``least`` cannot be.
+    """
+    n = sum(host.num_devices for host in hosts) if n is None else n
+    if least is not None and not 1 <= least <= n:
+        raise LaunchError(f"--min-devices {least} must be from 1 to the {n} devices of the job")
+    share_devices(n, hosts)  # refuses an n that the hosts could not serve if all were well
+    well = [host for host in hosts if host.name not in lost]
+    offered = sum(host.num_devices for host in well)
+    if offered >= n:
+        return share_devices(n, well)
+    if least is not None and offered >= least:
+        return share_devices(offered, well)
+    return share_devices(n, [*well, *(host for host in hosts if host.name in lost)])
 
 
 def plan(

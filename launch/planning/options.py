@@ -22,7 +22,7 @@ class RunOptions:
     """
 
     script: Positional[Annotated[str, arg(metavar="SCRIPT")]]
-    """Python script; every process runs it."""
+    """Python script, or with -m a module; every process runs it."""
 
     args: Positional[Annotated[tuple[str, ...], arg(metavar="ARGS")]] = ()
     """The script's own arguments."""
@@ -37,6 +37,15 @@ class RunOptions:
     ] = None
     """One process per node with all its devices, one per device, or so many a node."""
 
+    module: Annotated[FlagCreatePairsOff[bool], arg(aliases=["-m"])] = False
+    """SCRIPT is a module's name, as for python -m; comes right before it."""
+
+    platform: Literal["cuda", "cpu"] | None = None
+    """What the devices are. If not given, what the hosts have; then that is said."""
+
+    min_devices: Annotated[int | None, arg(metavar="COUNT")] = None
+    """How few devices a restart may do with that has lost hosts. As many as before if not given."""
+
     hostfile: Annotated[Path | None, arg(metavar="FILE")] = None
     """File with a host a line: NAME slots=DEVICES."""
 
@@ -49,6 +58,12 @@ class RunOptions:
     launcher: Literal["auto", "mpirun", "srun", "local"] = "auto"
     """What starts the processes; auto finds out."""
 
+    launcher_args: Annotated[str, arg(metavar="ARGS")] = ""
+    """More arguments for mpirun or srun, in one word: --launcher-args="--mca btl ^openib"."""
+
+    bind: Literal["auto", "numa", "none"] = "auto"
+    """Keep each process on the cores beside its GPUs: where known, always, or never."""
+
     env: UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE, or NAME for its value here; repeat for more."""
 
@@ -59,7 +74,13 @@ class RunOptions:
     """How often to start a failed job again."""
 
     log_dir: Annotated[Path | None, arg(metavar="FOLDER")] = None
-    """Folder for a log file per process."""
+    """Folder for a log file per process, in a folder per run."""
+
+    tee: Annotated[str, arg(metavar="PROCESSES")] = "all"
+    """Processes whose output is shown here: all, none, or such as 0,4-7."""
+
+    stdin: Literal["first", "none"] = "first"
+    """Whether process 0 reads what is written to stretto run."""
 
     port: int = 0
     """Port of JAX's coordinator; 0 takes a free one."""
@@ -69,6 +90,15 @@ class RunOptions:
 
     start_timeout: float = 60.0
     """Seconds for all processes to come up."""
+
+    grace: float = 30.0
+    """Seconds that processes have to end in when the job gets SIGTERM or Ctrl-C."""
+
+    control_port: int = 0
+    """Port at which stretto run hears of its processes; 0 takes a free one."""
+
+    network_timeout: float = 6.0
+    """Seconds of silence after which a host counts as lost."""
 
     dry_run: FlagCreatePairsOff[bool] = False
     """Show what would be started, and start nothing."""
@@ -80,19 +110,26 @@ _NUMBERS = {
     "--num-devices": (int, "a whole number"),
     "--restarts": (int, "a whole number"),
     "--port": (int, "a whole number"),
+    "--min-devices": (int, "a whole number"),
+    "--network-timeout": (float, "a number of seconds"),
     "--timeout": (float, "a number of seconds"),
     "--start-timeout": (float, "a number of seconds"),
+    "--grace": (float, "a number of seconds"),
+    "--control-port": (int, "a whole number"),
 }
 _FLAGS = ("--dry-run", "--help", "-h")
+_MODULE = ("-m", "--module")
 
 
 def _known_options() -> list[str]:
     names = [field.name for field in fields(RunOptions) if field.name not in ("script", "args")]
-    return [*_FLAGS, "-n", *(f"--{name.replace('_', '-')}" for name in names)]
+    return [*_FLAGS, "-n", "-m", *(f"--{name.replace('_', '-')}" for name in names)]
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """``(options and SCRIPT, ARGS)``: everything after the script is its own, dashes and all.
+
+    With ``-m`` SCRIPT is the name that follows it.
 
     Raises:
       LaunchError: an option is unknown or has no number where it needs one, or there is no script.
@@ -105,6 +142,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             return [*argv[:index], *argv[index + 1 : index + 2]], list(argv[index + 2 :])
         if not token.startswith("-"):
             return list(argv[: index + 1]), list(argv[index + 1 :])
+        if token in _MODULE and len(argv) > index + 1:
+            return list(argv[: index + 2]), list(argv[index + 2 :])
         name = token.partition("=")[0]
         if name in ("-h", "--help"):
             return ["--help"], []
@@ -136,9 +175,19 @@ def parse(argv: Sequence[str]) -> RunOptions:
     """
     own, script_arguments = split_arguments(argv)
     own = [f"-n={token[2:]}" if _is_joined_n(token) else token for token in own]
+    own = _joined(own, "--launcher-args")
     description = inspect.getdoc(RunOptions)
     options = tyro.cli(RunOptions, args=own, prog="stretto run", description=description)
     return replace(options, args=tuple(script_arguments))
+
+
+def _joined(argv: Sequence[str], option: str) -> list[str]:
+    """The same with ``option VALUE`` as ``option=VALUE``, since VALUE may begin with a dash."""
+    joined = list(argv)
+    while option in joined[:-1]:
+        index = joined.index(option)
+        joined[index : index + 2] = [f"{option}={joined[index + 1]}"]
+    return joined
 
 
 def _is_joined_n(token: str) -> bool:

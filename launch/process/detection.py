@@ -2,12 +2,14 @@
 
 Only the launcher's own variables count, in an order that puts the innermost launcher first:
 ``torchrun`` inside ``srun`` leaves ``SLURM_PROCID`` at 0 in all its processes, and ``mpirun``
-inside an allocation leaves Slurm's variables of the enclosing step.
+inside an allocation leaves Slurm's variables of the enclosing step. A script of ``stretto run``
+that starts ``mpirun`` leaves ours, so ours carry fingerprints of the launchers around them.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from stretto.launch import environment
 from stretto.launch.errors import LaunchError
@@ -47,6 +49,29 @@ _NAMES: dict[Launcher, tuple[str, str, str, str]] = {
 }
 
 
+_LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)  # in the order of `_NAMES`
+# What differs between two jobs of a launcher, or two processes of one.
+_IDENTITY: dict[Launcher, tuple[str, ...]] = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMIX_RANK"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT"),
+    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
+}
+
+
+def fingerprint(environ: Mapping[str, str]) -> str:
+    """What a process of ``stretto run`` is told of the launchers around it.
+
+    A process that this one starts by another launcher finds another fingerprint of that.
+    """
+    return ",".join(_digest(launcher, environ) for launcher in _IDENTITY)
+
+
+def _digest(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    words = [f"{name}={environ.get(name)}" for name in _IDENTITY[launcher]]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
 def detect(environ: Mapping[str, str]) -> Launched | None:
     """The innermost launcher and this process's place in it, or None outside of any.
 
@@ -56,25 +81,40 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     Raises:
       LaunchError: the launcher's variables contradict each other.
     """
-    for launcher, (rank, size, local_rank, local_size) in _NAMES.items():
-        if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ:
+    around = environ.get(environment.OUTER, "").split(",")
+    ours: Launched | None = None
+    for launcher in _LAUNCHERS:
+        if not _has_place(launcher, environ):
             continue
-        if rank not in environ or size not in environ:
-            continue
-        process_id = _integer(environ, rank)
-        num_processes = _integer(environ, size)
-        if not 0 <= process_id < num_processes:
-            raise LaunchError(
-                f"{rank}={process_id} must be less than {size}={num_processes}; "
-                "were these variables left over from another job?"
-            )
-        local_id = _integer(environ, local_rank, default=0)
-        if launcher == "slurm":
-            num_local = _slurm_local_count(environ, default=1)
-        else:
-            num_local = _integer(environ, local_size, default=max(1, local_id + 1))
-        return Launched(launcher, process_id, num_processes, local_id, num_local)
-    return None
+        if launcher == "stretto" and environment.OUTER in environ:
+            ours = _place_of(launcher, environ)
+        elif ours is None or _digest(launcher, environ) not in around:
+            return _place_of(launcher, environ)
+    return ours
+
+
+def _has_place(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    rank, size, *_ = _NAMES[launcher]
+    if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ:
+        return False
+    return rank in environ and size in environ
+
+
+def _place_of(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
+    rank, size, local_rank, local_size = _NAMES[launcher]
+    process_id = _integer(environ, rank)
+    num_processes = _integer(environ, size)
+    if not 0 <= process_id < num_processes:
+        raise LaunchError(
+            f"{rank}={process_id} must be less than {size}={num_processes}; "
+            "were these variables left over from another job?"
+        )
+    local_id = _integer(environ, local_rank, default=0)
+    if launcher == "slurm":
+        num_local = _slurm_local_count(environ, default=1)
+    else:
+        num_local = _integer(environ, local_size, default=max(1, local_id + 1))
+    return Launched(launcher, process_id, num_processes, local_id, num_local)
 
 
 def inside_launcher(environ: Mapping[str, str]) -> Launched | None:

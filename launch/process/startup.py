@@ -44,8 +44,8 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
     """Make this process one of its job, before anything asks JAX for its devices.
 
     Calls ``jax.distributed.initialize`` if the job has more than one process, and otherwise
-    only limits JAX to the job's GPUs where it does not use all. Calling it again does nothing
-    more.
+    only limits JAX to the job's GPUs where it does not use all. In a job on GPUs it starts JAX's
+    platform, to see that it is theirs. Calling it again does nothing more.
 
     Args:
       timeout_s: how long to wait for the other processes, in seconds.
@@ -55,7 +55,8 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
 
     Raises:
       LaunchError: the launcher's variables contradict each other, there are fewer GPUs than
-        processes, the coordinator's port is taken, or the MPI library counts other processes.
+        processes, the coordinator's port is taken, the MPI library counts other processes, or the
+        job was planned on GPUs and JAX found none.
     """
     global _process
     if _process is None:
@@ -65,6 +66,8 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
         if process.launcher not in ("", "stretto"):
             _end_job_on_exception()
         _join(process, timeout_s)
+        if environ.get(environment.PLATFORM) == "cuda" and process.launcher == "stretto":
+            _check_on_gpus()
         _process = process
     return _process
 
@@ -138,7 +141,7 @@ def _join(process: Process, timeout_s: float) -> None:
             _limit_devices(process.local_device_ids)
         return
     address, _, port = process.coordinator.rpartition(":")
-    if process.process_id == 0 and network.port_is_taken(address, int(port)):
+    if process.process_id == 0 and network.port_is_taken(address.strip("[]"), int(port)):
         raise LaunchError(
             f"port {port} of {address}, where process 0 serves the others, is taken; "
             "start the job again, or with another --port"
@@ -153,9 +156,23 @@ def _join(process: Process, timeout_s: float) -> None:
         initialization_timeout=int(timeout_s),
     )
     heartbeat.tell_programs()
-    from stretto.distributed.private_jax import first_runs
+    from stretto.distributed.private_jax import first_runs, reduce_scatter
 
     first_runs.wait_before_first_collectives()
+    reduce_scatter.make_of_sums()
+
+
+def _check_on_gpus() -> None:
+    """JAX takes the CPU in silence where a process sees no GPU, even if it is told ``cuda,cpu``."""
+    import jax
+
+    found = jax.default_backend()
+    if found != "gpu":
+        raise LaunchError(
+            f"this job was planned on GPUs, and JAX came up on {found!r} on host "
+            f"{network.host_name()} (JAX_PLATFORMS={jax.config.jax_platforms}); "
+            "see stretto doctor there, or run on the CPU with --platform cpu"
+        )
 
 
 def _limit_devices(device_ids: Sequence[int]) -> None:

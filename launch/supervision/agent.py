@@ -1,17 +1,21 @@
 """The launcher's hand on each process: started by mpirun, srun or directly, one a process.
 
 An agent connects to the supervisor, says where it is, gets the script to run, and runs it in a
-worker of its own session. It passes on every line the worker writes and how the worker ended,
+worker of its own session. It passes on what the worker writes and how the worker ended,
 and ends the worker when told to, when its launcher ends it, or when the supervisor is gone. So
 nothing depends on how an MPI library forwards environment, output or signals, and a job whose
 network is cut ends on both sides of the cut.
 
-Messages to the agent: ``prepare``, ``probe``, ``start``, ``stop``, ``stacks``, ``done``.
-Messages from it: ``hello``, ``prepared``, ``probed``, ``refused``, ``line``, ``failure``,
-``progress``, ``stacks``, ``stopped``, ``continued``, ``ended``.
+Messages to the agent: ``prepare``, ``probe``, ``start``, ``stdin``, ``stop``, ``stacks``, ``look``,
+``ping``, ``taken``, ``done``.
+Messages from it: ``hello``, ``prepared``, ``probed``, ``refused``, ``output``, ``failure``,
+``program``, ``alone``, ``finished``, ``progress``, ``stacks``, ``looked``, ``pong``,
+``stdin``, ``stopped``, ``continued``, ``ended``.
 """
 
+import base64
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -20,14 +24,17 @@ import signal
 import socket
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 from stretto.launch import environment
 from stretto.launch.planning import network
-from stretto.launch.process.detection import detect
-from stretto.launch.supervision.child import Child, Pipe, StateChange
-from stretto.launch.supervision.wire import Channel, Message
+from stretto.launch.process.detection import detect, fingerprint
+from stretto.launch.supervision import descendants, host_checks, stillness
+from stretto.launch.supervision.child import STACKS_SIGNAL, Child, Pipe, StateChange
+from stretto.launch.supervision.gpu_checks import take_gpus
+from stretto.launch.supervision.outlet import STREAMS
+from stretto.launch.supervision.stdin import Sink
+from stretto.launch.supervision.wire import Channel, Flow, Message
 
 _CONNECT_TIMEOUT_S = 4.0
 _PROBE_TIMEOUT_S = 3.0
@@ -49,6 +56,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
+    descendants.adopt_orphans()
     return Agent(Channel(sock, trusted=True), environ, rendezvous.token).serve()
 
 
@@ -58,10 +66,14 @@ class Agent:
     def __init__(self, channel: Channel, environ: dict[str, str], token: str):
         self._token = token
         self._channel = channel
+        self._flow = Flow()
+        self._paused: list[Pipe] = []
+        self._grace_s = 0.0
         self._environ = environ
         self._child: Child | None = None
         self._ended: StateChange | None = None
         self._ended_at = 0.0
+        self._ended_by = 0  # the signal by which the launcher ended this agent and its worker
         self._kill_at: float | None = None
         self._drain_until: float | None = None
         self._probe_socket: socket.socket | None = None
@@ -72,7 +84,7 @@ class Agent:
         """Handle messages, output and signals until the supervisor lets go. Returns a status."""
         wakeup = _signal_pipe()
         self._selector.register(wakeup, selectors.EVENT_READ, self._on_signals)
-        self._selector.register(self._channel, selectors.EVENT_READ, self._on_messages)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._on_channel)
         try:
             self._channel.send("hello", **self._introduction())
             while self._done is None:
@@ -80,23 +92,36 @@ class Agent:
                     if key.fileobj in self._selector.get_map():  # not closed by another event
                         key.data(key.fileobj)
                 self._on_time()
+                self._await_room()
             return self._done
         except (EOFError, OSError, ValueError) as error:
             return self._abandon(cut=not isinstance(error, EOFError))
 
     def _introduction(self) -> Message:
         launched = detect(self._environ)
-        index = self._environ.get(environment.AGENT_INDEX)
+        index, count = (launched.process_id, launched.num_processes) if launched else (0, 1)
+        own, first = map(self._environ.get, (environment.AGENT_INDEX, environment.AGENT_FIRST))
+        if own or first:
+            index, count = int(own) if own else index + int(first or 0), None
         return {
             "token": self._token,
-            "index": int(index) if index else (launched.process_id if launched else 0),
-            "count": None if index else (launched.num_processes if launched else 1),
+            "index": index,
+            "count": count,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "versions": {"python": platform.python_version(), **_versions("stretto", "jax")},
+            "versions": {
+                "python": platform.python_version(),
+                **host_checks.versions("stretto", "jax"),
+            },
         }
 
-    def _on_messages(self, channel: Channel) -> None:
+    def _await_room(self) -> None:
+        """Hear of the moment at which the channel takes more, if it has kept something."""
+        writable = selectors.EVENT_WRITE if self._channel.has_unsent else 0
+        self._selector.modify(self._channel, selectors.EVENT_READ | writable, self._on_channel)
+
+    def _on_channel(self, channel: Channel) -> None:
+        channel.flush()
         for message in channel.receive():
             match message["kind"]:
                 case "prepare":
@@ -109,27 +134,38 @@ class Agent:
                 case "start":
                     self._start(message)
                 case "stop" if self._child is not None:
-                    self._child.ask_to_end()
+                    if message["grace_s"]:
+                        self._child.ask_to_end(message["signal"])
                     self._kill_at = time.monotonic() + message["grace_s"]
+                case "stdin" if self._child is not None and self._child.stdin is not None:
+                    self._feed(self._child.stdin, message["data"].encode("latin-1"))
                 case "stacks" if self._child is not None:
                     channel.send("progress", progress=self._progress())
-                    self._child.signal(signal.SIGUSR1)
+                    self._child.ask_for_stacks()
+                case "look" if self._child is not None:
+                    seen = stillness.look(self._child.pid)
+                    channel.send(
+                        "looked",
+                        seen=dataclasses.asdict(seen) if seen else None,
+                        progress=self._progress(),
+                    )
+                case "ping":
+                    channel.send("pong")
+                case "taken":
+                    self._flow.take(message["cost"])
+                    self._resume()
                 case "stop" | "done":
                     self._done = 0
 
     def _prepare(self, message: Message) -> None:
         """Check what the job needs of this host, and offer a port for JAX's coordinator."""
-        problem = None
-        name = socket.gethostname()
-        if not Path(message["cwd"]).is_dir():
-            problem = f"the working directory {message['cwd']} does not exist on host {name}"
-        elif not Path(message["cwd"], message["script"]).is_file():
-            problem = f"the script {message['script']} does not exist on host {name}"
-        elif message["needs_host_name"]:
-            problem = _host_name_problem(name, many_hosts=message["many_hosts"])
+        self._channel.limit_silence(message["silence_limit_s"])
+        problem = host_checks.problem(message)
+        if problem is None and message["devices"]:
+            problem = take_gpus(message, self._environ)
         port = None
         if message["offer_port"] and problem is None:
-            self._probe_socket = network.listen("0.0.0.0", message["port"])
+            self._probe_socket = network.listen(network.ANY, message["port"])
             port = self._probe_socket.getsockname()[1]
         addresses = network.interface_addresses(message["interface"])
         self._channel.send("prepared", problem=problem, port=port, addresses=addresses)
@@ -137,30 +173,76 @@ class Agent:
     def _start(self, message: Message) -> None:
         if self._probe_socket is not None:
             self._probe_socket.close()
+        self._grace_s = message["grace_s"]
         environ = environment.for_worker(self._environ, message["environ"])
+        environ[environment.OUTER] = fingerprint(environ)
         try:
-            self._child = Child(message["arguments"], environ, message["cwd"])
+            self._child = Child(
+                message["arguments"], environ, message["cwd"], takes_stdin=message["takes_stdin"]
+            )
         except OSError as error:
             self._channel.send("refused", problem=f"cannot start {message['arguments']}: {error}")
             return
         for pipe in self._child.pipes:
             self._selector.register(pipe, selectors.EVENT_READ, self._on_output)
 
+    def _feed(self, sink: Sink, data: bytes) -> None:
+        """Hand a piece of input to the worker; asks for the next once it is taken."""
+        with contextlib.suppress(OSError):  # it reads no more
+            if sink.put(data):
+                self._channel.send("stdin")
+            elif data:
+                self._selector.register(sink, selectors.EVENT_WRITE, self._on_room)
+
+    def _on_room(self, sink: Sink) -> None:
+        try:
+            taken = sink.flush()
+        except OSError:
+            self._selector.unregister(sink)
+            return
+        if taken:
+            self._selector.unregister(sink)
+            self._channel.send("stdin")
+
     def _on_output(self, pipe: Pipe) -> None:
-        lines, more = pipe.read()
-        for line in lines:
-            if pipe.name == "record":
-                with contextlib.suppress(ValueError):
-                    record = json.loads(line)
-                    kind = "program" if "program" in record else "failure"
-                    self._channel.send(kind, record=record, progress=self._progress())
-            else:
-                self._channel.send(
-                    "stacks" if pipe.name == "stacks" else "line", stream=pipe.name, text=line
-                )
-        if not more:
+        data = pipe.read()
+        if data is None:
+            return
+        if pipe.name in STREAMS:
+            self._pass_on(pipe, data)
+        else:
+            for line in pipe.lines(data):
+                self._tell(pipe.name, line)
+        if not data:
             self._selector.unregister(pipe)
             pipe.close()
+
+    def _pass_on(self, pipe: Pipe, data: bytes) -> None:
+        """Send output, and read no more of it while the supervisor has too much to deal with."""
+        if not data:
+            return
+        text = base64.b64encode(data).decode("ascii")
+        self._channel.send("output", stream=pipe.name, data=text)
+        self._flow.add(len(data))
+        if self._flow.is_full and self._ended is None:
+            self._selector.unregister(pipe)
+            self._paused.append(pipe)
+
+    def _resume(self) -> None:
+        """Read output again, if there is room for it, or if the worker will write no more."""
+        if not self._flow.is_full or self._ended is not None:
+            for pipe in self._paused:
+                self._selector.register(pipe, selectors.EVENT_READ, self._on_output)
+            self._paused.clear()
+
+    def _tell(self, pipe_name: str, line: str) -> None:
+        if pipe_name == "stacks":
+            self._channel.send("stacks", text=line)
+            return
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            kind = next((k for k in ("program", "alone", "finished") if k in record), "failure")
+            self._channel.send(kind, record=record, progress=self._progress())
 
     def _progress(self) -> str:
         return self._child.progress() if self._child is not None else ""
@@ -171,8 +253,9 @@ class Agent:
             if self._child is None or self._ended is not None:
                 self._done = 1
             elif self._kill_at is None:
+                self._ended_by = min(numbers & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
                 self._child.ask_to_end()
-                self._kill_at = time.monotonic() + 1.0
+                self._kill_at = time.monotonic() + self._grace_s
         if self._child is None:
             return
         for change in self._child.changes():
@@ -180,9 +263,11 @@ class Agent:
                 self._ended = change
                 self._ended_at = time.monotonic()
                 self._drain_until = self._ended_at + _DRAIN_TIMEOUT_S
-                self._child.signal_group(signal.SIGKILL)  # what it left behind
+                self._child.kill()  # what it left behind
+                self._resume()
             else:
                 self._channel.send(change.state, signal=change.number)
+        self._child.reap_orphans()
 
     def _next_timeout(self) -> float | None:
         moments = [moment for moment in (self._kill_at, self._drain_until) if moment is not None]
@@ -193,7 +278,7 @@ class Agent:
         if self._child is None:
             return
         if self._kill_at is not None and now >= self._kill_at:
-            self._child.signal_group(signal.SIGKILL)
+            self._child.kill()
             self._kill_at = None
         if self._ended is not None and self._drain_until is not None:
             open_pipes = any(isinstance(k.fileobj, Pipe) for k in self._selector.get_map().values())
@@ -205,6 +290,7 @@ class Agent:
                     number=self._ended.number,
                     age_s=now - self._ended_at,
                     progress=self._progress(),
+                    by_launcher=self._ended_by,
                 )
 
     def _abandon(self, *, cut: bool) -> int:
@@ -214,7 +300,7 @@ class Agent:
         SIGTERM; by then its whole job is dead.
         """
         if self._child is not None:
-            self._child.signal_group(signal.SIGKILL)
+            self._child.kill()
         parent = os.getppid()
         if cut and _process_name(parent) in _DAEMONS:
             time.sleep(_DAEMON_GRACE_S)
@@ -231,34 +317,10 @@ def _signal_pipe() -> socket.socket:
     signal.set_wakeup_fd(write_end.detach())
     # Ignored signals stay ignored in a new program: a worker asked for its stacks before it has
     # its handler does not die of the question.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     return read_end
-
-
-def _host_name_problem(name: str, *, many_hosts: bool) -> str | None:
-    """Why CPU collectives, which listen on the host name's address, would hang here."""
-    addresses = network.resolve(name)
-    if not addresses:
-        return (
-            f"the host name {name} does not resolve on its own host, and CPU collectives need it; "
-            f"add '127.0.0.1 {name}' (or its network address) to /etc/hosts"
-        )
-    if many_hosts and all(address.startswith("127.") for address in addresses):
-        return (
-            f"the host name {name} means {addresses[0]} on its own host, which others cannot "
-            f"reach; give {name} its network address in /etc/hosts"
-        )
-    return None
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def _process_name(pid: int) -> str:

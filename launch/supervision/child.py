@@ -1,4 +1,4 @@
-"""The worker process as its agent sees it: started, read line by line, signalled, reaped."""
+"""The worker process as its agent sees it: started, read, signalled, reaped."""
 
 import contextlib
 import os
@@ -12,9 +12,12 @@ from pathlib import Path
 
 from stretto.launch import environment
 from stretto.launch.process.heartbeat import RECORD_SIZE, decode
+from stretto.launch.supervision import descendants
+from stretto.launch.supervision.stdin import Sink
 
-_READ_SIZE = 1 << 16
-_LONGEST_LINE = 1 << 16
+_READ_SIZE = 1 << 14
+# Asks a worker for its stacks. Not SIGUSR1, which is for scripts.
+STACKS_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 1)) - 1
 WORKER = Path(__file__).parents[1] / "worker.py"
 
 
@@ -30,7 +33,7 @@ class StateChange:
 
 
 class Pipe:
-    """One of the worker's output pipes, cut into lines."""
+    """One of the worker's output pipes."""
 
     def __init__(self, name: str, fd: int):
         self.name = name
@@ -42,21 +45,20 @@ class Pipe:
         """The descriptor, so that a selector takes a pipe."""
         return self.fd
 
-    def read(self) -> tuple[list[str], bool]:
-        """The lines that are complete, and whether the pipe may give more.
-
-        A line is decoded with ``surrogateescape``; one over 64 KiB comes in pieces. What is
-        left without a newline comes at the end.
-        """
+    def read(self) -> bytes | None:
+        """What there is, up to 16 KiB; None if nothing is there now, nothing at the end."""
         try:
-            data = os.read(self.fd, _READ_SIZE)
+            return os.read(self.fd, _READ_SIZE)
         except BlockingIOError:
-            return [], True
+            return None
+
+    def lines(self, data: bytes) -> list[str]:
+        """The lines that ``data``, read last, completes; what is left comes at the end."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
+        if self._rest and not data:
             lines.append(self._rest)
             self._rest = b""
-        return [line.decode("utf-8", "surrogateescape") for line in lines], bool(data)
+        return [line.decode("utf-8", "surrogateescape") for line in lines]
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -70,9 +72,17 @@ class Child:
       arguments: the script and its arguments.
       environ: its whole environment.
       cwd: its working directory.
+      takes_stdin: whether it reads what is put into ``stdin``; else it finds that empty.
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], cwd: str):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: str,
+        *,
+        takes_stdin: bool = False,
+    ):
         ends = {name: os.pipe() for name in ("stdout", "stderr", "record", "stacks")}
         record, stacks = ends["record"][1], ends["stacks"][1]
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as self
@@ -81,7 +91,7 @@ class Child:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if takes_stdin else subprocess.DEVNULL,
                 stdout=ends["stdout"][1],
                 stderr=ends["stderr"][1],
                 env={**environ, **private},
@@ -93,6 +103,9 @@ class Child:
             for _, write_end in ends.values():
                 os.close(write_end)
         self.pid = self._process.pid
+        self.stdin = Sink(os.dup(self._process.stdin.fileno())) if self._process.stdin else None
+        if self._process.stdin:
+            self._process.stdin.close()
         self.pipes = [Pipe(name, read_end) for name, (read_end, _) in ends.items()]
 
     def signal_group(self, number: int) -> None:
@@ -100,19 +113,24 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker alone."""
+    def kill(self) -> None:
+        """SIGKILL for the worker and all that it started, in sessions of their own, too."""
+        self.signal_group(signal.SIGKILL)
+        descendants.kill_all()
+
+    def ask_for_stacks(self) -> None:
+        """Have the worker write where its threads are."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, STACKS_SIGNAL)
 
     def progress(self) -> str:
         """How far the script says it is; empty if it says nothing."""
         return decode(os.pread(self._progress.fileno(), RECORD_SIZE, 0))
 
-    def ask_to_end(self) -> None:
-        """SIGTERM, and SIGCONT so that a stopped worker can act on it."""
-        self.signal_group(signal.SIGTERM)
+    def ask_to_end(self, number: int = signal.SIGTERM) -> None:
+        """The signal ``number``, and SIGCONT so that a stopped worker can act on it."""
+        self.signal_group(number)
         self.signal_group(signal.SIGCONT)
 
     def changes(self) -> list[StateChange]:
@@ -133,3 +151,11 @@ class Child:
                 found.append(StateChange("exited", os.WEXITSTATUS(raw)))
                 self._process.returncode = os.WEXITSTATUS(raw)
         return found
+
+    def reap_orphans(self) -> None:
+        """Let go of processes that the worker left behind and that have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid == self.pid:
+                    break
+                os.waitpid(found.si_pid, os.WNOHANG)

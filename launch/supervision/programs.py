@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stretto.launch.supervision.report import Failure
+from stretto.launch.supervision.causes import Failure
+from stretto.launch.supervision.stillness import Stillness
 
 SILENCE_LIMIT_S = 5.0
-_ASK_AFTER_S = 4.0
+_LOOK_EVERY_S = 1.0
 _COMPARE_EVERY_S = 0.5
 
 
@@ -73,13 +74,14 @@ class Teller(Protocol):
 
     programs: list[Program]
     heard_at: float
+    stillness: Stillness
 
 
 class Comparison:
-    """Looks out for processes that compiled different programs and have been silent since.
+    """Looks out for processes that compiled different programs and have stood still since.
 
-    A process may compile what the others do not if it does not run it. Then it goes on, and is
-    heard of.
+    A process may compile what the others do not if it does not run it, or all may compile the same
+    in another order. Then it goes on, and is heard of, or seen to compute.
     """
 
     def __init__(self, members: Sequence[Teller]):
@@ -89,31 +91,29 @@ class Comparison:
         self._mismatch: Mismatch | None = None
         self._asked_at = 0.0
 
-    def is_due(self) -> bool:
-        """Whether it is time to ask the processes for news, before their silence counts."""
-        silent_since = self._silent_since()
-        if silent_since is None or self._asked_at > silent_since:
+    def wants_news(self) -> bool:
+        """Whether it is time to look at the processes."""
+        self._compare()
+        now = time.monotonic()
+        if self._mismatch is None or now < self._asked_at + _LOOK_EVERY_S:
             return False
-        if time.monotonic() < silent_since + _ASK_AFTER_S:
-            return False
-        self._asked_at = time.monotonic()
+        self._asked_at = now
         return True
 
     def stuck(self) -> Failure | None:
         """The failure of a process that went another way, and of which nothing is heard."""
-        silent_since, found = self._silent_since(), self._mismatch
-        now = time.monotonic()
-        if found is None or silent_since is None or now < silent_since + SILENCE_LIMIT_S:
+        self._compare()
+        found, now = self._mismatch, time.monotonic()
+        if found is None:
+            return None
+        pair = [self._members[i] for i in (found.process_id, found.other_id)]
+        still_since = [member.stillness.since for member in pair]
+        if None in still_since:
+            return None
+        since = max([member.heard_at for member in pair] + [s for s in still_since if s])
+        if now < since + SILENCE_LIMIT_S:
             return None
         return Failure(found.process_id, found.summary, 1, now, traceback=found.details)
-
-    def _silent_since(self) -> float | None:
-        """When one of two processes that differ was last heard of; None if none do."""
-        self._compare()
-        if self._mismatch is None:
-            return None
-        pair = self._mismatch.process_id, self._mismatch.other_id
-        return max(self._members[i].heard_at for i in pair)
 
     def _compare(self) -> None:
         told = sum(len(member.programs) for member in self._members)

@@ -2,85 +2,19 @@
 
 import linecache
 import re
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.launch.planning.layout import ProcessPlan
+from stretto.launch.supervision.causes import Failure
 
-# Signals by which a process dies of itself or of the kernel. SIGABRT is not one of them: JAX
-# aborts a process when another one of the job is gone.
-_FIRST_CAUSE_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _WORKER_FILE = str(Path(__file__).parents[1] / "worker.py")
+_PACKAGES = re.compile(r"/(?:site|dist)-packages/")
+_JAX = re.compile(r"-packages/(?:jax|jaxlib)/")
+_STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/")
 TIMEOUT_STATUS = 124
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How one process failed.
-
-    ``how`` is a phrase ("exit status 3"), ``status`` the job's exit status if this is the
-    cause, ``signal`` the signal that killed it, ``moment`` when it failed (seconds on the
-    supervisor's clock).
-    """
-
-    process_id: int
-    how: str
-    status: int
-    moment: float
-    signal: int | None = None
-    traceback: str = ""
-
-    @property
-    def is_runtimes_own(self) -> bool:
-        """Whether the process crashed, or JAX's runtime gave up, and not the script."""
-        return not self.traceback or _error_line(self.traceback).startswith(
-            "jax.errors.JaxRuntimeError"
-        )
-
-
-def _error_line(traceback: str) -> str:
-    """The line that names the error: the first below the last frame, or the last without frames.
-
-    Not the last line: a message may have several, and JAX adds a note of its own to an error that
-    is raised while it dispatches, but none to one that is raised where a result is asked for.
-    """
-    lines = traceback.splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
-    below = lines[frames[-1] + 1 :] if frames else lines[-1:]
-    return next((line for line in below if line and not line.startswith(" ")), "")
-
-
-def exited(process_id: int, status: int, moment: float) -> Failure:
-    """A process that ended with a status of its own."""
-    return Failure(process_id, f"exit status {status}", status, moment)
-
-
-def killed(process_id: int, number: int, moment: float) -> Failure:
-    """A process that a signal ended."""
-    how = f"killed by {signal_name(number)}"
-    if number == signal.SIGKILL:
-        how += " (out of memory, or killed by hand)"
-    return Failure(process_id, how, 128 + number, moment, signal=number)
-
-
-def signal_name(number: int) -> str:
-    """``SIGSTOP`` for 19."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that brought the others about: the earliest.
-
-    A death by SIGKILL or a crash comes before exceptions of the same moment, which are usually
-    its peers noticing a closed connection.
-    """
-    return min(failures, key=lambda f: (f.signal not in _FIRST_CAUSE_SIGNALS, f.moment))
 
 
 def failure_text(
@@ -133,15 +67,36 @@ def place_in_script(stacks: Sequence[str], script: str) -> Place | None:
     Returns:
       None if the main thread is not in the script, or gave no stack.
     """
+    return next((frame for frame in _main_thread(stacks) if frame.file == script), None)
+
+
+def innermost_frame(stacks: Sequence[str]) -> Place | None:
+    """Where the main thread is, in whosever code; None if it gave no stack."""
+    return next(iter(_main_thread(stacks)), None)
+
+
+def may_wait_for_others(frame: Place) -> bool:
+    """Whether a main thread that stands still there may wait for other processes in JAX.
+
+    JAX is called from its own Python code or, past its first call of a function, from that of the
+    user. Code of Python and of other packages waits for threads and other things of its own.
+    """
+    if _PACKAGES.search(frame.file):
+        return _JAX.search(frame.file) is not None
+    return not frame.file.startswith("<") and not _STANDARD_LIBRARY.search(frame.file)
+
+
+def _main_thread(stacks: Sequence[str]) -> list[Place]:
+    """Its frames, the innermost first: the thread that goes through the worker's file."""
     frames: list[Place] = []
     for line in [*stacks, "Thread end"]:
         if match := _FRAME.match(line):
             frames.append(Place(match["file"], int(match["line"]), match["function"]))
         else:
             if any(frame.file == _WORKER_FILE for frame in frames):
-                return next((frame for frame in frames if frame.file == script), None)
+                return frames
             frames = []
-    return None
+    return []
 
 
 @dataclass(frozen=True)

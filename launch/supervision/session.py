@@ -1,18 +1,17 @@
 """The agents of one attempt: their launchers, their connections, and what they tell.
 
-One thread, one selector. ``wait`` handles what arrives; whoever follows the job looks at
-``members`` and ``failures`` in between. ``stop`` ends all processes, ``close`` leaves nothing
-behind, whatever happened before.
+One thread, one selector, and nothing in it that waits for a reader, a disk or a peer. ``wait``
+handles what arrives; whoever follows the job looks at ``members`` and ``failures`` in between.
+``stop`` ends all processes, leaving the session leaves nothing behind, whatever happened before.
 """
 
+import base64
 import contextlib
-import hmac
 import os
 import secrets
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from types import FrameType
 
@@ -20,15 +19,19 @@ from stretto.launch import environment
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning import network
 from stretto.launch.planning.job import Job
+from stretto.launch.supervision import stdin
+from stretto.launch.supervision.causes import Failure
 from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.door import Door
+from stretto.launch.supervision.launching import Launchers
 from stretto.launch.supervision.member import Member
-from stretto.launch.supervision.report import Failure
-from stretto.launch.supervision.wire import Channel
+from stretto.launch.supervision.outlet import STREAMS
+from stretto.launch.supervision.wire import Channel, Message
 
-_STOP_GRACE_S = 1.5  # from SIGTERM to SIGKILL
-_STOP_LIMIT_S = 3.5
-_LAUNCHER_EXIT_S = 1.5
+_SHORT_GRACE_S = 1.5  # from SIGTERM to SIGKILL, where a process has failed or the time is over
+_END_LIMIT_S = 2.0
 _SELECT_S = 0.25
+_PING_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,6 +40,7 @@ class Interrupted(Exception):
 
     def __init__(self, number: int):
         super().__init__(number)
+        self.number = number
         self.status = 128 + number
 
 
@@ -46,60 +50,65 @@ class Session:
     Attributes:
       members: the agents that have connected and shown the job's token.
       failures: what went wrong in processes, in the order it was heard of.
-      launcher_output: lines that mpirun or srun wrote itself.
+      launchers: what starts the agents.
     """
 
     def __init__(self, job: Job, console: Console):
         self.job = job
         self.members: list[Member] = []
         self.failures: list[Failure] = []
-        self.launcher_output: list[str] = []
         self._console = console
         self._token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self._launchers: list[subprocess.Popen[bytes]] = []
-        self._interrupt: int | None = None
+        self._door = Door(self._selector, self._token, self._admit, console.say)
+        self.launchers = Launchers(self._selector)
+        self._interrupts: list[int] = []
+        self._pinged_at = 0.0
 
     def __enter__(self) -> "Session":
-        self._handlers = {number: signal.signal(number, self._on_interrupt) for number in _SIGNALS}
+        # What this process was told to ignore, as by nohup, it goes on ignoring.
+        self._handlers = {
+            number: signal.signal(number, self._on_interrupt)
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        self._woken, self._wake = socket.socketpair()
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._on_taken)
+        self._console.on_taken(self._on_output_taken)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._console.on_taken(lambda: None)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Channel | socket.socket):
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
+        self.launchers.end()
+        self._wake.close()
+        self._selector.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def start(self) -> None:
-        """Open the socket that agents connect to, and run the commands that start them.
+        """Open the port that agents connect to, and run the commands that start them.
 
         Raises:
-          LaunchError: this host has no address that others could reach.
+          LaunchError: this host has no address that others could reach, or the port is taken.
         """
-        listener = network.listen(network.LOOPBACK if self.job.is_local else "0.0.0.0")
-        self._selector.register(listener, selectors.EVENT_READ, self._on_connection)
+        job = self.job
         addresses = [network.LOOPBACK]
-        if not self.job.is_local:
-            addresses = network.interface_addresses(self.job.interface)
+        if not job.is_local:
+            addresses = network.interface_addresses(job.interface)
             if not addresses:
-                where = f" on interface {self.job.interface}" if self.job.interface else ""
+                where = f" on interface {job.interface}" if job.interface else ""
                 raise LaunchError(f"this host has no network address{where}; see ip address")
-        port = listener.getsockname()[1]
+        port = self._door.open(addresses, job.control_port)
         rendezvous = environment.Rendezvous(self._token, tuple(addresses), port)
         # First, not last: MPICH 5.0.2 forgets to forward the environment's last variable.
         environ = {environment.RENDEZVOUS: str(rendezvous), **environment.current()}
-        for command in self.job.commands:
-            read_end, write_end = os.pipe()
-            launcher = subprocess.Popen(
-                command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                env={**environ, **command.environ},
-                start_new_session=True,
-            )
-            os.close(write_end)
-            self._launchers.append(launcher)
-            self._selector.register(read_end, selectors.EVENT_READ, self._on_launcher)
+        self.launchers.start(job.commands, environ, job.folder)
 
     def wait(self) -> None:
         """Handle what arrives within a quarter of a second.
@@ -107,100 +116,143 @@ class Session:
         Raises:
           Interrupted: a signal asked for the end of the job.
           LaunchError: an agent could not start its process.
+          BrokenPipeError: nobody will read the job's output any more.
         """
+        for member in self.members:
+            if member.connected:
+                writable = selectors.EVENT_WRITE if member.channel.has_unsent else 0
+                key = self._selector.get_key(member.channel)
+                if key.events != selectors.EVENT_READ | writable:
+                    self._selector.modify(member.channel, selectors.EVENT_READ | writable, key.data)
         for key, _ in self._selector.select(_SELECT_S):
             key.data(key.fileobj)
-        if self._interrupt is not None:
-            raise Interrupted(self._interrupt)
+        self._on_time()
+        self._console.check()
+        if self._interrupts:
+            raise Interrupted(self._interrupts[0])
 
-    def launchers_ended(self) -> bool:
-        """Whether everything that was to start agents is gone."""
-        return all(launcher.poll() is not None for launcher in self._launchers)
+    def feed_stdin(self) -> None:
+        """Let process 0 read what is written to this process, from here on, if the job says so."""
+        if self.job.takes_stdin:
+            self._selector.register(stdin.source(), selectors.EVENT_READ, self._on_stdin)
 
-    def stop(self) -> None:
-        """End all processes: SIGTERM, then SIGKILL, through their agents; let the agents go."""
+    def send_all(self, kind: str) -> None:
+        """Send a message without more to all agents whose process has not ended."""
         for member in self.members:
             if not member.over:
-                member.send("stop", grace_s=_STOP_GRACE_S)
-        until = time.monotonic() + _STOP_LIMIT_S
+                member.send(kind)
+
+    def drain(self, limit_s: float | None) -> bool:
+        """Let the job's output be read, however long that takes; whether it was, in time.
+
+        Raises:
+          Interrupted: a signal asked for the end.
+          BrokenPipeError: nobody will read it.
+        """
+        until = None if limit_s is None else time.monotonic() + limit_s
+        while not self._console.drain(_SELECT_S):
+            self.wait()
+            if until is not None and time.monotonic() > until:
+                return False
+        self._console.check()
+        return True
+
+    def stop(self, number: int = signal.SIGTERM, grace_s: float = _SHORT_GRACE_S) -> None:
+        """End all processes, through their agents, and let the agents go.
+
+        Args:
+          number: the signal that asks them to end.
+          grace_s: after which they get SIGKILL; sooner if another signal arrives here.
+        """
+        num_interrupts = len(self._interrupts)
+        self._send_stop(number, grace_s)
+        until = time.monotonic() + grace_s + _END_LIMIT_S
         while time.monotonic() < until and not all(member.over for member in self.members):
-            with contextlib.suppress(Interrupted):
+            with contextlib.suppress(Interrupted, BrokenPipeError, LaunchError):
                 self.wait()
+            if len(self._interrupts) > num_interrupts:
+                num_interrupts = len(self._interrupts)
+                self._send_stop(signal.SIGKILL, 0)
+                until = min(until, time.monotonic() + _END_LIMIT_S)
         for member in self.members:
             if not member.over:
                 member.kill_agent_if_here()
             member.send("done")
 
+    def _send_stop(self, number: int, grace_s: float) -> None:
+        for member in self.members:
+            if not member.over:
+                member.send("stop", signal=int(number), grace_s=grace_s)
+
     # Events
 
     def _on_interrupt(self, number: int, _: FrameType | None) -> None:
-        self._interrupt = number
+        self._interrupts.append(number)
 
-    def _on_launcher(self, pipe: int) -> None:
-        data = os.read(pipe, 1 << 16)
-        self.launcher_output += data.decode(errors="replace").splitlines()
-        if not data:
-            self._selector.unregister(pipe)
-            os.close(pipe)
+    def _on_stdin(self, source: int) -> None:
+        """Send one piece; the next is read when the agent says that this one is taken."""
+        data = stdin.read_piece(source)
+        self._selector.unregister(source)
+        self.members[0].send("stdin", data=data.decode("latin-1"))
 
-    def _on_connection(self, listener: socket.socket) -> None:
-        sock, _ = listener.accept()
-        self._selector.register(Channel(sock), selectors.EVENT_READ, self._on_stranger)
-
-    def _on_stranger(self, channel: Channel) -> None:
-        """A connection becomes a member once it has shown the token; others are dropped."""
-        try:
-            messages = channel.receive()
-        except (EOFError, OSError, ValueError):
-            self._drop(channel)
-            return
-        if not messages:
-            return
-        hello = messages[0]
-        if not hmac.compare_digest(str(hello.get("token", "")), self._token):
-            self._drop(channel)
-            return
-        channel.trusted = True
-        member = Member(channel, hello)
+    def _admit(self, channel: Channel, hello: Message) -> None:
+        member = Member(
+            channel,
+            hello,
+            spins=self.job.layout.platform == "gpu",
+            stderr_tail=self._console.stderr_tail,
+        )
         self.members.append(member)
-        self._selector.modify(channel, selectors.EVENT_READ, lambda _: self._on_member(member))
+        self._selector.register(channel, selectors.EVENT_READ, lambda _: self._on_member(member))
 
     def _on_member(self, member: Member) -> None:
         try:
+            member.channel.flush()
             messages = member.channel.receive()
-        except (EOFError, OSError, ValueError) as error:
-            self._drop(member.channel)
+            for message in messages:
+                self._take(member, message)
+        except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
+            self._selector.unregister(member.channel)
+            member.channel.close()
             if failure := member.lose(error):
                 self.failures.append(failure)
+
+    def _take(self, member: Member, message: Message) -> None:
+        if message["kind"] == "output":
+            data = base64.b64decode(message["data"])
+            if message["stream"] not in STREAMS:
+                raise ValueError(f"there is no stream {message['stream']}")
+            member.hear()
+            self._console.output(member.process_id, message["stream"], data)
             return
-        for message in messages:
-            if message["kind"] == "line":
-                member.heard_at = time.monotonic()
-                self._console.line(member.process_id, message["stream"], message["text"])
-            elif failure := member.update(message):
-                self.failures.append(failure)
+        if message["kind"] == "stdin":
+            self.feed_stdin()
+            return
+        if failure := member.update(message):
+            self.failures.append(failure)
+        if message["kind"] == "ended":
+            self._console.end(member.process_id)
 
-    def _drop(self, channel: Channel) -> None:
-        self._selector.unregister(channel)
-        channel.close()
+    def _on_output_taken(self) -> None:
+        """In a thread of the console's: have `wait` return."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake.fileno(), b"x")
 
-    # The end
+    def _on_taken(self, woken: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            woken.recv(1 << 12)
+        for member in self.members:
+            taken = self._console.taken(member.process_id)
+            if taken > member.output_taken:
+                member.output_taken = taken
+                member.send("taken", cost=taken)
 
-    def _close(self) -> None:
-        """Leave nothing running: agents end with their connection, launchers by signals."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, Channel | socket.socket):
-                self._selector.unregister(key.fileobj)
-                key.fileobj.close()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            for launcher in self._launchers:
-                if number is not None and launcher.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(launcher.pid, number)
-            until = time.monotonic() + _LAUNCHER_EXIT_S
-            while time.monotonic() < until and not self.launchers_ended():
-                time.sleep(0.02)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, int):
-                os.close(key.fileobj)
-        self._selector.close()
+    def _on_time(self) -> None:
+        self._door.on_time()
+        now = time.monotonic()
+        if now < self._pinged_at + _PING_S:
+            return
+        self._pinged_at = now
+        for member in self.members:
+            if not member.over and member.silence.ask(now):
+                member.send("ping")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from stretto.launch import environment
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning import network
+from stretto.launch.planning.gpus import NVIDIA_SMI_TIMEOUT_S
 from stretto.launch.supervision.member import Member
 from stretto.launch.supervision.session import Session
 
@@ -48,7 +49,15 @@ def begin(session: Session) -> None:
         else:
             devices[environment.CPU_DEVICES] = str(len(process.device_ids))
         environ = {**devices, **job.environ, **own}
-        member.send("start", arguments=job.arguments, cwd=job.cwd, environ=environ)
+        member.send(
+            "start",
+            arguments=job.arguments,
+            cwd=job.cwd,
+            environ=environ,
+            grace_s=job.grace_s,
+            takes_stdin=job.takes_stdin and process.process_id == 0,
+        )
+    session.feed_stdin()
 
 
 def _gather(session: Session) -> None:
@@ -57,7 +66,7 @@ def _gather(session: Session) -> None:
     limit_s = session.job.start_timeout_s
     deadline = time.monotonic() + limit_s
     while len(session.members) < wanted:
-        gone = session.launchers_ended()  # asked first: agents may connect until then
+        gone = session.launchers.have_ended()  # asked first: agents may connect until then
         session.wait()
         for member in session.members:
             if member.over:
@@ -77,14 +86,14 @@ def _gather(session: Session) -> None:
             hosts = {session.job.layout.processes[i].host for i in missing}
             raise LaunchError(
                 f"{have} of {wanted} processes started within {limit_s:g} s; nothing heard from "
-                f"{', '.join(sorted(hosts))}; check that ssh to it works without a password, or "
-                "raise --start-timeout" + _words(session)
+                f"{', '.join(sorted(hosts))}; {session.job.start_hint}, or raise --start-timeout"
+                + _words(session)
             )
 
 
 def _words(session: Session) -> str:
     """The launcher's own last lines, indented, if it said anything."""
-    lines = [line for line in session.launcher_output if line.strip(" -")]
+    lines = [line for line in session.launchers.output if line.strip(" -")]
     return "".join(f"\n  {line}" for line in lines[-_LAUNCHER_LINES:])
 
 
@@ -130,18 +139,24 @@ def _prepare(session: Session) -> None:
     """Each agent checks its host; the first offers a port for the coordinator."""
     job = session.job
     many = len(session.members) > 1
-    for member in session.members:
+    for member, process in zip(session.members, job.layout.processes, strict=True):
+        member.channel.limit_silence(job.silence_limit_s)
         member.send(
             "prepare",
             cwd=job.cwd,
-            script=job.arguments[0],
+            script=job.script,
+            devices=list(process.device_ids) if job.layout.platform == "gpu" else [],
+            cuda_visible_devices=job.environ.get(environment.CUDA_VISIBLE_DEVICES),
+            bind=job.bind,
+            silence_limit_s=job.silence_limit_s,
             needs_host_name=many and job.layout.platform == "cpu",
             many_hosts=not job.is_local,
             offer_port=many and not job.is_local and member.process_id == 0,
             port=job.port,
             interface=job.interface,
         )
-    _await(session, lambda m: m.prepared is not None, "did not answer")
+    limit_s = _PREPARE_LIMIT_S + (NVIDIA_SMI_TIMEOUT_S if job.layout.platform == "gpu" else 0)
+    _await(session, lambda m: m.prepared is not None, "did not answer", limit_s=limit_s)
     for member in session.members:
         if member.prepared and member.prepared["problem"]:
             raise LaunchError(member.prepared["problem"])
@@ -155,7 +170,7 @@ def _choose_coordinator(session: Session) -> str:
         port = job.port or network.free_port()
         if network.port_is_taken(network.LOOPBACK, port):
             raise LaunchError(f"--port {port} is taken on this machine; choose another, or none")
-        return f"{network.LOOPBACK}:{port}"
+        return network.endpoint(network.LOOPBACK, port)
     offer = first.prepared or {}
     addresses = offer["addresses"]
     if not addresses:
@@ -168,7 +183,7 @@ def _choose_coordinator(session: Session) -> str:
             member.send("probe", address=address, port=offer["port"])
         _await(session, lambda m: m.reaches_coordinator is not None, "did not answer", remote)
         if all(member.reaches_coordinator for member in remote):
-            return f"{address}:{offer['port']}"
+            return network.endpoint(address, offer["port"])
     blocked = next(member for member in remote if not member.reaches_coordinator)
     raise LaunchError(
         f"host {blocked.host} cannot reach host {first.host} at {', '.join(addresses)} port "
@@ -181,8 +196,9 @@ def _await(
     ready: Callable[[Member], bool],
     problem: str,
     members: list[Member] | None = None,
+    limit_s: float = _PREPARE_LIMIT_S,
 ) -> None:
-    deadline = time.monotonic() + _PREPARE_LIMIT_S
+    deadline = time.monotonic() + limit_s
     members = session.members if members is None else members
     while waiting := [member for member in members if not ready(member)]:
         session.wait()

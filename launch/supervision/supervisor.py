@@ -1,39 +1,49 @@
 """Runs one attempt of a job and tells how it ended.
 
 The first process that fails ends the job; after a moment in which other evidence may arrive,
-the rest are ended and the cause is printed, last. A process that a signal holds counts as
-failed after a while, since the others wait for it. The time limit ends a job that hangs, and
-shows where each of its processes is.
+the rest are ended and the cause is printed, last. Symptoms are given longer: what is behind them
+may be seen later than they are. A process that a signal holds counts as failed after a while, since
+the others wait for it, and so does an agent that does not answer. The time limit ends a job that
+hangs, and shows where each of its processes is.
 """
 
+import signal
 import time
+from dataclasses import replace
 
+from stretto.launch import environment
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning.job import Job
+from stretto.launch.supervision.causes import Failure, Rank, first_cause, left_early
 from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.departures import Departures
 from stretto.launch.supervision.programs import Comparison, hints
-from stretto.launch.supervision.report import (
-    TIMEOUT_STATUS,
-    Failure,
-    failure_text,
-    first_cause,
-    whereabouts_text,
-)
+from stretto.launch.supervision.report import TIMEOUT_STATUS, failure_text, whereabouts_text
 from stretto.launch.supervision.session import Interrupted, Session
 from stretto.launch.supervision.start import begin
 
 _SETTLE_S = 0.7
+_SYMPTOMS_SETTLE_S = 3.0
 _STACKS_WAIT_S = 1.5
 _STOPPED_LIMIT_S = 8.0
 _ABANDONED_LIMIT_S = 3.0
+_LAUNCHER_END_S = 1.0
+_LAUNCHER_LINES = 5
+_LAUNCHER_WORDS_S = 3.0
 
 
-def run(job: Job, console: Console) -> int:
+def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
     """Run a job to its end; returns its exit status: 0, the first failure's, 124 at the limit.
 
+    Args:
+      job: what to run.
+      console: takes what its processes write.
+      lost_hosts: gets the names of the hosts from which nothing was heard any more.
+
     Raises:
-      LaunchError: the processes could not be started.
+      LaunchError: the processes could not be started, or mpirun or srun was ended.
       Interrupted: a signal ended the job; nothing is left running.
+      BrokenPipeError: nobody reads the job's output any more; nothing is left running.
     """
     began = time.monotonic()
     with Session(job, console) as session:
@@ -41,13 +51,18 @@ def run(job: Job, console: Console) -> int:
             session.start()
             begin(session)
             timed_out = _follow(session)
+            cause = _cause(session) if session.failures else None
             others = _others_text(session)
-        except Interrupted:
-            session.stop()
+            if any(failure.by_launcher for failure in session.failures):
+                _hear_launcher(session)
+        except Interrupted as interrupt:
+            console.say(_farewell(interrupt, job.grace_s))
+            session.stop(_passed_on(interrupt), job.grace_s)
             raise
         session.stop()
-    if session.failures:
-        cause = first_cause(session.failures)
+    if lost_hosts is not None and not job.is_local:
+        lost_hosts |= _lost_hosts(session)
+    if cause is not None:
         if others:
             console.say(f"stretto: when process {cause.process_id} failed, of the others\n{others}")
         console.say(_cause_text(session, cause, console, cause.moment - began))
@@ -59,7 +74,49 @@ def run(job: Job, console: Console) -> int:
         if text := _programs_text(session):
             console.say(text)
         return TIMEOUT_STATUS
+    if len(session.members) > 1 and all(member.stayed_alone for member in session.members):
+        console.say(_alone_text(len(session.members)))
     return 0
+
+
+def _passed_on(interrupt: Interrupted) -> int:
+    """What processes get: Ctrl-C as such, which Python raises; else SIGTERM."""
+    return signal.SIGINT if interrupt.number == signal.SIGINT else signal.SIGTERM
+
+
+def _farewell(interrupt: Interrupted, grace_s: float) -> str:
+    name = signal.Signals(interrupt.number).name
+    return (
+        f"stretto: {name}; the processes have {grace_s:g} s to end (--grace), a second signal ends "
+        "them at once"
+    )
+
+
+def _lost_hosts(session: Session) -> set[str]:
+    """Hosts, as the plan calls them, whose connection broke or that did not end when told to."""
+    return {
+        process.host
+        for member, process in zip(session.members, session.job.layout.processes, strict=False)
+        if member.lost_host or not member.over
+    }
+
+
+def _hear_launcher(session: Session) -> None:
+    """Wait a little for what srun or mpirun has to say on the end that it made of processes."""
+    if any(environment.AGENT_INDEX in command.environ for command in session.job.commands):
+        return  # agents that this process has started itself
+    until = time.monotonic() + _LAUNCHER_WORDS_S
+    while time.monotonic() < until and not session.launchers.have_ended():
+        session.wait()
+    session.wait()
+
+
+def _alone_text(count: int) -> str:
+    return (
+        f"stretto: warning: {count} jobs of one process have run, and not one of {count}: no "
+        "process joined the others. Call stretto.launch.initialize() before JAX is asked for its "
+        "devices."
+    )
 
 
 def _follow(session: Session) -> bool:
@@ -70,51 +127,115 @@ def _follow(session: Session) -> bool:
     """
     limit_s = session.job.timeout_s
     deadline = None if limit_s is None else time.monotonic() + limit_s
-    settled_at = abandoned_at = None
-    comparison = Comparison(session.members)
+    watch = _Watch(session)
     while not all(member.over for member in session.members):
         session.wait()
-        now = time.monotonic()
-        if session.launchers_ended():
-            abandoned_at = abandoned_at or now + _ABANDONED_LIMIT_S
-            if now >= abandoned_at:
-                raise LaunchError("mpirun or srun was ended, though not its processes", status=1)
+        watch.check_launchers()
         if session.failures:
-            if settled_at is None:
-                settled_at = now + _SETTLE_S
-                _ask_for_stacks(session)
-            if now >= settled_at:
+            if watch.has_settled():
                 return False
-        elif deadline is not None and now >= deadline:
-            _ask_for_stacks(session)
+        elif deadline is not None and time.monotonic() >= deadline:
+            session.send_all("stacks")
             until = time.monotonic() + _STACKS_WAIT_S
             while time.monotonic() < until:
                 session.wait()
             return True
         else:
-            for member in session.members:
-                if failure := member.stopped_too_long(_STOPPED_LIMIT_S):
-                    session.failures.append(failure)
-            if comparison.is_due():
-                _ask_for_stacks(session)  # The answers bring progress that is new.
-            elif failure := comparison.stuck():
+            watch.look_for_failures()
+    return not session.drain(None if deadline is None else deadline - time.monotonic())
+
+
+class _Watch:
+    """What is looked out for while a job runs."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._comparison = Comparison(session.members)
+        self._departures = Departures(session.members)
+        self._asked_for_stacks = False
+        self._first_failure_at: float | None = None
+        self._first_cause_at: float | None = None
+        self._abandoned_at: float | None = None
+
+    def check_launchers(self) -> None:
+        """Raises LaunchError once mpirun or srun has been gone for a while, and processes run."""
+        if not self._session.launchers.have_ended():
+            return
+        now = time.monotonic()
+        self._abandoned_at = self._abandoned_at or now + _ABANDONED_LIMIT_S
+        if now >= self._abandoned_at:
+            raise LaunchError("mpirun or srun was ended, though not its processes", status=1)
+
+    def has_settled(self) -> bool:
+        """Whether what has failed has had the time to be explained by other evidence."""
+        now = time.monotonic()
+        if self._first_failure_at is None:
+            self._first_failure_at = now
+            self._session.send_all("stacks")
+        if self._first_cause_at is None:
+            ranks = [failure.rank for failure in self._session.failures]
+            if min(ranks) < Rank.CUT_OFF or _deserter(self._session) is not None:
+                self._first_cause_at = now
+        if self._first_cause_at is not None:
+            return now >= self._first_cause_at + _SETTLE_S
+        return now >= self._first_failure_at + _SYMPTOMS_SETTLE_S
+
+    def look_for_failures(self) -> None:
+        """Add what no process says of itself."""
+        session = self._session
+        for member in session.members:
+            failure = member.stopped_too_long(_STOPPED_LIMIT_S) or member.silent_agent(
+                _STOPPED_LIMIT_S
+            )
+            if failure:
                 session.failures.append(failure)
-    return False
+        if self._comparison.wants_news() or self._departures.wants_news():
+            session.send_all("look")
+        if failure := self._comparison.stuck() or self._departures.stuck():
+            session.failures.append(failure)
 
 
-def _ask_for_stacks(session: Session) -> None:
-    for member in session.members:
-        if not member.over:
-            member.send("stacks")
+def _deserter(session: Session) -> Failure | None:
+    """A process that had ended with status 0 when another one had a symptom of that."""
+    symptom = first_cause(session.failures)
+    if symptom.rank is not Rank.SYMPTOM:
+        return None
+    left = [
+        member
+        for member in session.members
+        if member.finished_at is not None
+        and member.is_needed_by(session.members[symptom.process_id])
+    ]
+    if not left:
+        return None
+    first = min(left, key=lambda member: member.finished_at or 0.0)
+    return left_early(first.process_id, symptom)
+
+
+def _cause(session: Session) -> Failure:
+    cause = _deserter(session) or first_cause(session.failures)
+    until = time.monotonic() + _LAUNCHER_END_S
+    while (
+        cause.rank is Rank.CUT_OFF
+        and not session.launchers.have_ended()
+        and time.monotonic() < until
+    ):
+        session.wait()
+    if cause.rank is Rank.CUT_OFF and session.launchers.have_ended():
+        how = f"{cause.how}; mpirun or srun has ended, too"
+        return replace(cause, how=how)
+    return cause
 
 
 def _others_text(session: Session) -> str:
     """Where the processes are that have not failed; empty if all went well or all failed."""
     failed = {failure.process_id for failure in session.failures}
+    if deserter := _deserter(session) if session.failures else None:
+        failed.add(deserter.process_id)
     waiting = [m for m in session.members if m.process_id not in failed]
     if not waiting or all(member.over for member in session.members):
         return ""
-    script = session.job.arguments[0]
+    script = session.job.script
     return whereabouts_text([member.whereabouts(script) for member in waiting])
 
 
@@ -125,7 +246,7 @@ def _programs_text(session: Session) -> str:
 def _cause_text(session: Session, cause: Failure, console: Console, elapsed_s: float) -> str:
     layout = session.job.layout
     member = session.members[cause.process_id]
-    return failure_text(
+    text = failure_text(
         cause,
         layout.processes[cause.process_id],
         member.host,
@@ -136,3 +257,7 @@ def _cause_text(session: Session, cause: Failure, console: Console, elapsed_s: f
         log_note=console.log_note(cause.process_id),
         stderr_tail=console.stderr_tail(cause.process_id),
     )
+    words = session.launchers.output[-_LAUNCHER_LINES:]
+    if cause.by_launcher and words:
+        text += "\nThe launcher's last lines:\n" + "\n".join(f"  {line}" for line in words)
+    return text

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import config
 import jax
+import network_hosts
 import numpy as np
 import orbax.checkpoint as ocp
 import parallel
@@ -24,7 +26,9 @@ from sample import sample
 from step import make_train_step
 
 import stretto as st
+from stretto.launch.planning.launchers import find_mpirun
 
+MPIRUN = find_mpirun()
 EXAMPLE = Path(train.__file__).parent
 SIZES = config.Sizes(layers=1, hidden=32, heads=4, kv_heads=4, feed_forward=32, sequence=16)
 OPTIONS = ["--steps", "6", "--batch", "4", "--evaluate-every", "2"]
@@ -92,6 +96,24 @@ def test_run_goes_on_bit_for_bit(
     with pytest.raises(ValueError, match="was trained with batch=4 and this run has 8"):
         train.main([*stopped, "--resume", "--batch", "8"])
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["tiny-1"]
+
+
+def test_run_goes_on_with_fewer_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a restart does that has lost a host: the checkpoint is of four devices."""
+    options = [*OPTIONS, "--sample", "0", "--checkpoints"]
+    four, two = ["--dp", "2", "--tp", "2"], ["--dp", "1", "--tp", "2"]
+    whole = train.main([*options, str(tmp_path / "whole"), *four])
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, 5)
+        train.main([*options, str(tmp_path / "lost"), *four])
+    capsys.readouterr()
+    rest = train.main([*options, str(tmp_path / "lost"), *two, "--resume"])
+    assert "going on after step 4 of" in capsys.readouterr().out
+    assert rest == pytest.approx(whole[4:], rel=1e-4)
+    weights = (state_after(6, tmp_path / name)["weights"] for name in ("lost", "whole"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-5), *weights)
 
 
 def test_run_that_fails_has_written_its_checkpoints(
@@ -187,6 +209,71 @@ def test_job_of_several_processes_ends_as_one_process_does(
     assert losses == pytest.approx(alone[-len(losses) :], rel=1e-4)
     assert len(losses) == (4 if fate == "crash" else steps)
     assert capsys.readouterr().out.splitlines()[-1] in done.stdout  # the text, too
+
+
+LOSES_A_HOST = """
+import json, os, sys, time
+
+sys.path.insert(0, sys.argv.pop(1))
+import config, train
+from stretto.launch import initialize
+
+config.SIZES["tiny"] = config.{sizes}
+note = train.progress
+checkpoint = os.path.join(os.path.dirname(__file__), "runs", "tiny-1", "4")
+
+def wait_for_the_cut(step, what):
+    note(step, what)
+    if step == 5 and initialize().restart == 0:
+        while not os.path.isdir(checkpoint):
+            time.sleep(0.1)
+        open(os.path.join(os.path.dirname(__file__), "at-5"), "w").close()
+        time.sleep(60)
+
+train.progress = wait_for_the_cut
+losses = train.main()
+if initialize().process_id == 0:
+    with open(os.path.join(os.path.dirname(__file__), "losses.json"), "w") as file:
+        json.dump(losses, file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("network_hosts")
+@pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun that works")
+@pytest.mark.skipif(network_hosts.why_not() is not None, reason=str(network_hosts.why_not()))
+@pytest.mark.parametrize("spare", [True, False], ids=["spare host", "fewer hosts"])
+def test_job_goes_on_after_it_has_lost_a_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spare: bool
+) -> None:
+    """Two hosts with a device each; the second one's network is cut in the sixth step."""
+    script = tmp_path / "job.py"
+    script.write_text(LOSES_A_HOST.format(sizes=SIZES))
+    train_options = [*OPTIONS, "--sample", "0", "--checkpoints", str(tmp_path / "runs")]
+    with network_hosts.make_hosts(3 if spare else 2, tmp_path) as hosts:
+        listed = ",".join(f"{name}:1" for name in hosts.names)
+        run = [sys.executable, "-m", "stretto.launch", "run", "--hosts", listed, "-n", "2"]
+        run += ["--restarts", "1", *([] if spare else ["--min-devices", "1"])]
+        command = hosts.command(hosts.names[0], *run, str(script), str(EXAMPLE), *train_options)
+        job = subprocess.Popen(
+            command,
+            env=os.environ | hosts.reach(MPIRUN) | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        while not (tmp_path / "at-5").exists() and job.poll() is None:
+            time.sleep(0.1)
+        hosts.cut(hosts.names[1])
+        said, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, said
+    assert f"lost host {hosts.names[1]}" in said
+    assert "going on after step 4 of" in said
+    assert f"processes: {2 if spare else 1}," in said.partition("restart 1 of 1")[2]
+    alone = train.main([*train_options, "--tp", "1", "--dp", "1"])
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses == pytest.approx(alone[4:], rel=1e-4)
 
 
 def test_text_of_what_is_no_run_is_refused(tmp_path: Path) -> None:

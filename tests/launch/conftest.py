@@ -67,6 +67,17 @@ class Job:
                 pytest.fail(f"the job did not get that far: {self.process.communicate(timeout=9)}")
             time.sleep(0.02)
 
+    def child_named(self, *names: str) -> int:
+        """The process of this job that runs a program of one of these names."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
+                if marked and (folder / "comm").read_text().strip() in names:
+                    return int(folder.name)
+            except OSError:
+                continue
+        pytest.fail(f"no process of the job runs {' or '.join(names)}")
+
     def result(self, limit_s: float = 90) -> Result:
         try:
             stdout, stderr = self.process.communicate(timeout=limit_s)

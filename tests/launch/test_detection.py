@@ -7,7 +7,7 @@ import re
 import pytest
 
 from stretto.launch.errors import LaunchError
-from stretto.launch.process.detection import Launched, detect, inside_launcher
+from stretto.launch.process.detection import Launched, detect, fingerprint, inside_launcher
 from stretto.launch.process.startup import devices_of_local_process
 
 OPEN_MPI_4 = {
@@ -67,6 +67,33 @@ def test_launchers(environ, launcher):
 )
 def test_no_launcher(environ):
     assert detect(environ) is None
+
+
+OURS = {
+    "STRETTO_PROCESS_ID": "0",
+    "STRETTO_NUM_PROCESSES": "1",
+    "STRETTO_LOCAL_PROCESS_ID": "0",
+    "STRETTO_NUM_LOCAL_PROCESSES": "1",
+}
+
+
+@pytest.mark.parametrize("around", [{}, OPEN_MPI_5, MPICH, SLURM], ids=["alone", "m", "h", "s"])
+@pytest.mark.parametrize(
+    ("inner", "launcher"),
+    [
+        ({}, "stretto"),
+        ({**OPEN_MPI_5, "PMIX_NAMESPACE": "prterun-vm-2@1"}, "openmpi"),
+        ({**MPICH, "PMI_PORT": "vm:1"}, "mpich"),
+        ({**SLURM, "SLURM_STEP_ID": "5"}, "slurm"),
+        (TORCHRUN, "torchrun"),
+    ],
+)
+def test_launcher_inside_a_job_of_ours(around, inner, launcher):
+    """Ours is around it; what was around ours does not count."""
+    told = {**OURS, "STRETTO_OUTER": fingerprint({**OURS, **around})}
+    place = detect({**around, **told, **inner})
+    assert place is not None
+    assert (place.launcher, place.num_processes) == (launcher, 1 if launcher == "stretto" else 4)
 
 
 def test_a_launcher_of_one_process_may_hold_a_job():

@@ -7,15 +7,17 @@ Dockerfile with buildah. It needs root, both programs and the network; about fiv
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.launch.planning.cluster import load_cluster
+from stretto.launch.planning.choice import choose_hosts
+from stretto.launch.planning.options import parse
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -45,11 +47,22 @@ def test_copied_files_exist():
             assert all((ROOT / source).exists() for source in sources), line
 
 
-def test_cluster_file_of_the_kubernetes_job(tmp_path):
-    text = (DOCKER / "mpijob.yaml").read_text().partition("cluster.toml: |\n")[2]
-    path = tmp_path / "cluster.toml"
-    path.write_text(textwrap.dedent(text))
-    assert load_cluster(path).devices_per_host == 8
+def test_kubernetes_job_reads_the_operators_hostfile(tmp_path, monkeypatch):
+    """Its arguments with the hostfile that the operator makes: two hosts of 8 GPUs."""
+    text = (DOCKER / "mpijob.yaml").read_text()
+    launcher = text.partition("args:\n")[2].partition("resources:")[0]
+    command, *arguments = re.findall(r'^ +- "?([^"\n]+)"?$', launcher, re.MULTILINE)
+    assert command == "run"
+    options = parse(arguments)
+    assert (options.hostfile, options.platform) == (Path("/etc/mpi/hostfile"), "cuda")
+    assert options.start_timeout >= 300
+    hostfile = tmp_path / "hostfile"
+    names = [f"stretto-worker-{i}.stretto.default.svc" for i in range(2)]
+    hostfile.write_text("".join(f"{name} slots=8\n" for name in names))
+    chosen = choose_hosts(replace(options, hostfile=hostfile), None, {}, lambda hosts: {})
+    assert [(host.name, host.num_devices) for host in chosen.hosts] == [(n, 8) for n in names]
+    assert chosen.platform == "gpu"
+    assert "backoffLimit: 0" not in text  # workers that come late
 
 
 class Buildah:

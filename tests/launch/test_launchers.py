@@ -72,14 +72,6 @@ def test_mpich():
     assert launchers.hostfile_text(TWO_HOSTS, "mpich") == "a:2\nb:1\n"
 
 
-def test_srun():
-    even = plan([HostDevices("a", 2), HostDevices("b", 2)], "gpu", "gpu")
-    argv = launchers.srun_command(even, AGENT).argv
-    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(argv)
-    with pytest.raises(LaunchError, match="same number of processes on every host"):
-        launchers.srun_command(TWO_HOSTS, AGENT)
-
-
 def test_local_agents_are_numbered():
     commands = launchers.local_commands(ONE_HOST, AGENT)
     assert [c.environ["STRETTO_AGENT_INDEX"] for c in commands] == ["0", "1", "2", "3"]
@@ -102,3 +94,20 @@ def test_choice(tmp_path, monkeypatch):
     allocated = {"SLURM_JOB_ID": "1", **nothing}
     assert launchers.choose("auto", allocated, one_machine=False) == "srun"
     assert launchers.choose("mpirun", allocated, one_machine=False) == chosen
+
+
+def test_allocation_without_any_launcher(tmp_path, monkeypatch):
+    """As in a container: the way out is this node alone."""
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"neither srun nor mpirun.*--launcher local"):
+        launchers.choose("auto", {"SLURM_JOB_ID": "1", "PATH": str(tmp_path)}, one_machine=False)
+
+
+def test_arguments_of_the_users_own_come_last():
+    for mpirun in (MpiRun("m", "openmpi", (5, 0)), MpiRun("m", "mpich", (4, 2))):
+        command = launchers.mpirun_command(
+            ONE_HOST, AGENT, mpirun, None, is_root=False, extra=["--mca", "btl", "^openib"]
+        )
+        text = " ".join(command.argv)
+        assert "STRETTO_RENDEZVOUS --mca btl ^openib -n 4 " in text

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import time
 
 import pytest
 
 from stretto.launch.supervision import programs
+from stretto.launch.supervision.causes import exited, killed
 from stretto.launch.supervision.programs import Comparison, Program, find_mismatch, hints
-from stretto.launch.supervision.report import exited, killed
+from stretto.launch.supervision.stillness import Look, Stillness, look
 
 
 def told(*names: str, group: tuple[int, ...] = (0, 1)) -> list[Program]:
@@ -49,10 +53,18 @@ class TestComparing:
         assert found.details.endswith("They differ in the collectives or kernels inside.")
 
 
+def still() -> Stillness:
+    """Of a process that has stood still since long ago."""
+    stillness = Stillness(spins=False)
+    stillness.since = 1.0
+    return stillness
+
+
 @dataclasses.dataclass
 class Member:
     programs: list[Program]
     heard_at: float = 0.0
+    stillness: Stillness = dataclasses.field(default_factory=still)
 
 
 class TestSilence:
@@ -64,12 +76,12 @@ class TestSilence:
         monkeypatch.setattr(programs.time, "monotonic", lambda: now[0])
         return now
 
-    def test_it_is_asked_for_news_and_then_given_up(self, clock):
+    def test_it_is_looked_at_and_then_given_up(self, clock):
         members = [Member(told("f"), 100), Member(told("g"), 98)]
         comparison = Comparison(members)
-        assert not comparison.is_due() and comparison.stuck() is None
+        assert comparison.wants_news() and not comparison.wants_news()
         clock[0] = 104.5
-        assert comparison.is_due() and not comparison.is_due()
+        assert comparison.wants_news()
         assert comparison.stuck() is None
         clock[0] = 105.5
         failure = comparison.stuck()
@@ -79,19 +91,25 @@ class TestSilence:
     def test_who_is_heard_of_goes_on(self, clock):
         members = [Member(told("f"), 100), Member(told("g"), 98)]
         comparison = Comparison(members)
-        clock[0] = 104.5
-        assert comparison.is_due()
         members[0].heard_at = 104.6
         clock[0] = 109.0
-        assert comparison.is_due() and comparison.stuck() is None
+        assert comparison.stuck() is None
         clock[0] = 110.0
         assert comparison.stuck() is not None
+
+    @pytest.mark.parametrize("since", [None, 108.0])
+    def test_who_does_not_stand_still_goes_on(self, clock, since):
+        """It computes, as a compiler does, or sleeps, or has done so until a moment ago."""
+        members = [Member(told("f"), 100), Member(told("g"), 98)]
+        members[1].stillness.since = since
+        clock[0] = 112.0
+        assert Comparison(members).stuck() is None
 
     def test_a_difference_that_goes_away(self, clock):
         """Where processes compile the same in another order."""
         members = [Member(told("f")), Member(told("g"))]
         comparison = Comparison(members)
-        assert comparison.is_due()
+        assert comparison.wants_news()
         members[0].programs += told("g")
         clock[0] = 101
         assert comparison.stuck() is None
@@ -99,7 +117,36 @@ class TestSilence:
     def test_no_difference_is_never_stuck(self, clock):
         comparison = Comparison([Member(told("f")), Member([])])
         clock[0] = 1000
-        assert not comparison.is_due() and comparison.stuck() is None
+        assert not comparison.wants_news() and comparison.stuck() is None
+
+
+class TestStillness:
+    """Looks one second apart, at a CPU process unless it spins."""
+
+    def seen(self, *looks: Look, spins: bool = False) -> float | None:
+        stillness = Stillness(spins=spins)
+        for second, one in enumerate(looks):
+            stillness.add(one, float(second))
+        return stillness.since
+
+    def test_it_waits_and_computes_nothing(self):
+        assert self.seen(*[Look(3.0, waits=True, runs=False)] * 3) == 1.0
+
+    def test_it_waits_while_other_threads_compile(self):
+        assert self.seen(*(Look(0.5 * i, waits=True, runs=False) for i in range(3))) is None
+
+    def test_it_is_in_a_system_call_such_as_sleep(self):
+        assert self.seen(*[Look(3.0, waits=False, runs=False)] * 3) is None
+
+    def test_it_may_spin_on_gpus(self):
+        looks = [Look(float(i), waits=False, runs=True) for i in range(3)]
+        assert self.seen(*looks) is None
+        assert self.seen(*looks, spins=True) == 0.0
+
+    def test_one_that_cannot_be_looked_at_counts_as_still(self):
+        stillness = Stillness(spins=False)
+        stillness.add(None, 7.0)
+        assert stillness.since == 7.0
 
 
 class TestHints:
@@ -171,8 +218,8 @@ LOCAL = ("--launcher", "local", "-n", "2")
 def test_another_program_ends_the_job(run_job):
     """Long before any limit; the report ends with both programs."""
     script = SCRIPT + "value(join(rows(8)) if me else add(rows(4)))"
-    result = run_job(script, *LOCAL, "--timeout", "60")
-    assert result.status == 1 and result.seconds < 25  # 15 s after the start, on a busy machine
+    result = run_job(script, *LOCAL, "--timeout", "85")
+    assert result.status == 1
     *_, summary, first, second = result.stderr.rstrip().splitlines()
     assert "process 1 of 2" in summary and "compiled another program than process 0" in summary
     assert first.startswith("  process 0: jit") and "(8x64xf32)" in first
@@ -182,8 +229,58 @@ def test_another_program_ends_the_job(run_job):
 def test_other_shapes_end_the_job(run_job):
     """One process has the program already: gloo notices, and the report says whose is new."""
     script = SCRIPT + "value(add(rows(9 if me else 8)))"
-    result = run_job(script, *LOCAL, "--timeout", "60")
-    assert result.status != 0 and result.seconds < 25
+    result = run_job(script, *LOCAL, "--timeout", "85")
+    assert result.status not in (0, 124)
     *_, summary, program = result.stderr.rstrip().splitlines()
     assert summary.endswith("process 1 compiled one that process 0 did not:")
     assert "(18x64xf32)" in program
+
+
+def test_a_process_that_leaves_early_is_named(run_job):
+    """The other waits for it in a collective, until JAX gives up minutes later."""
+    script = SCRIPT + "if me: sys.exit(0)\nvalue(add(rows(8)))"
+    result = run_job(script, *LOCAL, "--timeout", "85")
+    assert result.status == 1
+    last = result.last_line()
+    assert "process 1 of 2" in last
+    assert "its script ended with status 0, though process 0 waits for it" in last
+    assert "process 0: at " in result.stderr
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.abort()", "os._exit(0)"])
+def test_who_ends_is_named_and_not_who_notices(run_job, end):
+    """The other's connection closes before the end is seen."""
+    script = "import os\n" + SCRIPT + f"for step in range(400):\n    if step == 9 and me: {end}\n"
+    result = run_job(script + "    value(add(rows(8)))", *LOCAL, "--timeout", "85")
+    assert result.status == {"os._exit(3)": 3, "os.abort()": 134, "os._exit(0)": 1}[end]
+    assert "stretto: process 1 of 2" in result.stderr
+    assert "stretto: process 0 of 2" not in result.stderr
+
+
+class TestALook:
+    """At real processes of this machine."""
+
+    @pytest.mark.parametrize(
+        ("does", "waits", "computes"),
+        [
+            ("threading.Lock().acquire", True, False),
+            ("time.sleep", False, False),
+            ("sum", None, True),
+        ],
+    )
+    def test_what_a_process_does(self, does, waits, computes):
+        code = "import itertools, threading, time\nlock = threading.Lock(); lock.acquire()\n"
+        call = {"time.sleep": "time.sleep(60)", "sum": "sum(itertools.count())"}
+        code += "print(flush=True)\n" + call.get(does, "lock.acquire()")
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.2)
+            first = look(process.pid)
+            time.sleep(0.3)
+            second = look(process.pid)
+            process.kill()
+        if first is None or second is None:
+            pytest.skip("this machine does not show system calls")
+        assert waits is None or second.waits == waits
+        assert (second.cpu_s > first.cpu_s) == computes

@@ -7,38 +7,13 @@ from pathlib import Path
 
 from stretto.launch import worker
 from stretto.launch.planning.layout import ProcessPlan
+from stretto.launch.supervision.causes import killed
 from stretto.launch.supervision.report import (
     Whereabouts,
-    exited,
     failure_text,
-    first_cause,
-    killed,
     place_in_script,
-    signal_name,
     whereabouts_text,
 )
-
-
-def test_earliest_failure_is_the_cause():
-    assert first_cause([exited(0, 1, 2.0), exited(3, 5, 1.0)]).process_id == 3
-
-
-def test_crash_comes_before_the_exceptions_it_caused():
-    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS):
-        assert first_cause([exited(0, 1, 1.0), killed(2, number, 1.2)]).process_id == 2
-
-
-def test_abort_is_a_consequence():
-    """JAX aborts a process that hears of another's end."""
-    assert first_cause([exited(0, 1, 1.0), killed(2, signal.SIGABRT, 1.2)]).process_id == 0
-
-
-def test_statuses_and_words():
-    assert exited(1, 3, 0.0).status == 3
-    failure = killed(1, signal.SIGKILL, 0.0)
-    assert (failure.status, failure.how.split(" (")[0]) == (137, "killed by SIGKILL")
-    assert signal_name(64) == "SIGRTMAX"
-    assert signal_name(50) == "signal 50"
 
 
 def test_headline_names_process_host_gpu_time_and_log():

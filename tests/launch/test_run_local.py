@@ -46,7 +46,7 @@ def test_that_gloo_has_connected_is_in_the_log_files_only(run_job, tmp_path):
     script = f"print({gloo!r})\nprint('[Gloo] failed')"
     result = run_job(script, *LOCAL, "-n", "1", "--log-dir", "logs")
     assert result.stdout == "[0] [Gloo] failed\n"
-    assert (tmp_path / "logs" / "process-0.log").read_text() == f"{gloo}\n[Gloo] failed\n"
+    assert (tmp_path / "logs/latest" / "process-0.log").read_text() == f"{gloo}\n[Gloo] failed\n"
 
 
 def test_arguments_and_place(run_job):
@@ -117,7 +117,7 @@ def test_output_goes_to_its_stream_and_to_a_log_file(run_job, tmp_path):
     assert result.status == 0
     assert "[0] out 0\n" in result.stdout
     assert result.stderr == "[0] err 0\n"
-    log = (tmp_path / "logs" / "process-0.log").read_bytes()
+    log = (tmp_path / "logs/latest" / "process-0.log").read_bytes()
     assert sorted(log.splitlines()) == [b"err 0", b"out 0", b"\xff no newline"]
 
 
@@ -277,7 +277,7 @@ def test_restart_goes_on(run_job, tmp_path):
     assert result.status == 0
     assert result.stdout == "[0] attempt 0\n[0] attempt 1\n[0] attempt 2\n"
     assert "restart 2 of 2" in result.stderr
-    assert (tmp_path / "logs" / "process-0.restart2.log").read_text() == "attempt 2\n"
+    assert (tmp_path / "logs/latest" / "process-0.restart2.log").read_text() == "attempt 2\n"
 
 
 def test_restarts_run_out(run_job):

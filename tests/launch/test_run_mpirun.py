@@ -54,6 +54,17 @@ def test_sum_over_processes(run_job):
     assert words_of(result) == ["[0] 0 2 2 3.0", "[1] 1 2 2 3.0"]
 
 
+def test_a_reduce_scatter_of_the_scripts_own_waits_for_late_processes(run_job):
+    """It is a sum, which waits as long as it takes; gloo's own gives them 30 s."""
+    script = SUM.partition("total =")[0] + (
+        "scatter = jax.shard_map(lambda a: jax.lax.psum_scatter(a, 'x', tiled=True), mesh=mesh,\n"
+        "                        in_specs=P(), out_specs=P('x'))\n"
+        "print('reduce_scatter' in jax.jit(scatter).lower(data).as_text())"
+    )
+    result = run_job(script, "-n", "2")
+    assert words_of(result) == ["[0] False", "[1] False"], result.stderr
+
+
 def test_one_process_with_several_devices(run_job):
     result = run_job(SUM, "-n", "3", "--processes-per", "node")
     assert result.status == 0, result.stderr
@@ -80,6 +91,37 @@ def test_exit_status_and_killed_process(start_job, tmp_path):
     assert result.status == 137
     assert "process 2 of 3" in result.last_line()
     assert result.left == []
+
+
+def test_restart_after_mpirun_was_killed(start_job, tmp_path):
+    """By a kill by hand, or by the kernel; the processes are gone before the next ones start."""
+    script = "import os, time\nattempt = os.environ['STRETTO_RESTART']\n"
+    script += "open('begun' + attempt, 'w').close()\nif attempt == '0': time.sleep(60)\n"
+    script += "print('attempt', attempt)"
+    options = ("--launcher", "mpirun", "-n", "1", "--restarts", "1")
+    job = start_job(script, *options)
+    job.wait_for((tmp_path / "begun0").exists)
+    os.kill(job.child_named("mpirun", "prterun", "mpiexec.hydra"), signal.SIGKILL)
+    result = job.result()
+    assert result.status == 0, result.stderr
+    assert result.stdout == "[0] attempt 1\n"
+    assert "mpirun or srun has ended, too" in result.stderr
+    assert "restart 1 of 1" in result.stderr
+    assert result.left == []
+
+
+def test_nothing_outlives_a_killed_supervisor(start_job, tmp_path):
+    """Neither mpirun, nor what it started in other sessions, nor the folder of the hostfile."""
+    (tmp_path / "tmp").mkdir()
+    script = "import time\nopen('begun', 'w').close()\ntime.sleep(60)"
+    job = start_job(
+        script, "--launcher", "mpirun", "-n", "1", env={"TMPDIR": str(tmp_path / "tmp")}
+    )
+    job.wait_for((tmp_path / "begun").exists)
+    assert list((tmp_path / "tmp").glob("stretto-*"))
+    job.process.kill()
+    assert job.result().left == []
+    assert not list((tmp_path / "tmp").glob("stretto-*"))
 
 
 def test_mpi4py_sees_the_same_processes(run_job):

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from stretto.launch import worker
+from stretto.launch.commands import run as run_command
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning.job import Job
 from stretto.launch.planning.launchers import AgentCommand, agent_program
 from stretto.launch.planning.layout import HostDevices, plan
+from stretto.launch.planning.options import RunOptions
 from stretto.launch.supervision import start, supervisor
 from stretto.launch.supervision.console import Console
 from stretto.launch.supervision.member import Member
@@ -60,6 +62,35 @@ def test_launcher_that_is_killed_takes_its_job_along(tmp_path, capfd):
     assert time.monotonic() - began < 20
 
 
+@pytest.fixture
+def run_all(monkeypatch):
+    """`run_all(work, restarts)`: all attempts at a job, as the command makes them."""
+
+    def run(work: Job, restarts: int) -> int:
+        monkeypatch.setattr(run_command, "make_job", lambda *_: (work, ""))
+        return run_command._run(RunOptions("script.py", restarts=restarts), {})
+
+    return run
+
+
+def test_restart_that_cannot_start_is_a_failed_attempt(run_all, tmp_path, capfd):
+    """As where a host is gone: every attempt is made, and the last error is the job's."""
+    counts = f'echo x >> {tmp_path}/tries; [ $(wc -l < {tmp_path}/tries) -gt 1 ] && exit; "$@"'
+    work = job(tmp_path, "import sys; sys.exit(7)", shell(counts), start_timeout_s=5)
+    with pytest.raises(LaunchError, match="only 0 of 1 processes could be started"):
+        run_all(work, 3)
+    assert (tmp_path / "tries").read_text() == "x\n" * 4
+    words = capfd.readouterr().err
+    assert words.count("only 0 of 1 processes") == 2 and "restart 3 of 3" in words
+
+
+def test_job_that_never_ran_is_not_tried_again(run_all, tmp_path, capfd):
+    work = job(tmp_path, "", shell(f"echo x >> {tmp_path}/tries"))
+    with pytest.raises(LaunchError, match="only 0 of 1 processes could be started"):
+        run_all(work, 3)
+    assert (tmp_path / "tries").read_text() == "x\n"
+
+
 def test_agent_that_never_comes(tmp_path, capfd):
     work = job(tmp_path, "", shell("sleep 60"), start_timeout_s=0.5)
     with pytest.raises(LaunchError, match=r"0 of 1 processes started within 0\.5 s"):
@@ -84,7 +115,7 @@ def test_strangers_are_dropped(tmp_path, capfd):
         listener = next(
             key.fileobj
             for key in session._selector.get_map().values()
-            if isinstance(key.fileobj, socket.socket)
+            if isinstance(key.fileobj, socket.socket) and key.fileobj.family == socket.AF_INET
         )
         strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -107,7 +138,10 @@ class _Silent:
 
 
 def member(index: int, **versions: str) -> Member:
-    hello = {"index": index, "count": 2, "host": f"h{index}", "pid": 1, "versions": versions}
+    hello = {
+        **{"kind": "hello", "token": "", "index": index, "count": 2, "host": f"h{index}"},
+        **{"pid": 1, "versions": versions},
+    }
     return Member(_Silent(), hello)  # type: ignore[arg-type]
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.launch.planning.launchers import MpiRun
+
 HOSTS_FOLDER = Path("/etc/netns")
 AGENT = """#!/bin/sh
 # Options of ssh that mpirun gives are dropped; then come the host and the command.
@@ -46,6 +48,12 @@ class Hosts:
         """Run a command on a host to its end."""
         return subprocess.run(self.command(host, *argv), capture_output=True, text=True)
 
+    def reach(self, mpirun: MpiRun | None) -> dict[str, str]:
+        """Variables by which mpirun reaches the hosts."""
+        if mpirun is not None and mpirun.flavour == "mpich":
+            return {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(self.agent)}
+        return {"PRTE_MCA_plm_ssh_agent": str(self.agent)}
+
     def cut(self, host: str) -> None:
         """Take a host's network away, without a word to anyone."""
         _ip("-n", host, "link", "set", "eth0", "down")
@@ -72,21 +80,23 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def make_hosts(count: int, folder: Path) -> Iterator[Hosts]:
-    """`count` hosts on one bridge, removed again at the end."""
-    mark = f"st{os.getpid() % 10_000}"
-    subnet = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}"
+def make_hosts(count: int, folder: Path, *, ipv6: bool = False) -> Iterator[Hosts]:
+    """`count` hosts on one bridge, removed again at the end; `ipv6`: with no other addresses."""
+    mark = f"{'sx' if ipv6 else 'st'}{os.getpid() % 10_000}"
+    subnet = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}."
+    if ipv6:
+        subnet = f"fd77:{os.getpid() % 10_000}::"
     names = tuple(f"{mark}n{i}" for i in range(count))
     agent = folder / "agent.sh"
     agent.write_text(AGENT)
     agent.chmod(0o755)
-    table = "127.0.0.1 localhost\n"
-    table += "".join(f"{subnet}.{i + 1} {name}\n" for i, name in enumerate(names))
+    table = "::1 localhost\n" if ipv6 else "127.0.0.1 localhost\n"
+    table += "".join(f"{subnet}{i + 1} {name}\n" for i, name in enumerate(names))
     try:
         _ip("link", "add", mark, "type", "bridge")
         _ip("link", "set", mark, "up")
         for i, name in enumerate(names):
-            _add_host(name, mark, f"{subnet}.{i + 1}", table)
+            _add_host(name, mark, f"{subnet}{i + 1}", table)
         yield Hosts(names, agent)
     finally:
         for name in names:
@@ -105,7 +115,9 @@ def _add_host(name: str, bridge: str, address: str, table: str) -> None:
     _ip("netns", "add", name)
     _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
     _ip("link", "set", outer, "master", bridge, "up")
-    _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+    # At once: no other host has an IPv6 address that is to be looked for first.
+    form = (f"{address}/64", "nodad") if ":" in address else (f"{address}/24",)
+    _ip("-n", name, "addr", "add", *form, "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
     _ip("-n", name, "link", "set", "lo", "up")
 

@@ -1,0 +1,189 @@
+"""From the options of ``stretto run`` to the job that it starts."""
+
+import os
+import shlex
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from stretto.launch import environment
+from stretto.launch.doctor.nccl import why_no_process_per_gpu
+from stretto.launch.errors import LaunchError
+from stretto.launch.planning import gpus, launchers, layout, platforms, slurm, survey
+from stretto.launch.planning.choice import Chosen, choose_hosts, named_hosts
+from stretto.launch.planning.cluster import Cluster, load_cluster
+from stretto.launch.planning.job import Job
+from stretto.launch.planning.launchers import AgentCommand, MpiRun
+from stretto.launch.planning.modules import module_file
+from stretto.launch.planning.options import RunOptions
+from stretto.launch.planning.ranks import parse_ranks
+from stretto.launch.planning.reach import check_hosts, silent_hosts
+from stretto.launch.planning.srun import srun_commands
+
+Starter = MpiRun | Literal["local", "srun"]
+
+
+def make_job(
+    options: RunOptions,
+    environ: Mapping[str, str],
+    folder: Path,
+    lost: Collection[str] = (),
+) -> tuple[Job, str]:
+    """The job that the options describe, and a line on its devices if nobody asked for those.
+
+    Args:
+      folder: takes a hostfile for mpirun or srun if one is needed.
+      lost: hosts that an earlier attempt has lost.
+
+    Raises:
+      LaunchError: the options contradict each other or the machine.
+    """
+    cluster = load_cluster(options.cluster) if options.cluster is not None else None
+    of_cluster = dict(cluster.environment) if cluster else {}
+    explicit = dict(environment.parse_env_option(option, environ) for option in options.env)
+    known = {**environ, **of_cluster, **explicit}
+    by_slurm = launchers.is_srun(options.launcher, environ)
+    has_choice = options.num_devices is not None or options.min_devices is not None
+    if has_choice and not (by_slurm or options.dry_run):
+        others = _others(named_hosts(options, cluster))
+        lost = {*lost, *silent_hosts(others, environ)}
+    ask = partial(
+        _count_gpus,
+        dry_run=options.dry_run,
+        environ=known,
+        by_slurm=by_slurm,
+        limit_s=options.start_timeout,
+    )
+    chosen = choose_hosts(options, cluster, known, ask, lost)
+    platforms.check_explicit(chosen.platform, explicit)
+    per = options.processes_per or (cluster.processes_per if cluster else None)
+    plan = layout.plan(chosen.hosts, chosen.platform, per)
+    _check_nccl(plan, known)
+    one_machine = set(plan.hosts) == {"localhost"}
+    starter = launchers.choose(options.launcher, environ, one_machine=one_machine)
+    passed_on = environment.forwarded(environ)
+    passed_on.pop(environment.CPU_DEVICES, None)  # the layout says, unless --env does
+    if by_slurm:  # every node has its own, which Slurm sets there
+        passed_on.pop(environment.CUDA_VISIBLE_DEVICES, None)
+    job = Job(
+        layout=plan,
+        arguments=("-m",) * options.module + (options.script, *options.args),
+        cwd=os.getcwd(),
+        environ={
+            **passed_on,
+            **environment.PYTHON_SETTINGS,
+            **environment.for_platform(environ, plan.platform),
+            **of_cluster,
+            **explicit,
+        },
+        commands=_commands(options, plan, environ, folder, starter, cluster),
+        log_dir=options.log_dir,
+        timeout_s=options.timeout,
+        start_timeout_s=options.start_timeout,
+        port=options.port,
+        interface=options.interface or (cluster.interface if cluster else None),
+        module_file=str(module_file(options.script, Path.cwd())) if options.module else "",
+        bind=options.bind,
+        tee=parse_ranks(options.tee, None if lost else len(plan.processes)),
+        takes_stdin=options.stdin == "first",
+        silence_limit_s=options.network_timeout,
+        start_hint=_hint(starter),
+        control_port=options.control_port,
+        grace_s=options.grace,
+        folder=folder,
+    )
+    return job, _devices_line(plan, chosen)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _others(hosts: Sequence[str]) -> list[str]:
+    return [host for host in hosts if not survey.is_this_host(host)]
+
+
+def _count_gpus(
+    hosts: Sequence[str],
+    *,
+    dry_run: bool,
+    environ: Mapping[str, str],
+    by_slurm: bool,
+    limit_s: float,
+) -> Mapping[str, int]:
+    """GPUs of the hosts: as Slurm says, or as they say themselves once they answer."""
+    environ = {**environ, "JAX_PLATFORMS": ""}
+    if by_slurm and (found := slurm.gpus_of_hosts(environ, hosts)):
+        return found
+    if by_slurm or dry_run:  # taken to be like this one; agents look, where any are started
+        return dict.fromkeys(hosts, len(gpus.usable_gpus(environ)))
+    if others := _others(hosts):
+        check_hosts(others, environ, limit_s, _say)
+    return survey.count_gpus(hosts, environ)
+
+
+def _commands(
+    options: RunOptions,
+    plan: layout.Layout,
+    environ: Mapping[str, str],
+    folder: Path,
+    starter: Starter,
+    cluster: Cluster | None,
+) -> tuple[AgentCommand, ...]:
+    """What to run to have an agent for every process of the plan."""
+    agent = launchers.agent_program(cluster.image if cluster else None)
+    one_machine = set(plan.hosts) == {"localhost"}
+    extra = _split(options.launcher_args)
+    if starter == "local":
+        if extra:
+            raise LaunchError("--launcher-args are for mpirun or srun, and neither runs; drop it")
+        return launchers.local_commands(plan, agent)
+    if starter == "srun":
+        return srun_commands(plan, agent, environ, extra)
+    hostfile = folder / "hostfile"
+    if not one_machine:
+        if not options.dry_run:
+            check_hosts(list(plan.hosts), environ, options.start_timeout, _say)
+        hostfile.write_text(launchers.hostfile_text(plan, starter.flavour))
+    is_root = os.geteuid() == 0
+    named = None if one_machine else hostfile
+    return (launchers.mpirun_command(plan, agent, starter, named, is_root=is_root, extra=extra),)
+
+
+def _split(arguments: str) -> list[str]:
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise LaunchError(f"--launcher-args {arguments!r} cannot be split: {error}") from None
+
+
+def _hint(starter: Starter) -> str:
+    if starter == "srun":
+        return (
+            "look at squeue and sinfo, whether its nodes are up and free; on one node "
+            "--launcher local does without srun"
+        )
+    if starter == "local":
+        return "look at the load of this machine"
+    return "check that ssh to it works without a password"
+
+
+def _check_nccl(plan: layout.Layout, environ: Mapping[str, str]) -> None:
+    """Processes of one GPU each reach each other through NCCL, if it is new enough."""
+    per_gpu = plan.processes_per == "gpu" and len(plan.processes) > len(plan.hosts)
+    if plan.platform == "gpu" and per_gpu and (problem := why_no_process_per_gpu(environ)):
+        raise LaunchError(f"--processes-per gpu cannot work here: {problem}")
+
+
+def _devices_line(plan: layout.Layout, chosen: Chosen) -> str:
+    """``4 CPU devices in 4 processes, because ...``; empty where the platform was asked for."""
+    if not chosen.why:
+        return ""
+    kind = "GPU" if plan.platform == "gpu" else "CPU device"
+    devices, processes = plan.num_devices, len(plan.processes)
+    return (
+        f"stretto: {devices} {kind}{'s' * (devices > 1)} in {processes} "
+        f"process{'es' * (processes > 1)}: {chosen.why}; --platform asks for one or the other"
+    )

@@ -1,0 +1,88 @@
+"""The programs that start agents: run, listened to, and ended with all that they started."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stretto.launch.planning.launchers import AgentCommand
+
+_EXIT_LIMIT_S = 2.5
+_LOOK_S = 0.02
+_KEEPER = (sys.executable, "-P", "-m", "stretto.launch.supervision.keeper")
+
+
+class Launchers:
+    """Each command as a child of the supervisor, in a session of its own.
+
+    Attributes:
+      output: lines that they wrote themselves.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector):
+        self.output: list[str] = []
+        self._selector = selector
+        self._programs: list[subprocess.Popen[bytes]] = []
+        self._pipes: set[int] = set()
+
+    def start(
+        self, commands: Sequence[AgentCommand], environ: Mapping[str, str], folder: Path | None
+    ) -> None:
+        """Run the commands; one that starts agents in its turn gets a keeper.
+
+        Args:
+          commands: what to run.
+          environ: their environment, beside what each adds.
+          folder: goes with the job, even if the supervisor is killed.
+        """
+        for command in commands:
+            keeper = (*_KEEPER, str(folder or "")) if command.starts_others else ()
+            read_end, write_end = os.pipe()
+            program = subprocess.Popen(
+                [*keeper, *command.argv],
+                stdin=subprocess.PIPE if keeper else subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                env={**environ, **command.environ},
+                start_new_session=True,
+            )
+            os.close(write_end)
+            self._programs.append(program)
+            self._pipes.add(read_end)
+            self._selector.register(read_end, selectors.EVENT_READ, self._on_output)
+
+    def have_ended(self) -> bool:
+        """Whether everything that was to start agents is gone."""
+        return all(program.poll() is not None for program in self._programs)
+
+    def end(self) -> None:
+        """Leave nothing of them running: let keepers end them, then by signals."""
+        for program in self._programs:
+            if program.stdin is not None:
+                program.stdin.close()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            for program in self._programs:
+                if number is not None and program.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(program.pid, number)
+            until = time.monotonic() + _EXIT_LIMIT_S
+            while time.monotonic() < until and not self.have_ended():
+                time.sleep(_LOOK_S)
+        for pipe in list(self._pipes):
+            self._close(pipe)
+
+    def _on_output(self, pipe: int) -> None:
+        data = os.read(pipe, 1 << 16)
+        self.output += data.decode(errors="replace").splitlines()
+        if not data:
+            self._close(pipe)
+
+    def _close(self, pipe: int) -> None:
+        self._selector.unregister(pipe)
+        self._pipes.discard(pipe)
+        os.close(pipe)
