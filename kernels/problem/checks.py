@@ -76,8 +76,8 @@ def check_array(op: str, name: str, x: Any) -> None:
     """Raises ValueError unless `x` is an array, or describes one as `jax.ShapeDtypeStruct` does."""
     if not (hasattr(x, "ndim") and hasattr(x, "dtype")):
         raise ValueError(
-            f"{op}: {name}={x!r:.40} is a {type(x).__name__}; it must be an array. Convert it with"
-            " jnp.asarray."
+            f"{op}: {name}={x!r:.40} is of type {type(x).__name__}; it must be an array. Convert it"
+            " with jnp.asarray."
         )
 
 

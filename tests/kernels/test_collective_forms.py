@@ -142,7 +142,7 @@ def test_stacked(axis, backend):
 def test_bad_input():
     for call, said in [
         (lambda x: st.all_reduce(x, "x", op="mean"), "op='mean' is not one of 'sum', 'max', 'min'"),
-        (lambda x: st.all_reduce([x, 1.0], "x"), "x=1.0 is a float; it must be an array"),
+        (lambda x: st.all_reduce([x, 1.0], "x"), "x=1.0 is of type float; it must be an array"),
         (lambda x: st.all_gather(x, "x", axis=3, tiled=False), "axis=3 is out of range for a res"),
         (lambda x: st.reduce_scatter([x, x[:3]], "x"), "dimension 0=3 must be a multiple of"),
     ]:

@@ -60,7 +60,9 @@ class TestErrors:
         self.fails(name, r"rhs has shape \(16,\); it must be a matrix", (8, 16), (16,))
 
     def test_not_an_array(self, name):
-        message = r"rhs=\[1\.0, 2\.0\] is a list; it must be an array. Convert it with jnp.asarray"
+        message = (
+            r"rhs=\[1\.0, 2\.0\] is of type list; it must be an array. Convert it with jnp.asarray"
+        )
         with pytest.raises(ValueError, match=message):
             on_devices(
                 lambda x: cases.OPERATIONS[name](x, [[1.0, 2.0], [3.0, 4.0]], "x"),
