@@ -131,6 +131,7 @@ def test_epilogue():
     np.testing.assert_allclose(out, jax.nn.gelu(jnp.asarray(lhs @ rhs)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # On GPUs every configuration is run, and each is compiled.
 @pytest.mark.parametrize("name", cases.OPERATIONS)
 def test_candidates_agree(name):
     """Every configuration that the tuner may choose computes the same."""

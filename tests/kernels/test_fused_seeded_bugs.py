@@ -38,7 +38,14 @@ PROTOCOLS = {
     # The steps before are those of the reduce-scatter, by the same code.
     "matmul_all_reduce": {"finished": "after end"},
 }
-EACH = [(name, semaphore) for name, found in PROTOCOLS.items() for semaphore in found]
+# The handshake is one piece of code for all kernels, and so is what pulls rows.
+COVERED = {("matmul_reduce_scatter", name) for name in HANDSHAKE}
+COVERED |= {(AS_ONE, "released"), ("all_gather_matmul_k", "received")}
+EACH = [
+    pytest.param(name, semaphore, marks=[pytest.mark.slow] * ((name, semaphore) in COVERED))
+    for name, found in PROTOCOLS.items()
+    for semaphore in found
+]
 each_semaphore = pytest.mark.parametrize(("name", "semaphore"), EACH)
 
 

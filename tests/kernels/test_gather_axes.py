@@ -76,7 +76,7 @@ def check(name, devices, shape, *, dtype=BF16, out_dtype=None, seed=0, **options
         (3, (9, 136, 72)),
         (4, (1, 8, 8)),
         (2, (264, 320, 328)),
-        (5, (40, 8, 200)),
+        pytest.param(5, (40, 8, 200), marks=pytest.mark.slow),
     ],
 )
 def test_any_shape_and_team(name, devices, shape):

@@ -21,7 +21,11 @@ from verification import Problem
 import stretto as st
 from stretto.distributed.simulator import DeadlockError
 
-everywhere = pytest.mark.parametrize("name", SUBJECTS)
+QUICK = ("all_gather_matmul", "matmul_all_reduce", "all_gather", "reduce_scatter")
+everywhere = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SUBJECTS],
+)
 fused = pytest.mark.parametrize("name", cases.FORMS)
 
 

@@ -65,7 +65,7 @@ def test_product(case, transposed):
 
 
 @every_case
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_derivatives(case, transposed):
     lhs, rhs, arrays = operands(case, transposed)
     bar = whole_numbers(5, case[0], case[2], largest=1)

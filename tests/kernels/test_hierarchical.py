@@ -74,6 +74,7 @@ class TestNumbers:
     def test_all_on_two_larger_nodes(self, name, per_node, simulation):
         assert verify(name, (2, per_node), 9, 8, 24) == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "all_gather"])
     def test_three_nodes(self, name, simulation):
         """What goes to the next node and what goes to the one after are not mixed up."""
