@@ -19,19 +19,15 @@ Peers' operands are ready once the pulling warp has met them (`handshake`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import mainloop_of, tiles_for
-from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.fused import gathering, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
@@ -39,7 +35,6 @@ from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fil
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
-from stretto.kernels.problem.epilogues import Epilogue
 from stretto.kernels.problem.problem import Problem
 
 
@@ -119,21 +114,13 @@ def run(
     options = call.options
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
-    results = launch(
-        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
-        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
-        team,
-        epilogue=options.epilogue,
-        out_dtype=options.out_dtype,
-        config=call.config,
-        rhs_transposed=options.rhs_transposed,
-        return_gathered=options.return_gathered,
-        interpret=call.interpret,
-    )
-    columns = [x.shape[0 if options.rhs_transposed else 1] for x in rhs]
-    columns += [k] * options.return_gathered
+    padded = padding.pad(lhs, padding.ROWS, padding.COLUMNS)
+    sides = [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs]
+    gather = _gather(padded, sides, team, call)
+    results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul")
+    columns = gathering.widths_of(rhs, options.rhs_transposed) + [k] * options.return_gathered
     cut = [
-        x[:, :m_shard, :n].reshape(team.size * m_shard, n)
+        x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(team.size * m_shard, n)
         for x, n in zip(results, columns, strict=True)
     ]
     return tuple(cut[: len(rhs)]), cut[-1] if options.return_gathered else None
@@ -148,28 +135,13 @@ KERNEL = Kernel(
 )
 
 
-def launch(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    team: Team,
-    *,
-    epilogue: Epilogue | None,
-    out_dtype: jnp.dtype,
-    config: Config,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-    mainloop: Factory = mainloop_of,
-    interpret: Any = None,
-) -> list[jax.Array]:
-    """Runs the kernel on lhs `[m_shard, k]` and each of rhs, `[k, n_i]` or `[n_i, k]` transposed.
-
-    All must be padded (`padding`). Returns the products `[size, m_shard, n_i]`, and after them, if
-    asked for, the gathered lhs `[size, m_shard, k]`.
-    """
+def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:
+    """What is pulled, piece by piece, of padded lhs `[m_shard, k]`, and which tile needs what."""
+    config: Config = call.config
     m_shard, k = lhs.shape
     shape = config.tiles
-    columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
-    n = columns.total * shape.tile_n
+    widths = gathering.widths_of(rhs, call.options.rhs_transposed)
+    n = Segments.of(widths, shape.tile_n).total * shape.tile_n
 
     def plan(rows: int, piece_rows: int) -> PullPlan:
         return PullPlan(
@@ -183,23 +155,6 @@ def launch(
     if config.gather_first:
         piece_rows = [r for r in range(1, config.pull_rows + 1) if m_shard % r == 0][-1]
         rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
-        gather = rows_first(team, plan(rows, piece_rows), m_shard, n, shape)
-    else:
-        gather = by_shards(
-            team, plan(m_shard, config.pull_rows), n, shape, by_shard=return_gathered
-        )
-    results = gathering.launch(
-        gather,
-        lhs,
-        rhs,
-        team,
-        name="all_gather_matmul",
-        pull_slots=config.pull_slots,
-        epilogue=epilogue,
-        out_dtype=out_dtype,
-        rhs_transposed=rhs_transposed,
-        return_gathered=return_gathered,
-        mainloop=functools.partial(mainloop, shape),
-        interpret=interpret,
-    )
-    return [x.reshape(team.size, m_shard, -1) for x in results]
+        return rows_first(team, plan(rows, piece_rows), m_shard, n, shape)
+    by_shard = call.options.return_gathered
+    return by_shards(team, plan(m_shard, config.pull_rows), n, shape, by_shard=by_shard)

@@ -17,25 +17,20 @@ them (`gathering_by_columns`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import mainloop_of, tiles_for
-from stretto.kernels.engine.mainloop import Factory
+from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.fused import gathering
 from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
-from stretto.kernels.problem.epilogues import Epilogue
 from stretto.kernels.problem.problem import Problem
 
 
@@ -85,21 +80,13 @@ def run(
     m, k_shard = lhs.shape
     k_axis, n_axis = (1, 0) if options.rhs_transposed else (0, 1)
 
-    def padded_rhs(x):
+    def padded_rhs(x: jax.Array) -> jax.Array:
         x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
         return padding.pad(x, padding.COLUMNS, padding.COLUMNS)
 
-    results = launch(
-        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
-        [padded_rhs(x) for x in rhs],
-        team,
-        epilogue=options.epilogue,
-        out_dtype=options.out_dtype,
-        config=call.config,
-        rhs_transposed=options.rhs_transposed,
-        return_gathered=options.return_gathered,
-        interpret=call.interpret,
-    )
+    padded, sides = padding.pad(lhs, padding.ROWS, padding.COLUMNS), [padded_rhs(x) for x in rhs]
+    gather = _gather(padded, sides, team, call)
+    results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul_k")
     outs = tuple(
         out[:m, : x.shape[n_axis]] for out, x in zip(results[: len(rhs)], rhs, strict=True)
     )
@@ -117,28 +104,14 @@ KERNEL = Kernel(
 )
 
 
-def launch(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    team: Team,
-    *,
-    epilogue: Epilogue | None,
-    out_dtype: jnp.dtype,
-    config: Config,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-    mainloop: Factory = mainloop_of,
-    interpret: Any = None,
-) -> list[jax.Array]:
-    """Runs the kernel on lhs `[m, k_shard]` and each of rhs, `[size * k_shard, n_i]`.
-
-    Or `[n_i, size * k_shard]` transposed. All must be padded (`padding`), k_shard too. Returns the
-    products `[m, n_i]`, and after them, if asked for, the gathered lhs `[m, size, k_shard]`.
-    """
+def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:
+    """What is pulled, piece by piece, of padded lhs `[m, k_shard]`, and which tile needs what."""
+    config: Config = call.config
     m, k_shard = lhs.shape
-    shape = config.tiles
-    columns = Segments.of([x.shape[0 if rhs_transposed else 1] for x in rhs], shape.tile_n)
-    side_by_side = team.size if return_gathered else team.size - 1  # Shards in a gathered row.
+    shape, by_shard = config.tiles, call.options.return_gathered
+    widths = gathering.widths_of(rhs, call.options.rhs_transposed)
+    n = Segments.of(widths, shape.tile_n).total * shape.tile_n
+    side_by_side = team.size if by_shard else team.size - 1  # Shards in a gathered row.
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,
@@ -148,17 +121,4 @@ def launch(
         chunk_rows=shape.tile_m,
         band_rows=shape.raster_width * shape.tile_m,
     )
-    return gathering.launch(
-        by_columns(team, plan, columns.total * shape.tile_n, shape, by_shard=return_gathered),
-        lhs,
-        rhs,
-        team,
-        name="all_gather_matmul_k",
-        pull_slots=config.pull_slots,
-        epilogue=epilogue,
-        out_dtype=out_dtype,
-        rhs_transposed=rhs_transposed,
-        return_gathered=return_gathered,
-        mainloop=functools.partial(mainloop, shape),
-        interpret=interpret,
-    )
+    return by_columns(team, plan, n, shape, by_shard=by_shard)

@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import sinks, streams, tiles
+from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.mainloop import Mainloop
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Stream, Tile, Transfer, elementwise
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
-from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.operation import Call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,26 +86,15 @@ class Kept:
 
 
 def launch(
-    gather: Gather,
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    team: Team,
-    *,
-    name: str,
-    pull_slots: int,
-    epilogue: Epilogue | None,
-    out_dtype: jnp.dtype,
-    rhs_transposed: bool,
-    return_gathered: bool,
-    mainloop: Callable[[Product], Mainloop],
-    interpret: Any,
+    gather: Gather, lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call, *, name: str
 ) -> list[jax.Array]:
-    """Runs the kernel on lhs, this device's shard, and each of rhs.
+    """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
     Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
     """
-    shape = gather.order.shape
-    widths = [x.shape[0 if rhs_transposed else 1] for x in rhs]
+    shape, options = gather.order.shape, call.options
+    out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
+    widths = widths_of(rhs, rhs_transposed)
     columns = Segments.of(widths, shape.tile_n)
     product = Product(lhs=lhs.dtype, rhs=rhs[0].dtype, out=out_dtype, rhs_transposed=rhs_transposed)
 
@@ -121,7 +108,7 @@ def launch(
             lhs=gather.lhs(refs),
             rhs=streams.along_n(refs.rhs, columns, rhs_window),
             sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
-            epilogue=elementwise(epilogue),
+            epilogue=elementwise(options.epilogue),
             transfer=Transfer(
                 run=lambda: pull(
                     gather.fetch,
@@ -140,7 +127,7 @@ def launch(
         parts,
         name=name,
         team=team,
-        mainloop=mainloop(product),
+        mainloop=mainloop_of(shape, product),
         num_tiles=gather.order.num_tiles,
         operands=dict(lhs=lhs, rhs=rhs),
         outs=dict(
@@ -148,10 +135,15 @@ def launch(
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
         ),
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
-        buffers=Buffers(pull_slots, *gather.fetch.piece, lhs.dtype),
+        buffers=Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype),
         waits=True,
-        interpret=interpret,
+        interpret=call.interpret,
     )
-    if not return_gathered:
+    if not options.return_gathered:
         return results["outs"]
     return [*results["outs"], gather.complete(results["gathered"], lhs)]
+
+
+def widths_of(rhs: Sequence[jax.Array], rhs_transposed: bool) -> list[int]:
+    """The columns of each of rhs, `[k, n_i]` or `[n_i, k]`."""
+    return [x.shape[0 if rhs_transposed else 1] for x in rhs]
