@@ -26,6 +26,7 @@ _SETTLE_S = 0.7
 _SYMPTOMS_SETTLE_S = 3.0
 _STACKS_WAIT_S = 1.5
 _STOPPED_LIMIT_S = 8.0
+_LOOK_EVERY_S = 0.25
 _ABANDONED_LIMIT_S = 3.0
 _LAUNCHER_END_S = 1.0
 _LAUNCHER_LINES = 5
@@ -152,7 +153,7 @@ class _Watch:
         self._session = session
         self._comparison = Comparison(session.members)
         self._departures = Departures(session.members)
-        self._asked_for_stacks = False
+        self._looked_at = 0.0
         self._first_failure_at: float | None = None
         self._first_cause_at: float | None = None
         self._abandoned_at: float | None = None
@@ -181,8 +182,11 @@ class _Watch:
         return now >= self._first_failure_at + _SYMPTOMS_SETTLE_S
 
     def look_for_failures(self) -> None:
-        """Add what no process says of itself."""
-        session = self._session
+        """Add what no process says of itself; every process is looked at, so not all the time."""
+        session, now = self._session, time.monotonic()
+        if now < self._looked_at + _LOOK_EVERY_S:
+            return
+        self._looked_at = now
         for member in session.members:
             failure = member.stopped_too_long(_STOPPED_LIMIT_S) or member.silent_agent(
                 _STOPPED_LIMIT_S
