@@ -85,4 +85,5 @@ def kill_all() -> None:
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_ROUND_S)
+        if below:
+            time.sleep(_ROUND_S)
