@@ -64,7 +64,7 @@ class Session:
         self._door = Door(
             self._selector, self._token, self._admit, console.say, len(job.layout.processes)
         )
-        self.launchers = Launchers(self._selector)
+        self.launchers = Launchers(self._selector, len(job.layout.processes))
         self._interrupts: list[int] = []
         self._pinged_at = 0.0
 

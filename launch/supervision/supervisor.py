@@ -31,6 +31,7 @@ _ABANDONED_LIMIT_S = 3.0
 _LAUNCHER_END_S = 1.0
 _LAUNCHER_LINES = 5
 _LAUNCHER_WORDS_S = 3.0
+_MANY = 64  # processes, which take some time to end; what ended the job is told before that, too
 
 
 def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
@@ -56,6 +57,8 @@ def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
             others = _others_text(session)
             if any(failure.by_launcher for failure in session.failures):
                 _hear_launcher(session)
+            if cause is not None and len(session.members) > _MANY:
+                console.say(_at_once_text(session, cause))
         except Interrupted as interrupt:
             console.say(_farewell(interrupt, job.grace_s))
             session.stop(_passed_on(interrupt), job.grace_s)
@@ -78,6 +81,14 @@ def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
     if len(session.members) > 1 and all(member.stayed_alone for member in session.members):
         console.say(_alone_text(len(session.members)))
     return 0
+
+
+def _at_once_text(session: Session, cause: Failure) -> str:
+    host = session.members[cause.process_id].host
+    return (
+        f"stretto: process {cause.process_id} of {len(session.members)} on {host} failed: "
+        f"{cause.how}; ending the others"
+    )
 
 
 def _passed_on(interrupt: Interrupted) -> int:
