@@ -2,8 +2,8 @@
 
 Run as ``python keeper.py FOLDER SECONDS PROGRAM ARGS``. It ends with the program and with its
 status. When its standard input ends, since the supervisor has let go or was killed, it asks the
-program to end, and SECONDS later ends all that this started (such as ssh to other hosts, in sessions
-of their own). It removes FOLDER.
+program to end, and SECONDS later ends all that this started (such as ssh to other hosts, in
+sessions of their own). It removes FOLDER.
 """
 
 import contextlib
