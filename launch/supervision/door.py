@@ -46,7 +46,7 @@ class Door:
         self._say = say
         self._strangers: dict[Channel, tuple[str, float]] = {}  # from where, since when
         self._num_dropped = 0
-        self._most_strangers = _MOST_STRANGERS + num_expected
+        self._num_expected = num_expected
 
     def open(self, addresses: Sequence[str], port: int) -> int:
         """Listen on these addresses, at one port (0: any free one), which is returned.
@@ -83,7 +83,7 @@ class Door:
             channel = Channel(sock)
         except OSError:
             return  # gone again, or too many: it will try again
-        if len(self._strangers) >= self._most_strangers:
+        if len(self._strangers) >= _MOST_STRANGERS + self._num_expected:
             self._drop(next(iter(self._strangers)), "was one of too many")
         self._strangers[channel] = (str(address[0]), time.monotonic())
         self._selector.register(channel, selectors.EVENT_READ, self._on_stranger)

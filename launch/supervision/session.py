@@ -22,6 +22,7 @@ from stretto.launch.planning.job import Job
 from stretto.launch.supervision import stdin
 from stretto.launch.supervision.causes import Failure
 from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.descriptors import make_room
 from stretto.launch.supervision.door import Door
 from stretto.launch.supervision.launching import Launchers
 from stretto.launch.supervision.member import Member
@@ -98,9 +99,11 @@ class Session:
         """Open the port that agents connect to, and run the commands that start them.
 
         Raises:
-          LaunchError: this host has no address that others could reach, or the port is taken.
+          LaunchError: this host has no address that others could reach, or the port is taken, or
+            too few files may be open.
         """
         job = self.job
+        make_room(len(job.layout.processes))
         addresses = [network.LOOPBACK]
         if not job.is_local:
             addresses = network.interface_addresses(job.interface)
