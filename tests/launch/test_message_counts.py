@@ -134,14 +134,19 @@ def cost_of(monkeypatch, tmp_path):
     return cost_of
 
 
-def test_start_costs_as_much_for_each_of_a_thousand_as_for_each_of_ten(cost_of):
-    few, some, many = cost_of(10), cost_of(100), cost_of(1000)
-    for count, (messages, _) in ((10, few), (100, some), (1000, many)):
-        probed = NUM_HOSTS - 1  # one of each other host than the first process's
+@pytest.mark.parametrize(
+    "counts",
+    [(10, 50, 200), pytest.param((10, 100, 1000), marks=pytest.mark.slow)],
+    ids=["to 200", "to 1000"],
+)
+def test_start_costs_no_more_for_each_of_many_processes(cost_of, counts):
+    costs = [cost_of(count) for count in counts]
+    for count, (messages, _) in zip(counts, costs, strict=True):
         of_each = ("hello", "prepare", "prepared", "start", "ended")
         assert messages == {
             **dict.fromkeys(of_each, count),
-            **dict.fromkeys(("probe", "probed"), probed),
+            **dict.fromkeys(("probe", "probed"), NUM_HOSTS - 1),  # one of each other host
             "output": NUM_LINES * count,
         }
-    assert many[1] / 1000 < 1.5 * some[1] / 100
+    (_, some), (_, many) = costs[1:]
+    assert many / counts[2] < 1.5 * some / counts[1]
