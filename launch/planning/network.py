@@ -10,6 +10,7 @@ from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 _RESOLVE_TIMEOUT_S = 5.0
+_BACKLOG = 4096  # as many as Linux takes unless told otherwise: all agents may come at once
 _GLOBAL_SCOPE = "00"  # of the addresses in /proc/net/if_inet6
 LOOPBACK = "127.0.0.1"
 ANY = ""
@@ -117,7 +118,7 @@ def listen(address: str, port: int = 0, *, receive_buffer: int = 0) -> socket.so
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
-        sock.listen(512)
+        sock.listen(_BACKLOG)
     except OSError:
         sock.close()
         raise

@@ -46,6 +46,7 @@ _DAEMONS = ("orted", "prted", "hydra_pmi_proxy")
 def main() -> int:
     """Connect, serve one worker, and return this process's exit status."""
     environ = environment.current()
+    hello = _introduction(environ)  # first: who connects is expected to speak at once
     rendezvous = environment.Rendezvous.parse(environ[environment.RENDEZVOUS])
     sock = network.connect(rendezvous.addresses, rendezvous.port, _CONNECT_TIMEOUT_S)
     if sock is None:
@@ -57,14 +58,13 @@ def main() -> int:
         )
         return 1
     descendants.adopt_orphans()
-    return Agent(Channel(sock, trusted=True), environ, rendezvous.token).serve()
+    return Agent(Channel(sock, trusted=True), environ).serve({**hello, "token": rendezvous.token})
 
 
 class Agent:
     """The state of one agent; ``serve`` is its whole life."""
 
-    def __init__(self, channel: Channel, environ: dict[str, str], token: str):
-        self._token = token
+    def __init__(self, channel: Channel, environ: dict[str, str]):
         self._channel = channel
         self._flow = Flow()
         self._paused: list[Pipe] = []
@@ -80,13 +80,17 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._done: int | None = None
 
-    def serve(self) -> int:
-        """Handle messages, output and signals until the supervisor lets go. Returns a status."""
+    def serve(self, hello: Message) -> int:
+        """Handle messages, output and signals until the supervisor lets go. Returns a status.
+
+        Args:
+          hello: the fields of the first message.
+        """
         wakeup = _signal_pipe()
         self._selector.register(wakeup, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._channel, selectors.EVENT_READ, self._on_channel)
         try:
-            self._channel.send("hello", **self._introduction())
+            self._channel.send("hello", **hello)
             while self._done is None:
                 for key, _ in self._selector.select(self._next_timeout()):
                     if key.fileobj in self._selector.get_map():  # not closed by another event
@@ -96,24 +100,6 @@ class Agent:
             return self._done
         except (EOFError, OSError, ValueError) as error:
             return self._abandon(cut=not isinstance(error, EOFError))
-
-    def _introduction(self) -> Message:
-        launched = detect(self._environ)
-        index, count = (launched.process_id, launched.num_processes) if launched else (0, 1)
-        own, first = map(self._environ.get, (environment.AGENT_INDEX, environment.AGENT_FIRST))
-        if own or first:
-            index, count = int(own) if own else index + int(first or 0), None
-        return {
-            "token": self._token,
-            "index": index,
-            "count": count,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "versions": {
-                "python": platform.python_version(),
-                **host_checks.versions("stretto", "jax"),
-            },
-        }
 
     def _await_room(self) -> None:
         """Hear of the moment at which the channel takes more, if it has kept something."""
@@ -307,6 +293,25 @@ class Agent:
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGKILL)
         return 1
+
+
+def _introduction(environ: dict[str, str]) -> Message:
+    """Where this agent is, as it tells the supervisor first."""
+    launched = detect(environ)
+    index, count = (launched.process_id, launched.num_processes) if launched else (0, 1)
+    own, first = map(environ.get, (environment.AGENT_INDEX, environment.AGENT_FIRST))
+    if own or first:
+        index, count = int(own) if own else index + int(first or 0), None
+    return {
+        "index": index,
+        "count": count,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": {
+            "python": platform.python_version(),
+            **host_checks.versions("stretto", "jax"),
+        },
+    }
 
 
 def _signal_pipe() -> socket.socket:

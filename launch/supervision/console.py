@@ -76,6 +76,10 @@ class Console:
         """The cost of the process's output that is on the terminal and in its log file."""
         return min(outlet.taken.get(process_id, 0) for outlet in self._outlets)
 
+    def newly_taken(self) -> set[int]:
+        """The processes for which ``taken`` may have grown since this was last asked."""
+        return {process_id for outlet in self._outlets for process_id in outlet.newly_taken()}
+
     def on_taken(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, by other threads, when ``taken`` may have grown."""
         self._wake = wake

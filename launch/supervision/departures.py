@@ -53,7 +53,14 @@ class Departures:
         return None
 
     def _pairs(self) -> list[tuple[Member, Member]]:
-        """Each process that has finished, with each that has not and has run programs with it."""
-        gone = [member for member in self._members if member.finished_at is not None]
+        """Each process that goes on, after the first to finish that it has run programs with."""
+        needed: dict[int, Member] = {}  # by process, the first that it may wait for
+        gone = [m for m in self._members if m.finished_at is not None and m.programs]
+        groups: set[tuple[int, ...]] = set()
+        for member in sorted(gone, key=lambda member: member.finished_at or 0.0):
+            for group in {program.processes for program in member.programs} - groups:
+                groups.add(group)
+                for process_id in group:
+                    needed.setdefault(process_id, member)
         left = [m for m in self._members if m.finished_at is None and not m.over]
-        return [(one, other) for one in gone for other in left if one.is_needed_by(other)]
+        return [(needed[m.process_id], m) for m in left if m.process_id in needed]

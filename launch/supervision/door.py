@@ -28,6 +28,7 @@ class Door:
       selector: told of what is to be read; the keys' data are functions to call then.
       token: what an agent's first message must have.
       admit: takes a connection and its first message; ValueError turns it away.
+      num_expected: how many agents may come at the same time.
       say: takes a line for people, about those who were dropped.
     """
 
@@ -37,6 +38,7 @@ class Door:
         token: str,
         admit: Callable[[Channel, Message], None],
         say: Callable[[str], None],
+        num_expected: int = 0,
     ):
         self._selector = selector
         self._token = token.encode()
@@ -44,6 +46,7 @@ class Door:
         self._say = say
         self._strangers: dict[Channel, tuple[str, float]] = {}  # from where, since when
         self._num_dropped = 0
+        self._num_expected = num_expected
 
     def open(self, addresses: Sequence[str], port: int) -> int:
         """Listen on these addresses, at one port (0: any free one), which is returned.
@@ -80,7 +83,7 @@ class Door:
             channel = Channel(sock)
         except OSError:
             return  # gone again, or too many: it will try again
-        if len(self._strangers) >= _MOST_STRANGERS:
+        if len(self._strangers) >= _MOST_STRANGERS + self._num_expected:
             self._drop(next(iter(self._strangers)), "was one of too many")
         self._strangers[channel] = (str(address[0]), time.monotonic())
         self._selector.register(channel, selectors.EVENT_READ, self._on_stranger)

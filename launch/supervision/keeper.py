@@ -1,8 +1,9 @@
 """Stands between the supervisor and mpirun or srun, so that nothing of them outlives the job.
 
-Run as ``python keeper.py FOLDER PROGRAM ARGS``. It ends with the program and with its status. When
-its standard input ends, since the supervisor has let go or was killed, it ends the program and
-all that this started (such as ssh to other hosts, in sessions of their own). It removes FOLDER.
+Run as ``python keeper.py FOLDER SECONDS PROGRAM ARGS``. It ends with the program and with its
+status. When its standard input ends, since the supervisor has let go or was killed, it asks the
+program to end, and SECONDS later ends all that this started (such as ssh to other hosts, in
+sessions of their own). It removes FOLDER.
 """
 
 import contextlib
@@ -15,13 +16,12 @@ import sys
 
 from stretto.launch.supervision import descendants
 
-_GRACE_S = 1.5
 _LOOK_S = 0.05
 
 
 def main() -> int:
     """Run the program to its end, or to the end of standard input; returns its status."""
-    folder, *argv = sys.argv[1:]
+    folder, grace_s, *argv = sys.argv[1:]
     descendants.adopt_orphans()
     try:
         program = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
@@ -31,7 +31,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if not _ends_first(program):
-        _end(program)
+        _end(program, float(grace_s))
     descendants.kill_all()
     shutil.rmtree(folder, ignore_errors=True)
     status = program.wait()
@@ -48,10 +48,10 @@ def _ends_first(program: subprocess.Popen) -> bool:
     return True
 
 
-def _end(program: subprocess.Popen) -> None:
+def _end(program: subprocess.Popen, grace_s: float) -> None:
     program.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        program.wait(_GRACE_S)
+        program.wait(grace_s)
 
 
 if __name__ == "__main__":

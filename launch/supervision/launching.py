@@ -12,21 +12,33 @@ from pathlib import Path
 
 from stretto.launch.planning.launchers import AgentCommand
 
-_EXIT_LIMIT_S = 2.5
+_EXIT_LIMIT_S = 1.0  # beyond the grace
+_EXIT_GRACE_S = 1.5
+_EXIT_GRACE_OF_EACH_S = 0.02  # of two cores, for an agent and its worker
 _LOOK_S = 0.02
 _KEEPER = (sys.executable, "-P", "-m", "stretto.launch.supervision.keeper")
+
+
+def exit_grace_s(num_processes: int) -> float:
+    """How long mpirun or srun may take to end, with daemons and folders of its own, in seconds."""
+    return _EXIT_GRACE_S + _EXIT_GRACE_OF_EACH_S * num_processes
 
 
 class Launchers:
     """Each command as a child of the supervisor, in a session of its own.
 
+    Args:
+      selector: told of what they write.
+      num_processes: how many agents there are.
+
     Attributes:
       output: lines that they wrote themselves.
     """
 
-    def __init__(self, selector: selectors.BaseSelector):
+    def __init__(self, selector: selectors.BaseSelector, num_processes: int = 1):
         self.output: list[str] = []
         self._selector = selector
+        self._num_processes = num_processes
         self._programs: list[subprocess.Popen[bytes]] = []
         self._pipes: set[int] = set()
 
@@ -41,7 +53,9 @@ class Launchers:
           folder: goes with the job, even if the supervisor is killed.
         """
         for command in commands:
-            keeper = (*_KEEPER, str(folder or "")) if command.starts_others else ()
+            keeper = (*_KEEPER, str(folder or ""), str(exit_grace_s(self._num_processes)))
+            if not command.starts_others:
+                keeper = ()
             read_end, write_end = os.pipe()
             program = subprocess.Popen(
                 [*keeper, *command.argv],
@@ -65,12 +79,13 @@ class Launchers:
         for program in self._programs:
             if program.stdin is not None:
                 program.stdin.close()
+        limit_s = _EXIT_LIMIT_S + exit_grace_s(self._num_processes)
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             for program in self._programs:
                 if number is not None and program.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(program.pid, number)
-            until = time.monotonic() + _EXIT_LIMIT_S
+            until = time.monotonic() + limit_s
             while time.monotonic() < until and not self.have_ended():
                 time.sleep(_LOOK_S)
         for pipe in list(self._pipes):

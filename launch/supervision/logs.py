@@ -64,6 +64,7 @@ class Logs:
         self._say = say
         self._files: dict[int, int | None] = {}
         self._pages: dict[int, Page] = {}
+        self._unfinished: set[int] = set()  # processes whose page may hold something back
         self._complained = False
 
     def file_of(self, process_id: int) -> Path | None:
@@ -82,12 +83,14 @@ class Logs:
             else:
                 data = page.add(piece.stream, b"", piece.data, now)
                 self._append(piece.process_id, data)
+            self._unfinished.add(piece.process_id)
 
     def write_due(self, now: float) -> bool:
         """Write lines that are not complete whose source has paused; whether more will be due."""
-        for process_id, page in self._pages.items():
-            self._append(process_id, page.due(now))
-        return any(page.holds_back for page in self._pages.values())
+        for process_id in self._unfinished:
+            self._append(process_id, self._pages[process_id].due(now))
+        self._unfinished = {i for i in self._unfinished if self._pages[i].holds_back}
+        return bool(self._unfinished)
 
     def close(self) -> None:
         """Close the files."""

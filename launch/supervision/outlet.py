@@ -52,11 +52,20 @@ class Outlet:
         self._wake = wake
         self._queue: queue.SimpleQueue[Piece | Callable[[], None]] = queue.SimpleQueue()
         self.taken: dict[int, int] = {}  # by process, the cost of what was dealt with
+        self._newly_taken: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def put(self, item: Piece | Callable[[], None]) -> None:
         """Have a piece written, or a function called, after all that was put before."""
         self._queue.put(item)
+
+    def newly_taken(self) -> set[int]:
+        """The processes of which something was dealt with since this was last asked."""
+        found: set[int] = set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found |= self._newly_taken.get_nowait()
+        return found
 
     def wait(self, limit_s: float) -> bool:
         """Whether all that was put so far is written within ``limit_s`` seconds."""
@@ -74,6 +83,8 @@ class Outlet:
             for piece in pieces:
                 size = cost(len(piece.data)) if piece.data is not None else 0
                 self.taken[piece.process_id] = self.taken.get(piece.process_id, 0) + size
+            if pieces:
+                self._newly_taken.put({piece.process_id for piece in pieces})
             holds_back = self._write_due(now)
             self._wake()
             if then is _END:

@@ -31,6 +31,7 @@ class Page:
     def __init__(self, hides: Callable[[bytes], bool] = lambda _: False):
         self._hides = hides
         self._sources: dict[Hashable, _Source] = {}
+        self._written: dict[Hashable, _Source] = {}  # those that may hold something back
         self._open: Hashable = None  # whose line is shown and not complete
 
     def add(self, name: Hashable, prefix: bytes, data: bytes, now: float) -> bytes:
@@ -40,6 +41,7 @@ class Page:
             source.first_at = now
         source.last_at = now
         source.rest += data
+        self._written[name] = source
         end = source.rest.rfind(b"\n", -len(data) if data else 0) + 1
         shown = b""
         if end > 0:
@@ -55,19 +57,25 @@ class Page:
         """What is to be shown because its source has paused, or has gone on for long."""
         return b"".join(
             self._show_rest(name, source)
-            for name, source in self._sources.items()
-            if _shown_part(source)
-            and (now >= source.last_at + PAUSE_S or now >= source.first_at + _LONGEST_WAIT_S)
+            for name, source in self._held()
+            if now >= source.last_at + PAUSE_S or now >= source.first_at + _LONGEST_WAIT_S
         )
 
     @property
     def holds_back(self) -> bool:
         """Whether ``due`` will have something later."""
-        return any(_shown_part(source) for source in self._sources.values())
+        return bool(self._held())
+
+    def _held(self) -> list[tuple[Hashable, _Source]]:
+        """The sources with a part of a line that is not shown yet."""
+        found = [(name, source) for name, source in self._written.items() if _shown_part(source)]
+        self._written = dict(found)
+        return found
 
     def end(self, name: Hashable) -> bytes:
         """The source writes no more: its last line is complete as it is."""
         source = self._sources.pop(name, None)
+        self._written.pop(name, None)
         if source is None or not (source.rest or self._open == name):
             return b""
         return self._set(name, source, bytes(source.rest), complete=True)

@@ -1,5 +1,6 @@
 """The last thing a failed job shows: which process, where, and its own words."""
 
+import itertools
 import linecache
 import re
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
 _JAX = re.compile(r"-packages/(?:jax|jaxlib)/")
 _STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/")
 TIMEOUT_STATUS = 124
+_LONGEST_LIST = 8  # of processes that are named one by one
 
 
 def failure_text(
@@ -121,7 +123,20 @@ def whereabouts_text(processes: Sequence[Whereabouts]) -> str:
         groups.setdefault(text, []).append(process_id)
     lines = []
     for text, members in sorted(groups.items(), key=lambda item: len(item[1])):
-        ids = ", ".join(map(str, members))
+        ids = ", ".join(_ranges(members))
         verb = "process" if len(members) == 1 else "processes"
         lines.append(f"  {verb} {ids}: {text}")
     return "\n".join(lines)
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    """Ascending numbers as words, where more than ``_LONGEST_LIST`` follow one another: ``3-9``."""
+    words: list[str] = []
+    runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    for _, pairs in runs:
+        run = [number for _, number in pairs]
+        if len(run) > _LONGEST_LIST:
+            words.append(f"{run[0]}-{run[-1]}")
+        else:
+            words += map(str, run)
+    return words

@@ -22,6 +22,7 @@ from stretto.launch.planning.job import Job
 from stretto.launch.supervision import stdin
 from stretto.launch.supervision.causes import Failure
 from stretto.launch.supervision.console import Console
+from stretto.launch.supervision.descriptors import make_room
 from stretto.launch.supervision.door import Door
 from stretto.launch.supervision.launching import Launchers
 from stretto.launch.supervision.member import Member
@@ -57,11 +58,14 @@ class Session:
         self.job = job
         self.members: list[Member] = []
         self.failures: list[Failure] = []
+        self._by_id: dict[int, Member] = {}
         self._console = console
         self._token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self._door = Door(self._selector, self._token, self._admit, console.say)
-        self.launchers = Launchers(self._selector)
+        self._door = Door(
+            self._selector, self._token, self._admit, console.say, len(job.layout.processes)
+        )
+        self.launchers = Launchers(self._selector, len(job.layout.processes))
         self._interrupts: list[int] = []
         self._pinged_at = 0.0
 
@@ -95,9 +99,11 @@ class Session:
         """Open the port that agents connect to, and run the commands that start them.
 
         Raises:
-          LaunchError: this host has no address that others could reach, or the port is taken.
+          LaunchError: this host has no address that others could reach, or the port is taken, or
+            too few files may be open.
         """
         job = self.job
+        make_room(len(job.layout.processes))
         addresses = [network.LOOPBACK]
         if not job.is_local:
             addresses = network.interface_addresses(job.interface)
@@ -118,12 +124,6 @@ class Session:
           LaunchError: an agent could not start its process.
           BrokenPipeError: nobody will read the job's output any more.
         """
-        for member in self.members:
-            if member.connected:
-                writable = selectors.EVENT_WRITE if member.channel.has_unsent else 0
-                key = self._selector.get_key(member.channel)
-                if key.events != selectors.EVENT_READ | writable:
-                    self._selector.modify(member.channel, selectors.EVENT_READ | writable, key.data)
         for key, _ in self._selector.select(_SELECT_S):
             key.data(key.fileobj)
         self._on_time()
@@ -203,11 +203,22 @@ class Session:
             stderr_tail=self._console.stderr_tail,
         )
         self.members.append(member)
+        self._by_id[member.process_id] = member
         self._selector.register(channel, selectors.EVENT_READ, lambda _: self._on_member(member))
+        channel.on_kept = lambda: self._listen(member, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _listen(self, member: Member, events: int) -> None:
+        """Hear of what a member sends, and of the moment at which it takes more."""
+        if member.connected:
+            key = self._selector.get_key(member.channel)
+            if key.events != events:
+                self._selector.modify(member.channel, events, key.data)
 
     def _on_member(self, member: Member) -> None:
         try:
             member.channel.flush()
+            if not member.channel.has_unsent:
+                self._listen(member, selectors.EVENT_READ)
             messages = member.channel.receive()
             for message in messages:
                 self._take(member, message)
@@ -241,8 +252,9 @@ class Session:
     def _on_taken(self, woken: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             woken.recv(1 << 12)
-        for member in self.members:
-            taken = self._console.taken(member.process_id)
+        for process_id in self._console.newly_taken():
+            member = self._by_id[process_id]
+            taken = self._console.taken(process_id)
             if taken > member.output_taken:
                 member.output_taken = taken
                 member.send("taken", cost=taken)

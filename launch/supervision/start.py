@@ -176,7 +176,9 @@ def _choose_coordinator(session: Session) -> str:
     if not addresses:
         where = f" on interface {job.interface}" if job.interface else ""
         raise LaunchError(f"host {first.host} has no network address{where}; see ip address")
-    remote = [member for member in others if member.host != first.host]
+    # One of each host: a thousand at once would be more than a port that nobody serves holds.
+    of_each_host = {member.host: member for member in reversed(others)}
+    remote = [member for host, member in of_each_host.items() if host != first.host]
     for address in addresses:
         for member in remote:
             member.reaches_coordinator = None

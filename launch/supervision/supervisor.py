@@ -26,10 +26,12 @@ _SETTLE_S = 0.7
 _SYMPTOMS_SETTLE_S = 3.0
 _STACKS_WAIT_S = 1.5
 _STOPPED_LIMIT_S = 8.0
+_LOOK_EVERY_S = 0.25
 _ABANDONED_LIMIT_S = 3.0
 _LAUNCHER_END_S = 1.0
 _LAUNCHER_LINES = 5
 _LAUNCHER_WORDS_S = 3.0
+_MANY = 64  # processes, which take some time to end; what ended the job is told before that, too
 
 
 def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
@@ -55,6 +57,8 @@ def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
             others = _others_text(session)
             if any(failure.by_launcher for failure in session.failures):
                 _hear_launcher(session)
+            if cause is not None and len(session.members) > _MANY:
+                console.say(_at_once_text(session, cause))
         except Interrupted as interrupt:
             console.say(_farewell(interrupt, job.grace_s))
             session.stop(_passed_on(interrupt), job.grace_s)
@@ -77,6 +81,14 @@ def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:
     if len(session.members) > 1 and all(member.stayed_alone for member in session.members):
         console.say(_alone_text(len(session.members)))
     return 0
+
+
+def _at_once_text(session: Session, cause: Failure) -> str:
+    host = session.members[cause.process_id].host
+    return (
+        f"stretto: process {cause.process_id} of {len(session.members)} on {host} failed: "
+        f"{cause.how}; ending the others"
+    )
 
 
 def _passed_on(interrupt: Interrupted) -> int:
@@ -152,7 +164,7 @@ class _Watch:
         self._session = session
         self._comparison = Comparison(session.members)
         self._departures = Departures(session.members)
-        self._asked_for_stacks = False
+        self._looked_at = 0.0
         self._first_failure_at: float | None = None
         self._first_cause_at: float | None = None
         self._abandoned_at: float | None = None
@@ -181,8 +193,11 @@ class _Watch:
         return now >= self._first_failure_at + _SYMPTOMS_SETTLE_S
 
     def look_for_failures(self) -> None:
-        """Add what no process says of itself."""
-        session = self._session
+        """Add what no process says of itself; every process is looked at, so not all the time."""
+        session, now = self._session, time.monotonic()
+        if now < self._looked_at + _LOOK_EVERY_S:
+            return
+        self._looked_at = now
         for member in session.members:
             failure = member.stopped_too_long(_STOPPED_LIMIT_S) or member.silent_agent(
                 _STOPPED_LIMIT_S

@@ -15,6 +15,7 @@ import contextlib
 import json
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
@@ -44,6 +45,7 @@ class Channel:
         self.trusted = trusted
         self._buffer = bytearray()
         self._unsent = bytearray()
+        self.on_kept: Callable[[], None] = lambda: None  # called when a send leaves something
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -78,6 +80,8 @@ class Channel:
         body = json.dumps({"kind": kind, **fields}).encode("ascii")
         self._unsent += _LENGTH.pack(len(body)) + body
         self.flush()
+        if self._unsent:
+            self.on_kept()
 
     def flush(self) -> None:
         """Send what was kept, as far as it goes. Raises ``OSError`` if the other end is gone."""

@@ -73,3 +73,8 @@ def test_rarest_place_comes_first(tmp_path):
         "  process 1: at step 5 in gather, stopped by SIGSTOP",
         f"  processes 0, 2, 3: at {script}:2: b = wait()",
     ]
+
+
+def test_many_processes_at_one_place_are_told_as_ranges():
+    everyone = [Whereabouts(i, None, "ended") for i in (*range(500), 501, 503, *range(600, 1000))]
+    assert whereabouts_text(everyone) == "  processes 0-499, 501, 503, 600-999: ended"
