@@ -136,8 +136,8 @@ def cost_of(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "counts",
-    [(10, 50, 200), pytest.param((10, 100, 1000), marks=pytest.mark.slow)],
-    ids=["to 200", "to 1000"],
+    [(5, 20, 60), pytest.param((10, 100, 1000), marks=pytest.mark.slow)],
+    ids=["to 60", "to 1000"],
 )
 def test_start_costs_no_more_for_each_of_many_processes(cost_of, counts):
     costs = [cost_of(count) for count in counts]
