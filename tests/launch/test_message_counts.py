@@ -136,7 +136,7 @@ def cost_of(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "counts",
-    [(5, 20, 60), pytest.param((10, 100, 1000), marks=pytest.mark.slow)],
+    [(10, 20, 60), pytest.param((10, 100, 1000), marks=pytest.mark.slow)],
     ids=["to 60", "to 1000"],
 )
 def test_start_costs_no_more_for_each_of_many_processes(cost_of, counts):
