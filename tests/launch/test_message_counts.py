@@ -115,7 +115,8 @@ def cost_of(monkeypatch, tmp_path):
                 agents[0].start()
 
             monkeypatch.setattr(session.launchers, "start", start_agents)
-            monkeypatch.setattr(session.launchers, "have_ended", lambda: False)
+            running = True
+            monkeypatch.setattr(session.launchers, "have_ended", lambda: not running)
             session.start()
             sys.setprofile(count_call)
             try:
@@ -123,6 +124,7 @@ def cost_of(monkeypatch, tmp_path):
                 supervisor._follow(session)
             finally:
                 sys.setprofile(None)
+            running = False
             session.stop()
         agents[0].join(20)
         console.close()
