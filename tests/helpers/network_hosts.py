@@ -7,6 +7,7 @@ command there with an environment as clean as ssh's.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -30,6 +31,9 @@ host=${1#*@}; shift
 exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/root \\
     ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"
 """
+
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ def why_not() -> str | None:
 @contextlib.contextmanager
 def make_hosts(count: int, folder: Path, *, ipv6: bool = False) -> Iterator[Hosts]:
     """`count` hosts on one bridge, removed again at the end; `ipv6`: with no other addresses."""
-    mark = f"{'sx' if ipv6 else 'st'}{os.getpid() % 10_000}"
+    # A namespace that a process still holds keeps its link for a moment, so names are used once.
+    mark = f"{'sx' if ipv6 else 'st'}{os.getpid() % 10_000}{chr(ord('a') + next(_numbers) % 26)}"
     subnet = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}."
     if ipv6:
         subnet = f"fd77:{os.getpid() % 10_000}::"
