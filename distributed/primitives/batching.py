@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax._src import core as jax_core
 from jax._src.interpreters import ad, batching, mlir
 
+from stretto.distributed.primitives.inlining import inline
+
 mapped_p = jax_core.Primitive("stretto_mapped")
 mapped_p.multiple_results = True
 
@@ -87,19 +89,7 @@ ad.primitive_jvps[mapped_p] = _jvp
 
 def lower_inlined(ctx, *args, jaxpr, **_):
     """Lowers what `jaxpr` holds in the place of the operation."""
-    outs, tokens = mlir.jaxpr_subcomp(
-        ctx.module_context,
-        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
-        ctx.name_stack,
-        ctx.tokens_in,
-        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
-        *args,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    ctx.set_tokens_out(tokens)
-    return outs
+    return inline(ctx, jaxpr, args)
 
 
 mlir.register_lowering(mapped_p, lower_inlined, cacheable=False)

@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 from stretto.distributed.devices.clique import Clique, check_order, clique_of
 from stretto.distributed.memory import edges, heap, mailbox
 from stretto.distributed.primitives import cpu_kernels
+from stretto.distributed.primitives.inlining import inline
 from stretto.distributed.private_jax import marks, options
 from stretto.distributed.sites import site_of
 
@@ -144,19 +145,8 @@ def _team_kernel_lowering(ctx, *args, jaxpr, info):
         obstacle = options.why_kernels_are_recorded()
         if obstacle is not None:
             raise RuntimeError(f"kernel {info.name}: {obstacle}")
-    outs, tokens = mlir.jaxpr_subcomp(
-        _context_of_clique(ctx.module_context, info),
-        jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr,
-        ctx.name_stack.extend(info.name),
-        ctx.tokens_in,
-        mlir.ir_consts(jaxpr.consts, [v.aval for v in jaxpr.jaxpr.constvars]),
-        *args,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    ctx.set_tokens_out(tokens)
-    return outs
+    context = _context_of_clique(ctx.module_context, info)
+    return inline(ctx, jaxpr, args, context=context, name=info.name)
 
 
 mlir.register_lowering(team_kernel_p, _team_kernel_lowering, cacheable=False)

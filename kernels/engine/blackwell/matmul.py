@@ -23,7 +23,6 @@ from stretto.kernels.engine.blackwell.adding import Adding
 from stretto.kernels.engine.blackwell.draining import drain
 from stretto.kernels.engine.blackwell.multiplying import multiply
 from stretto.kernels.engine.blackwell.pieces import Pieces
-from stretto.kernels.engine.blackwell.storing import store
 from stretto.kernels.engine.blackwell.tile_config import TileConfig
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
@@ -31,6 +30,7 @@ from stretto.kernels.engine.loading import load
 from stretto.kernels.engine.mainloop import Role
 from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum
 from stretto.kernels.engine.ring import Ring
+from stretto.kernels.engine.storing import store
 
 FOLDS: tuple[type[Fold], ...] = (Sum, Addends)
 

@@ -70,13 +70,13 @@ class Pieces:
         def _():
             edge[...] = piece
 
-    def store(self, sink: Sink, tile: Tile, buffer: int, column: int) -> None:
-        """Starts the copies of a piece to where it goes."""
+    def store(self, sink: Sink, tile: Tile, buffer: int, place: int) -> None:
+        """Starts the copies of the piece at column `place` to where it goes."""
         whole = self.out.at[buffer]
         if self.edge is None:
-            sink.store(tile, whole, 0, column)
+            sink.store(tile, whole, 0, place)
         else:
-            partial.store(sink, tile, whole, self.edge.at[buffer], 0, column)
+            partial.store(sink, tile, whole, self.edge.at[buffer], 0, place)
 
 
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from stretto.kernels.engine.hopper.folding import Folding, Summing
 from stretto.kernels.engine.hopper.multiplying import multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
-from stretto.kernels.engine.hopper.storing import store
 from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 from stretto.kernels.engine.loading import load
 from stretto.kernels.engine.mainloop import Role
 from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum
 from stretto.kernels.engine.ring import Ring
+from stretto.kernels.engine.storing import store
 
 # Registers of a thread that (loads or stores, multiplies); evenly shared they would be 168.
 REGISTERS: dict[type[Fold], tuple[int, int]] = {
@@ -117,7 +117,7 @@ class Matmul:
                 registers=multiplying,
             ),
             Role(functools.partial(load, block, gates, stages), registers=spare),
-            Role(functools.partial(store, block, buffers, folding), registers=spare),
+            Role(functools.partial(store, block, buffers, folding.bring), registers=spare),
         ]
 
     def folding(

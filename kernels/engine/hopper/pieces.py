@@ -80,6 +80,16 @@ class Pieces:
         row, _ = self.within_tile(place, half)
         return partial.stored_rows(sink, tile, row, self.rows)
 
+    def store(self, sink: Sink, tile: Tile, buffer: int, place: tuple[int, int]) -> None:
+        """Starts the copies of a piece of both halves, or of those of its rows that are stored."""
+        for half in range(MULTIPLYING_WARPGROUPS):
+            row, column = self.within_tile(place, half)
+            whole = self.out.at[half, buffer]
+            if self.edge is None:
+                sink.store(tile, whole, row, column)
+            else:
+                partial.store(sink, tile, whole, self.edge.at[half, buffer], row, column)
+
     def within_half(self, place: tuple[int, int]) -> tuple[slice, slice]:
         """A piece as rows and columns of its half of the tile."""
         row, column = place

@@ -1,18 +1,53 @@
-"""The storing warp: stores what the draining warpgroup hands over."""
+"""The storing warp: stores what becomes of totals, tile after tile, whatever made them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.engine.blackwell.pieces import Pieces
 from stretto.kernels.engine.block import Block
-from stretto.kernels.engine.parts import Sink, Tile
+from stretto.kernels.engine.parts import Ref, Sink, Tile
 
 
-def store(block: Block, pieces: Pieces) -> None:
-    """Stores tile after tile as its pieces are handed over."""
+class Pieces(Protocol):
+    """Pieces of a tile, and the buffers through which they leave the registers.
+
+    Warps that hold totals arrive at `filled`, and the storing warp at `free`.
+    """
+
+    @property
+    def filled(self) -> Ref:
+        """Barriers, one a buffer: the piece is in it."""
+        ...
+
+    @property
+    def free(self) -> Ref:
+        """Barriers, one a buffer: its stores have read it."""
+        ...
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers, which are taken in turn."""
+        ...
+
+    @property
+    def places(self) -> Sequence[Any]:
+        """Where in a tile its pieces lie, in the order of their stores."""
+        ...
+
+    def store(self, sink: Sink, tile: Tile, buffer: int, place: Any) -> None:
+        """Starts the copies of the piece at `place` from its buffer to where it goes."""
+
+
+def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = None) -> None:
+    """Stores tile after tile as its pieces are handed over.
+
+    `bring` is called with each tile before its stores: what else this warp does for a total.
+    """
     for buffer in range(pieces.num_buffers):
         plgpu.barrier_arrive(pieces.free.at[buffer])  # All buffers are free at the start.
     block.before_stores()
@@ -20,6 +55,8 @@ def store(block: Block, pieces: Pieces) -> None:
 
     def tile_loop(i: jax.Array, _: None) -> None:
         tile = block.tile(i)
+        if bring is not None:
+            bring(tile)
         _store_tile(sink, pieces, tile)
         if sink.stored is not None:
             # The tile is in place, not only read: what is signalled may be used.
@@ -34,15 +71,15 @@ def _store_tile(sink: Sink, pieces: Pieces, tile: Tile) -> None:
     """Stores a tile's pieces as they are handed over; on return the buffers have been read."""
     buffers, places = pieces.num_buffers, pieces.places
     with jax.named_scope("store"):
-        for index, column in enumerate(places):
+        for index, place in enumerate(places):
             buffer = index % buffers
-            # The draining warpgroup has put the piece into the buffer.
+            # Whoever holds the total has put the piece into the buffer.
             plgpu.barrier_wait(pieces.filled.at[buffer])
-            pieces.store(sink, tile, buffer, column)
+            pieces.store(sink, tile, buffer, place)
             plgpu.commit_smem_to_gmem_group()
             if index >= buffers - 1:  # All buffers are in use: the oldest comes free.
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-                # Publishes to the draining warpgroup that the buffer has been read.
+                # Publishes to those that fill buffers that this one has been read.
                 plgpu.barrier_arrive(pieces.free.at[(index + 1) % buffers])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # The same of the buffers that were in use at the end.
