@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
 from stretto.distributed.kernel import block_id
 from stretto.distributed.schedule import Int, share
 from stretto.kernels.engine.parts import Parts, Tile
@@ -39,6 +43,25 @@ class Block:
     def tile(self, i: Int) -> Tile:
         """Its `i`-th tile."""
         return self.parts.order.locate(block_id() + i * self.num_blocks)
+
+    def for_each_tile[Carry](
+        self, body: Callable[[Int, Tile, Carry], Carry], carry: Carry
+    ) -> Carry:
+        """Calls `body(i, tile, carry)` for each of its tiles in turn; returns the last carry.
+
+        With `Parts.ahead` the next tile is located before `body` works on this one.
+        """
+        if not self.parts.ahead:
+            return lax.fori_loop(
+                0, self.num_tiles, lambda i, carry: body(i, self.tile(i), carry), carry
+            )
+
+        def step(i: jax.Array, state: tuple[Tile, Carry]) -> tuple[Tile, Carry]:
+            tile, carry = state
+            following = self.tile(i + 1)
+            return following, body(i, tile, carry)
+
+        return lax.fori_loop(0, self.num_tiles, step, (self.tile(jnp.int32(0)), carry))[1]
 
     def k_tiles(self, tile: Tile) -> Int:
         """The length of the contraction of a tile, in tiles."""

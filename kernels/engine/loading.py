@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
+from stretto.kernels.engine.parts import Tile
 from stretto.kernels.engine.ring import Ring
 
 
@@ -18,9 +20,7 @@ def load(block: Block, gates: Gates | None, ring: Ring) -> None:
         gates.free_slots()
     parts = block.parts
 
-    def tile_loop(i: jax.Array, stage: jax.Array) -> jax.Array:
-        tile = block.tile(i)
-
+    def load_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
         def k_loop(k: jax.Array, stage: jax.Array) -> jax.Array:
             # The products have read what the stage held.
             plgpu.barrier_wait(ring.empty.at[stage])
@@ -34,4 +34,4 @@ def load(block: Block, gates: Gates | None, ring: Ring) -> None:
         with jax.named_scope("load"):
             return lax.fori_loop(0, block.k_tiles(tile), k_loop, stage)
 
-    lax.fori_loop(0, block.num_tiles, tile_loop, jnp.int32(0))
+    block.for_each_tile(load_tile, jnp.int32(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +152,7 @@ class OwnersOrder:
         is_mixed = (in_mixed >= 0) & (in_mixed < mixed)
         is_own = (in_mixed >= mixed) | (is_mixed & (place == self.peers))
         number = where(is_mixed, lead + group * self.peers + place, index)
-        step, m, n = self.locate_for_peers(where(is_own, 0, number))
+        step, m, n, _ = self.locate_for_peers(where(is_own, 0, number))
         own = where(is_mixed, group, self.shard.tiles_per_shard - last_own + in_mixed - mixed)
         own_m, own_n = self._raster(where(is_own, own, 0))
         return Tile(
@@ -189,6 +190,30 @@ class OwnersOrder:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupsOrder:
+    """Tiles of groups of equal size, group after group, and what memory has about each group.
+
+    Attributes:
+      groups: a group is a step.
+      facts: group -> what memory has about it (`Tile.facts`).
+    """
+
+    groups: ShardOrder
+    facts: Callable[[Int], tuple[Int, ...]]
+
+    def count(self) -> int:
+        """All tiles."""
+        return self.groups.num_tiles
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`. Beyond the last one it is any."""
+        group, m, n, _ = self.groups.locate(index)
+        # There it must be a group in memory all the same.
+        group = jnp.minimum(group, self.groups.steps - 1)
+        return Tile(group, m, n, self.facts(group))
+
+
+@dataclasses.dataclass(frozen=True)
 class RowTilesOrder:
     """Tiles of a matrix whose rows of tiles are counted at run time, in bands as in `raster`.
 
@@ -197,24 +222,28 @@ class RowTilesOrder:
       most: what `m_tiles` is at most.
       n_tiles: columns of tiles.
       shape: the tiles.
+      facts: row of tiles -> what memory has about it (`Tile.facts`).
     """
 
     m_tiles: jax.Array
     most: int
     n_tiles: int
     shape: TileShape
+    facts: Callable[[Int], tuple[Int, ...]] = lambda m: ()
 
     def count(self) -> jax.Array:
         """All tiles."""
         return self.m_tiles * self.n_tiles
 
     def locate(self, index: Int) -> Tile:
-        """The tile at `index`; its step is 0."""
+        """The tile at `index`; its step is 0. Beyond the last one it is any."""
         width = min(self.shape.raster_width, self.most)
         band = div(index, width * self.n_tiles)
         height = jnp.minimum(width, self.m_tiles - band * width)
         within = index - band * (width * self.n_tiles)
         n = lax.div(within, jnp.maximum(height, 1))
         m = within - n * height
-        m = where(rem(n, 2) == 1, height - 1 - m, m)
-        return Tile(jnp.int32(0), band * width + m, n)
+        m = band * width + where(rem(n, 2) == 1, height - 1 - m, m)
+        # Beyond the last tile, where nobody uses it, it must be a place in memory all the same.
+        m = jnp.clip(m, 0, self.most - 1)
+        return Tile(jnp.int32(0), m, n, self.facts(m))

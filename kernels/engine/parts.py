@@ -33,11 +33,13 @@ class Tile(NamedTuple):
     Attributes:
       step: the shard, peer or group that it belongs to, in the order of work.
       m, n: row and column of tiles within that.
+      facts: what the order has read from memory about the tile, for the other parts.
     """
 
     step: Int
     m: Int
     n: Int
+    facts: tuple[Int, ...] = ()
 
 
 class Order(Protocol):
@@ -164,6 +166,8 @@ class Parts:
     Attributes:
       k_tiles: the length of the contraction, in tiles: a number, or a function of the tile, asked
         by every role, which may read it from memory; it may be zero for a tile.
+      ahead: `order.locate` is asked a tile ahead, also once beyond the last one: for an order that
+        reads memory, which takes as long as a step of the contraction.
     """
 
     order: Order
@@ -174,6 +178,7 @@ class Parts:
     fold: Fold = Sum()
     epilogue: Epilogue | None = None
     transfer: Transfer | None = None
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

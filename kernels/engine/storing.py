@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Ref, Sink, Tile
 
@@ -53,8 +53,8 @@ def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = N
     block.before_stores()
     sink = block.parts.sink
 
-    def tile_loop(i: jax.Array, _: None) -> None:
-        tile = block.tile(i)
+    def store_tile(i: Int, tile: Tile, _: None) -> None:
+        del i
         if bring is not None:
             bring(tile)
         _store_tile(sink, pieces, tile)
@@ -63,7 +63,7 @@ def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = N
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             sink.stored(tile)
 
-    lax.fori_loop(0, block.num_tiles, tile_loop, None)
+    block.for_each_tile(store_tile, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 

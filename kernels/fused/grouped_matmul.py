@@ -29,7 +29,7 @@ from stretto.kernels.engine import padding, streams
 from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of, tiles_for
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
-from stretto.kernels.engine.orders import RowTilesOrder, ShardOrder
+from stretto.kernels.engine.orders import GroupsOrder, RowTilesOrder, ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import piece_window, rhs_window
@@ -101,14 +101,14 @@ def grouped(
     (m, k), groups = lhs.shape, rhs.shape[0]
     n = rhs.shape[1 if rhs_transposed else 2]
     most = ceil_div(m, tiles.tile_m) + groups + 1
-    table, count = row_tiles(sizes, m, tiles.tile_m, most)
+    table = row_tiles(sizes, m, tiles.tile_m, most)
 
     def parts(refs: Refs) -> Parts:
         def group(tile: Tile) -> Int:
-            return refs.table[tile.m, 0]
+            return tile.facts[0]
 
         def first_row(tile: Tile) -> Int:
-            return refs.table[tile.m, 1] * ALIGNED
+            return tile.facts[1] * ALIGNED
 
         def lhs_window(tile: Tile, k: Int) -> tuple:
             return pl.ds(first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
@@ -124,16 +124,21 @@ def grouped(
                 plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
 
         return Parts(
-            order=RowTilesOrder(refs.count[0], most, ceil_div(n, tiles.tile_n), tiles),
+            order=RowTilesOrder(
+                refs.table[most, 0],
+                most,
+                ceil_div(n, tiles.tile_n),
+                tiles,
+                facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
+            ),
+            ahead=True,
             k_tiles=lambda tile: where(group(tile) < groups, ceil_div(k, tiles.tile_k), 0),
             lhs=streams.of(refs.lhs, lhs_window),
             rhs=streams.of(
                 refs.rhs,
                 lambda tile, k: (group(tile), *rhs_window(tiles, k, tile.n, rhs_transposed)),
             ),
-            sink=Sink(
-                store=store, rows=lambda tile: (refs.table[tile.m, 2], refs.table[tile.m, 3])
-            ),
+            sink=Sink(store=store, rows=lambda tile: tile.facts[2:]),
         )
 
     product = Product(
@@ -145,7 +150,7 @@ def grouped(
         team=None,
         mainloop=mainloop_of(tiles, product),
         num_tiles=most * ceil_div(n, tiles.tile_n),
-        operands=dict(lhs=lhs, rhs=rhs, table=table, count=count),
+        operands=dict(lhs=lhs, rhs=rhs, table=table),
         outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
         interpret=interpret,
     )["out"]
@@ -164,15 +169,15 @@ def contracted(
     table, loose = k_tiles_of(sizes, m, tiles.tile_k)
     order = ShardOrder(lhs.shape[1], rhs.shape[1], tiles, steps=groups)
 
-    def stream(table: Ref, whole: Ref, copied: Ref, columns: Callable[[Tile], pl.Slice]) -> Stream:
+    def stream(whole: Ref, copied: Ref, columns: Callable[[Tile], pl.Slice]) -> Stream:
         """An operand's rows, `tile_k` at a time: where they lie, then those that are copied."""
 
         def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            where_they_lie = table[tile.step, 1]
+            first_row, where_they_lie, _ = tile.facts
 
             @pl.when(k < where_they_lie)
             def _():
-                first = table[tile.step, 0] * ALIGNED + k * tiles.tile_k
+                first = first_row * ALIGNED + k * tiles.tile_k
                 window = whole.at[pl.ds(first, tiles.tile_k), columns(tile)]
                 plgpu.copy_gmem_to_smem(window, stage, barrier)
 
@@ -192,16 +197,17 @@ def contracted(
             plgpu.copy_smem_to_gmem(piece, target, commit_group=False)
 
         return Parts(
-            order=order,
-            k_tiles=lambda tile: refs.table[tile.step, 1] + refs.table[tile.step, 2],
+            order=GroupsOrder(
+                order, lambda group: tuple(refs.table[group, fact] for fact in range(3))
+            ),
+            ahead=True,
+            k_tiles=lambda tile: tile.facts[1] + tile.facts[2],
             lhs=stream(
-                refs.table,
                 refs.lhs,
                 refs.lhs_copied,
                 lambda tile: pl.ds(tile.m * tiles.tile_m, tiles.tile_m),
             ),
             rhs=stream(
-                refs.table,
                 refs.rhs,
                 refs.rhs_copied,
                 lambda tile: pl.ds(tile.n * tiles.tile_n, tiles.tile_n),
@@ -234,12 +240,23 @@ def contracted(
 
 def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """First row of each group and the row after its last one, int32 `[g]`, within the `m` rows."""
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0), dtype=jnp.int32), m)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends
+    sizes = jnp.maximum(sizes, 0).astype(jnp.int32)
+    before = sum_before(sizes)
+    return jnp.minimum(before, m), jnp.minimum(before + sizes, m)
 
 
-def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """The tiles along the rows, int32 `[most, 4]`, and their number, int32 `[1]`.
+def sum_before(x: jax.Array) -> jax.Array:
+    """The sum of those before each of `x`, int32 `[g]`.
+
+    XLA makes one reduction of it, and of `jnp.cumsum` several kernels, each of which takes longer
+    to launch than to run at these sizes.
+    """
+    number = jnp.arange(len(x))
+    return jnp.sum(jnp.where(number < number[:, None], x, 0), axis=1, dtype=jnp.int32)
+
+
+def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
+    """The tiles along the rows, int32 `[most + 1, 4]`; their number stands first in the last row.
 
     Of each the group, the first row as a multiple of `ALIGNED`, and the first and the last row
     within the tile that are the group's; the latter exclusive. The rows that belong to no group are
@@ -250,13 +267,16 @@ def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> tuple[jax.Arr
     ends = jnp.concatenate([ends, jnp.full(1, m, jnp.int32)])
     aligned = starts // ALIGNED * ALIGNED
     tiles = jnp.where(ends > starts, (ends - aligned + (tile_m - 1)) // tile_m, 0)
-    after = jnp.cumsum(tiles, dtype=jnp.int32)
-    number = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.searchsorted(after, number, side="right").astype(jnp.int32)
+    before = sum_before(tiles)
+    after = before + tiles
+    number = jnp.arange(most + 1, dtype=jnp.int32)
+    # As many groups end before a tile as it has groups before it: no search, which loops.
+    group = jnp.sum(after <= number[:, None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, len(tiles) - 1)
-    first = aligned[group] + (number - (after - tiles)[group]) * tile_m
+    first = aligned[group] + (number - before[group]) * tile_m
     own = (jnp.clip(x[group] - first, 0, tile_m) for x in (starts, ends))
-    return jnp.stack([group, first // ALIGNED, *own], axis=1).astype(jnp.int32), after[-1:]
+    group = jnp.where(number < most, group, after[-1])
+    return jnp.stack([group, first // ALIGNED, *own], axis=1).astype(jnp.int32)
 
 
 def k_tiles_of(sizes: jax.Array, m: int, tile_k: int) -> tuple[jax.Array, jax.Array]:

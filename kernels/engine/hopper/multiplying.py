@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -21,15 +22,15 @@ def multiply(block: Block, ring: Ring, pieces: Pieces, folding: Folding) -> None
     for stage in range(ring.num_stages):
         plgpu.barrier_arrive(ring.empty.at[stage])  # The whole ring is free at the start.
 
-    def tile_loop(i: jax.Array, stage: jax.Array) -> jax.Array:
-        tile = block.tile(i)
+    def make_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
+        del i
         total, stage = folding.total(tile, stage)
         with jax.named_scope("hand over"):
             for index in range(len(pieces.places)):
                 _hand_over(block, pieces, tile, index, total)
         return stage
 
-    lax.fori_loop(0, block.num_tiles, tile_loop, jnp.int32(0))
+    block.for_each_tile(make_tile, jnp.int32(0))
 
 
 def _hand_over(block: Block, pieces: Pieces, tile: Tile, index: int, total: jax.Array) -> None:
