@@ -1,4 +1,4 @@
-"""Imports point one way: distributed <- kernels <- benchmarks, and launch beside them.
+"""Imports point one way: distributed <- kernels <- benchmarks and layers, and launch beside them.
 
 Each check takes the source as text, so that the tests at the end can show that it catches a breach.
 """
@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("distributed", "kernels", "launch", "benchmarks", "configs")
+FOLDERS = ("distributed", "kernels", "layers", "launch", "benchmarks", "configs")
 
 # For each folder: which of the others it may import, and which packages but the standard library.
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "distributed": (set(), {"jax", "numpy", "ml_dtypes"}),
     "kernels": ({"distributed"}, {"jax", "numpy", "msgspec"}),
+    "layers": ({"distributed", "kernels"}, {"jax", "flax"}),
     "launch": ({"distributed"}, {"jax", "mpi4py", "tyro", "msgspec", "rich"}),
     "benchmarks": (
         {"distributed", "kernels", "launch", "configs"},
@@ -167,6 +168,14 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "choice": {"operation", "problem"},
         "operations": {"choice", "nodes", "fused", "collectives", "operation", "problem", "xla"},
     },
+    "layers": {
+        "parallel": set(),
+        "placement": {"parallel"},
+        "products": {"parallel"},
+        "linear": {"parallel", "placement", "products"},
+        "feed_forward": {"linear", "parallel", "placement", "products"},
+        "attention": {"linear", "parallel", "placement", "products"},
+    },
     "launch": {
         "errors": set(),
         "environment": {"errors"},
@@ -265,6 +274,8 @@ def test_nothing_is_imported_under_a_bare_name(folder: str) -> None:
         ("distributed/x.py", "from ..kernels import matmul"),
         ("kernels/x.py", "import stretto.launch.run"),
         ("kernels/x.py", "from stretto import benchmarks"),
+        ("kernels/x.py", "from stretto.layers import linear"),
+        ("layers/x.py", "from stretto.benchmarks import command"),
         ("launch/x.py", "from stretto.kernels import matmul"),
         ("launch/x.py", "from stretto.benchmarks import command"),
         ("benchmarks/x.py", "from kernels import matmul"),

@@ -17,7 +17,7 @@ import stretto
 from stretto.launch import cli
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("distributed", "kernels", "launch", "benchmarks", "configs")
+FOLDERS = ("distributed", "kernels", "layers", "launch", "benchmarks", "configs")
 NEEDED = inspect.Parameter.empty
 
 

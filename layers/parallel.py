@@ -1,0 +1,95 @@
+"""How a layer is spread over a mesh: one record, the same for all layers of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from stretto.distributed.devices.axes import AxisNames
+from stretto.kernels.problem.checks import check_backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How layers are spread over a mesh, and what serves them.
+
+    Attributes:
+      axis_name: mesh axis, or tuple of axes, that splits the weights: the team.
+      _: what follows is given by keyword.
+      sequence_parallel: between layers each device of the team has some of the tokens (`token_axis`
+        of the activations lies along `axis_name`), which come together in the matmul of a layer's
+        first product, and are scattered by that of its last. Otherwise every device has all
+        tokens, and the last product is an all-reduce.
+      token_axis: dimension of the activations `[..., features]` that is split; may be negative.
+        The kernels need no copy where all dimensions before it are of size 1, as for rows `[tokens,
+        features]`.
+      batch_axes: mesh axis, or axes, that the activations' first dimension lies along besides. Read
+        in global-view code with `AxisType.Auto` only: types tell it with `AxisType.Explicit`, and
+        inside `jax.shard_map` there is no need to know.
+      mesh: for global-view code outside of `jax.set_mesh`.
+      backend: of the operations: "auto", "pallas", "xla" or "simulator".
+      keep_gathered: keep gathered tokens for the backward pass, as `stretto.all_gather_matmul` has
+        it, in place of gathering them again.
+
+    Raises:
+      ValueError: no axis is named, one is named twice, or `backend` is unknown.
+    """
+
+    axis_name: AxisNames = "tp"
+    _: dataclasses.KW_ONLY
+    sequence_parallel: bool = True
+    token_axis: int = -2
+    batch_axes: AxisNames = ()
+    mesh: Mesh | None = None
+    backend: str = "auto"
+    keep_gathered: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("axis_name", "batch_axes"):  # lists would make it unhashable
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        named = (*self.axes, *names_of(self.batch_axes))
+        if not self.axes:
+            raise ValueError(f"axis_name={self.axis_name!r} is empty; name at least one mesh axis.")
+        if len(set(named)) != len(named):
+            raise ValueError(
+                f"axis_name={self.axis_name!r} and batch_axes={self.batch_axes!r} name an axis"
+                " twice; name each once."
+            )
+        check_backend(self.backend)
+
+    @property
+    def axes(self) -> tuple[Hashable, ...]:
+        """The axes of the team."""
+        return names_of(self.axis_name)
+
+    def tokens_of(self, x: Any) -> int:
+        """The dimension of activations `x` that is split, counted from the first.
+
+        Raises:
+          ValueError: `x` has no such dimension, or it is that of the features.
+        """
+        axis = self.token_axis + x.ndim if self.token_axis < 0 else self.token_axis
+        if not 0 <= axis < x.ndim - 1:
+            raise ValueError(
+                f"token_axis={self.token_axis} must be a dimension of x {x.shape} before its last;"
+                " pass activations [..., tokens, features], or another token_axis."
+            )
+        return axis
+
+
+def names_of(axis_names: AxisNames) -> tuple[Hashable, ...]:
+    """One name, a sequence of names or None, as a tuple."""
+    if axis_names is None:
+        return ()
+    return (
+        tuple(axis_names)
+        if isinstance(axis_names, Sequence | frozenset) and not isinstance(axis_names, str)
+        else (axis_names,)
+    )
+
+
+DEFAULT = Parallel()

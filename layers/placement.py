@@ -1,0 +1,172 @@
+"""A layer's body runs on one device's shards. Here it is brought there, wherever the layer stands.
+
+- Inside a `jax.shard_map` over the team, arrays are shards already.
+- In global-view code with a mesh, one `shard_map` of all its axes goes around the body (kernels need
+  every axis to be manual), inside others if there are some.
+- Without a mesh there is no team: the body computes on whole arrays.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stretto.distributed.devices.axes import canonical_axes
+from stretto.layers.parallel import Parallel, names_of
+
+type Split = Literal["tokens", "features"]
+type Body = Callable[..., jax.Array]
+
+
+def on_devices(
+    body: Body,
+    how: Parallel,
+    x: jax.Array,
+    others: Sequence[Any],
+    specs: Sequence[Any],
+    *,
+    enters: Split,
+    leaves: Split,
+) -> jax.Array:
+    """`body(how, x, *others)` on each device's shards; `body(None, x, *others)` without a team.
+
+    Args:
+      body: the layer on one device.
+      how: the layer is spread.
+      x: activations `[..., features]`.
+      others: trees of arrays: weights, masks.
+      specs: how each of them lies along the team, trees of `PartitionSpec`s alike.
+      enters, leaves: what the team splits of `x`, and of the result: tokens (nothing, unless
+        `how.sequence_parallel`) or features.
+
+    Raises:
+      ValueError: the mesh lacks the team's axes, or the team cannot split x.
+    """
+    if _is_bound(how):
+        return body(how, x, *others)
+    mesh = _mesh_of(how, [x, *others])
+    if mesh is None:
+        return body(None, x, *others)
+    _check_axes(how, mesh)
+    how.tokens_of(x)
+    free = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
+    rest = _dimensions_besides(how, x, mesh, free)
+    operands, in_specs = (x, *others), (_spec(how, rest, enters), *specs)
+    _check_split(operands, in_specs, mesh)
+    if mesh.explicit_axes:  # where operands have to lie as `in_specs` says
+        operands = jax.tree.map(
+            lambda y, spec: jax.sharding.reshard(
+                y, NamedSharding(mesh, _only(spec, mesh.explicit_axes))
+            ),
+            operands,
+            in_specs,
+        )
+    return jax.shard_map(
+        lambda *shards: body(how, *shards),
+        mesh=None if _enclosing() is not None else mesh,
+        in_specs=in_specs,
+        out_specs=_spec(how, rest, leaves),
+        axis_names=free,
+        check_vma=False,
+    )(*operands)
+
+
+def _is_bound(how: Parallel) -> bool:
+    """Whether a `shard_map` over the team encloses the layer.
+
+    Raises:
+      ValueError: over some of its axes.
+    """
+    bound = []
+    for name in how.axes:
+        try:
+            canonical_axes(name)
+            bound.append(name)
+        except ValueError:
+            pass
+    if bound and len(bound) < len(how.axes):
+        raise ValueError(
+            f"axis_name={how.axis_name!r}: the enclosing shard_map has {bound} alone; give it all"
+            " axes of the team, or none."
+        )
+    return bool(bound)
+
+
+def _enclosing() -> Any | None:
+    found = jax.sharding.get_abstract_mesh()
+    return None if found.empty else found
+
+
+def _mesh_of(how: Parallel, operands: Sequence[Any]) -> Any | None:
+    """The enclosing mesh, the layer's own, or the one that arrays lie on."""
+    found = _enclosing()
+    if found is not None or how.mesh is not None:
+        return how.mesh if found is None else found
+    for y in jax.tree.leaves(operands):
+        found = None if isinstance(y, Tracer) else getattr(y, "sharding", None)
+        if isinstance(found, NamedSharding):
+            return found.mesh
+    if how.backend not in ("auto", "xla"):
+        raise ValueError(
+            f"backend={how.backend!r} needs a mesh, and none is known here; enclose the call in"
+            " jax.set_mesh or jax.shard_map, or pass Parallel(mesh=...)."
+        )
+    return None
+
+
+def _check_axes(how: Parallel, mesh: Any) -> None:
+    missing = [name for name in (*how.axes, *names_of(how.batch_axes)) if name not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"Parallel names {missing}, and the mesh has the axes {tuple(mesh.axis_names)}; pass"
+            " axis_name and batch_axes of those."
+        )
+
+
+def _check_split(operands: Any, specs: Any, mesh: Any) -> None:
+    def check(y: jax.Array, spec: P) -> None:
+        for i, names in enumerate(map(names_of, spec)):
+            devices = math.prod(mesh.shape[name] for name in names)
+            if y.shape[i] % devices:
+                raise ValueError(
+                    f"dimension {i} of an operand {y.shape} must be a multiple of the {devices}"
+                    f" devices along {names}, which split it; pass other sizes, another mesh, or"
+                    " another token_axis, batch_axes or sequence_parallel."
+                )
+
+    jax.tree.map(check, operands, specs)
+
+
+def _dimensions_besides(
+    how: Parallel, x: jax.Array, mesh: Any, free: Collection[Hashable]
+) -> list[tuple[Hashable, ...]]:
+    """For each dimension of x, the axes that it lies along besides the team's."""
+    entries: list[tuple[Hashable, ...]] = [()] * x.ndim
+    if mesh.explicit_axes:
+        for i, entry in enumerate(jax.typeof(x).sharding.spec[:-1]):
+            entries[i] = tuple(name for name in names_of(entry) if name not in how.axes)
+    known = {name for entry in entries for name in entry}
+    batch = [name for name in names_of(how.batch_axes) if name in free and name not in known]
+    entries[0] = (*entries[0], *batch)
+    return entries
+
+
+def _spec(how: Parallel, rest: Sequence[tuple[Hashable, ...]], split: Split) -> P:
+    entries = list(rest)
+    if split == "features":
+        entries[-1] = how.axes
+    elif how.sequence_parallel:
+        entries[how.token_axis] = (*entries[how.token_axis], *how.axes)
+    return P(*(entry or None for entry in entries))
+
+
+def _only(spec: P, axes: Collection[Hashable]) -> P:
+    """`spec` of the axes among `axes` alone."""
+    kept = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
+    return P(*(entry or None for entry in kept))

@@ -1,0 +1,144 @@
+"""A layer's two products on one device: into the features that a team splits, and out of them.
+
+    columns    [..., tokens / D, in]  ->  [..., tokens, out / D]    tokens come together
+    rows       [..., tokens, in / D]  ->  [..., tokens / D, out]    sums are scattered to tokens
+
+Without `sequence_parallel` tokens stay whole on every device, and the sums are reduced on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from stretto.kernels.operations import matmuls
+from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.xla.matmul import matmul
+from stretto.layers.parallel import Parallel
+
+type Promote = Callable[..., tuple]
+
+
+class Affine(NamedTuple):
+    """Arrays of a linear layer, or what stands for each: kernel `[in, out]`, bias `[out]`."""
+
+    kernel: Any
+    bias: Any | None
+
+
+class Types(NamedTuple):
+    """Types of a linear layer, as `nnx.Linear` has them.
+
+    Attributes:
+      dtype: of the operands; by default the one that they promote to.
+      out_dtype: of the result; by default the operands'.
+      promote: converts operands, with `dtype=`.
+    """
+
+    dtype: jax.typing.DTypeLike | None
+    out_dtype: jax.typing.DTypeLike | None
+    promote: Promote
+
+
+def columns(
+    how: Parallel | None,
+    x: jax.Array,
+    weights: Sequence[Affine],
+    types: Types,
+    activation: Epilogue | None = None,
+) -> tuple[jax.Array, ...]:
+    """`activation(all_gather(x) @ kernel + bias)`, for each of the weights; one gather serves all.
+
+    Args:
+      how: the layer is spread; None without a team.
+      x: `[..., tokens / D, in]`.
+      weights: each with a kernel `[in, out / D]` and a bias `[out / D]`.
+      types: of operands and results.
+      activation: elementwise. The kernel applies it if there are no biases.
+    """
+    x, kernels, biases = _promoted(x, weights, types)
+    inside = activation if all(bias is None for bias in biases) else None
+    if how is None or not how.sequence_parallel:
+        products = tuple(_product(x, kernel, types, inside) for kernel in kernels)
+    else:
+        products = matmuls.all_gather_matmul(
+            x,
+            kernels,
+            how.axis_name,
+            axis=how.tokens_of(x),
+            epilogue=inside,
+            out_dtype=types.out_dtype,
+            keep_gathered=how.keep_gathered,
+            backend=how.backend,
+        )
+    products = tuple(checkpoint_name(product, "product") for product in products)
+    outside = None if inside is not None else activation
+    pairs = zip(products, biases, strict=True)
+    return tuple(_finished(product, bias, outside) for product, bias in pairs)
+
+
+def gated(
+    how: Parallel | None,
+    x: jax.Array,
+    gate: Affine,
+    up: Affine,
+    types: Types,
+    activation: Epilogue,
+) -> jax.Array:
+    """`activation(all_gather(x) @ gate + its bias) * (all_gather(x) @ up + its bias)`."""
+    opening, passing = columns(how, x, [gate, up], types)
+    return activation(opening) * passing
+
+
+def rows(how: Parallel | None, x: jax.Array, weight: Affine, types: Types) -> jax.Array:
+    """`reduce_scatter(x @ kernel) + bias`; all-reduced without `sequence_parallel`.
+
+    Args:
+      how: the layer is spread; None without a team.
+      x: `[..., tokens, in / D]`.
+      weight: kernel `[in / D, out]`, and a bias `[out]` that every device has.
+      types: of operands and result.
+    """
+    x, (kernel,), (bias,) = _promoted(x, [weight], types)
+    if how is None:
+        product = _product(x, kernel, types)
+    elif how.sequence_parallel:
+        product = matmuls.matmul_reduce_scatter(
+            x,
+            kernel,
+            how.axis_name,
+            axis=how.tokens_of(x),
+            out_dtype=types.out_dtype,
+            backend=how.backend,
+        )
+    else:
+        product = matmuls.matmul_all_reduce(
+            x, kernel, how.axis_name, out_dtype=types.out_dtype, backend=how.backend
+        )
+    return _finished(product, bias, None)
+
+
+def _promoted(
+    x: jax.Array, weights: Sequence[Affine], types: Types
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+    kernels, biases = zip(*weights, strict=True)
+    found = types.promote((x, *kernels, *biases), dtype=types.dtype)
+    return found[0], found[1 : 1 + len(kernels)], found[1 + len(kernels) :]
+
+
+def _product(
+    x: jax.Array, kernel: jax.Array, types: Types, epilogue: Epilogue | None = None
+) -> jax.Array:
+    """As `all_gather_matmul` makes it, with nothing gathered: rounded once, after the epilogue."""
+    wide = matmul(x, kernel)
+    wide = wide if epilogue is None else epilogue(wide)
+    return wide.astype(types.out_dtype or x.dtype)
+
+
+def _finished(product: jax.Array, bias: jax.Array | None, activation: Epilogue | None) -> jax.Array:
+    """What follows a product that its kernel has not done."""
+    product = product if bias is None else product + bias
+    return product if activation is None else activation(product)
