@@ -142,12 +142,9 @@ class ScaledByStage:
         # All copies into the stage are complete.
         plgpu.barrier_wait(ring.full.at[stage])
         of_columns = scales.rhs[stage, 0]
-        of_rows = [
-            _of_rows(scales.lhs.at[stage], self.products.first_row + row) * of_columns
-            for row in first_rows
-        ]
         sums = []
-        for row, total, scale in zip(first_rows, totals, of_rows, strict=True):
+        for row, total in zip(first_rows, totals, strict=True):
+            of_rows = _of_rows(scales.lhs.at[stage], self.products.first_row + row)
 
             def multiply(acc: Ref, row: int = row) -> jax.Array:
                 self.products.multiply(acc, stage, row, ROWS)
@@ -157,7 +154,7 @@ class ScaledByStage:
             product = pl.run_scoped(multiply, acc)
             if row == first_rows[-1]:
                 ring.release(stage)  # All of it has been read.
-            sums.append(total + product * _over_columns(scale, width))
+            sums.append(total + product * _over_columns(of_rows * of_columns, width))
         return tuple(sums)
 
     def bring(self, tile: Tile) -> None:
