@@ -18,7 +18,10 @@ from stretto.kernels.engine.ring import Ring
 
 
 def load(
-    block: Block, gates: Gates | None, ring: Ring, of_tile: Callable[[Int, Tile], None] | None = None
+    block: Block,
+    gates: Gates | None,
+    ring: Ring,
+    of_tile: Callable[[Int, Tile], None] | None = None,
 ) -> None:
     """Loads the operands of tile after tile, as stages come free and operands arrive.
 

@@ -2,7 +2,7 @@
 
 | barrier | arrives | waits | proves |
 |---|---|---|---|
-| `full[stage]` | both copies into it, and those of its scales | whoever multiplies | it holds a tile of lhs and of rhs |
+| `full[stage]` | all copies into it | whoever multiplies | it holds tiles, and their scales |
 | `empty[stage]` | whoever multiplies | loading warp | it may be overwritten |
 """
 

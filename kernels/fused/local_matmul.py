@@ -46,8 +46,8 @@ def local_matmul(
 
     Args:
       lhs, rhs: bfloat16 or float16, m a multiple of 8, k and n of 64. Or float8_e4m3fn and
-        float8_e5m2, also mixed, with scales: k a multiple of 128, and rhs transposed, since Hopper's
-        tensor cores take operands in 8 bits along k only.
+        float8_e5m2, also mixed, with scales: k a multiple of 128, and rhs transposed, since
+        Hopper's tensor cores take operands in 8 bits along k only.
       out_dtype: lhs's type by default; with scales bfloat16.
       config: the tiles; by default, large ones for the devices' architecture.
       rhs_transposed: rhs is given as `[n, k]`.

@@ -72,8 +72,10 @@ def checked(
     pairs = list(zip(rhs_scale, sides, strict=True))
     kinds = {lhs_kind, *(_kind(op, "rhs_scale", scale, side) for scale, side in pairs)}
     kinds.discard("tensor")
-    if "block" in kinds and rows.k > BLOCK and any(
-        _kind(op, "rhs_scale", scale, side) == "row" for scale, side in pairs
+    if (
+        "block" in kinds
+        and rows.k > BLOCK
+        and any(_kind(op, "rhs_scale", scale, side) == "row" for scale, side in pairs)
     ):
         raise ValueError(
             f"{op}: lhs_scale {jnp.shape(lhs_scale)} has blocks of {BLOCK} along k={rows.k}, and"

@@ -73,9 +73,7 @@ class Adding:
         self.products.release_last(k_tiles, stage)
         return total, stage
 
-    def _after(
-        self, scaling: Folding, tile: Tile, stage: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _after(self, scaling: Folding, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The total of scaled products, and then the addends."""
         total, stage = scaling.total(tile, stage)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Summing
 from stretto.kernels.engine.hopper.products import Products
@@ -52,17 +54,20 @@ class TileScales:
     full: Ref
     empty: Ref
 
-    def load(self, scales: Scales, i: jax.Array, tile: Tile) -> None:
+    def load(self, scales: Scales, i: Int, tile: Tile) -> None:
         """Called in the loading warp, after the stages of the block's `i`-th tile."""
-
-        @pl.when(i > 0)
-        def _():
-            # Both multiplying warpgroups have read those of the tile before.
-            plgpu.barrier_wait(self.empty)
-
+        self.wait_until_read(i)
         # Each copy, once complete, publishes its scales to the multiplying warpgroups.
         scales.lhs(tile, jnp.int32(0), self.rows, self.full)
         scales.rhs(tile, jnp.int32(0), self.columns, self.full)
+
+    def wait_until_read(self, i: Int) -> None:
+        """Returns once both multiplying warpgroups have read the scales of the tile before."""
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(self.empty))
+
+    def wait(self) -> None:
+        """Called in the multiplying warpgroups: returns once the tile's scales are there."""
+        plgpu.barrier_wait(self.full)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +82,7 @@ class ScaledByTile:
         """The scaled sum of the tile's products, in this warpgroup's rows; and the next stage."""
         plain = Summing(block=self.block, products=self.products)
         total, stage = plain.total(tile, stage)
-        # Both copies of the tile's scales are complete.
-        plgpu.barrier_wait(self.scales.full)
+        self.scales.wait()
         with jax.named_scope("scale"):
             total = self._scaled(total)
         # Publishes to the loading warp that this warpgroup has read them.
@@ -133,14 +137,19 @@ class ScaledByStage:
             totals, stage = lax.fori_loop(0, self.block.k_tiles(tile), step, start)
         return _joined(totals, 1), stage
 
-    def _add_stage(self, totals: Any, first_rows: range, stage: jax.Array) -> tuple:
+    def wait(self, stage: jax.Array) -> None:
+        """Returns once all copies into a stage are complete, those of its scales among them."""
+        plgpu.barrier_wait(self.products.ring.full.at[stage])
+
+    def _add_stage(
+        self, totals: Sequence[jax.Array], first_rows: range, stage: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """The totals with the products of a stage, which is released."""
-        ring, (_, width) = self.products.ring, totals[0].shape
+        ring, width = self.products.ring, self.products.config.tile_n
         scales = ring.scales
         if scales is None:
             raise ValueError("the ring has no scales, and the product's are of blocks.")
-        # All copies into the stage are complete.
-        plgpu.barrier_wait(ring.full.at[stage])
+        self.wait(stage)
         of_columns = scales.rhs[stage, 0]
         sums = []
         for row, total in zip(first_rows, totals, strict=True):
@@ -172,13 +181,13 @@ def _over_columns(scales: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(scales, (ROWS, columns), (0,))
 
 
-def _joined(pieces: Any, in_a_row: int) -> jax.Array:
+def _joined(pieces: Sequence[jax.Array], in_a_row: int) -> jax.Array:
     """Pieces, row by row, put together."""
-    rows = [
-        jnp.concatenate(row, axis=1) if len(row) > 1 else row[0]
-        for row in itertools.batched(pieces, in_a_row)
-    ]
-    return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+    rows = [pieces[i : i + in_a_row] for i in range(0, len(pieces), in_a_row)]
+    if in_a_row > 1:
+        rows = [[jnp.concatenate(row, axis=1)] for row in rows]
+    joined = [row for (row,) in rows]
+    return jnp.concatenate(joined) if len(joined) > 1 else joined[0]
 
 
 def scratch(config: TileConfig) -> dict[str, Any]:

@@ -44,8 +44,7 @@ class TileConfig:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
         if self.tile_k not in (64, 128):
             raise ValueError(
-                f"tile_k={self.tile_k} must be 64, or 128 for elements of 8 bits: one row of the 128"
-                " byte swizzle."
+                f"tile_k={self.tile_k} must be 64, or 128 of 8 bits: a row of the 128 byte swizzle."
             )
         for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
             if getattr(self, name) < least:
