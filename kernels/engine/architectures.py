@@ -13,6 +13,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper import tile_config as hopper_tiles
 from stretto.kernels.engine.mainloop import Mainloop
 from stretto.kernels.engine.parts import Product
+from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
 
@@ -75,6 +76,12 @@ def check_tiles(tiles: TileConfig, problem: Problem) -> None:
             f" {asked}; pass a {wanted.__module__}.{wanted.__qualname__}, or no config."
         )
     tiles.check()
+    row = row_elements(problem.types.lhs)
+    if asked in TILES and tiles.tile_k != row:
+        raise ValueError(
+            f"tile_k={tiles.tile_k} must be {row} for {problem.types.lhs}: one row of the 128 byte"
+            " swizzle."
+        )
 
 
 def mainloop_of(config: Any, product: Product) -> Mainloop:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.parts import Tile
+from stretto.kernels.engine.parts import SCALE_COPIES, Tile
 from stretto.kernels.engine.ring import Ring
 
 
-def load(block: Block, gates: Gates | None, ring: Ring) -> None:
-    """Loads the operands of tile after tile, as stages come free and operands arrive."""
+def load(
+    block: Block,
+    gates: Gates | None,
+    ring: Ring,
+    of_tile: Callable[[Int, Tile], None] | None = None,
+) -> None:
+    """Loads the operands of tile after tile, as stages come free and operands arrive.
+
+    `of_tile` is called with (number of the block's tile, tile) after its loads: what else this warp
+    loads for it.
+    """
     if gates is not None:
         gates.free_slots()
     parts = block.parts
@@ -29,9 +41,16 @@ def load(block: Block, gates: Gates | None, ring: Ring) -> None:
             # Each copy, once complete, publishes its tile to whoever multiplies.
             parts.lhs.load(tile, k, ring.lhs.at[stage], ring.full.at[stage])
             parts.rhs.load(tile, k, ring.rhs.at[stage], ring.full.at[stage])
+            if parts.scales is not None and ring.scales is not None:
+                parts.scales.lhs(tile, k, ring.scales.lhs.at[stage], ring.full.at[stage])
+                of_rhs = ring.scales.rhs.at[stage, pl.ds(0, SCALE_COPIES)]
+                parts.scales.rhs(tile, k, of_rhs, ring.full.at[stage])
             return ring.next(stage)
 
         with jax.named_scope("load"):
-            return lax.fori_loop(0, block.k_tiles(tile), k_loop, stage)
+            stage = lax.fori_loop(0, block.k_tiles(tile), k_loop, stage)
+        if of_tile is not None:
+            of_tile(i, tile)
+        return stage
 
     block.for_each_tile(load_tile, jnp.int32(0))

@@ -10,9 +10,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from stretto.kernels.engine.shared_memory import row_elements
+
 # Multiples that the rows and the columns of a 16 bit operand must have.
 ROWS = 8
 COLUMNS = 64
+
+
+def columns_of(dtype: jax.typing.DTypeLike) -> int:
+    """The multiple that the columns of an operand of a type must have: a row of the swizzle."""
+    return row_elements(dtype)
 
 
 def padded(size: int, multiple: int) -> int:

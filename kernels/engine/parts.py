@@ -5,6 +5,7 @@
 | `Order` | which tile comes when, and how many there are |
 | `Stream` | where the tiles of an operand come from, and what they wait for (`Arrival`) |
 | `Fold` | how the products along the contraction become the total of a tile |
+| `Scales` | what the products are multiplied by first, of operands in 8 bits |
 | `Epilogue` | what is made of the total before it is stored |
 | `Sink` | where the result of a tile goes, and who is told |
 | `Transfer` | what one spare warp of every block moves meanwhile |
@@ -23,6 +24,7 @@ import jax
 
 from stretto.distributed.schedule import Int
 from stretto.kernels.problem import epilogues
+from stretto.kernels.problem.scales import Granularity
 
 type Ref = Any  # Views of memory and barriers in a Pallas kernel have no public type.
 
@@ -111,6 +113,27 @@ class Addends(Fold):
     window: Callable[[Tile, Int, Int, int, Int, int], Ref]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scales:
+    """What products are multiplied by before they are added to anything else, in float32.
+
+    Both are loaded into shared memory: for granularity "row" once for each tile, at `k` 0; for
+    "block" with each tile along the contraction.
+
+    Attributes:
+      lhs: the scales of the tile's rows, float32 `[tile_m]`.
+      rhs: of "row" those of its columns, float32 `[tile_n]`; of "block" that of all its columns,
+        `SCALE_COPIES` times over.
+    """
+
+    lhs: Load
+    rhs: Load
+
+
+SCALE_COPIES = 4
+"""Of one scale in float32: the 16 bytes that the copy engine takes at least."""
+
+
 class Epilogue(Protocol):
     """Called in the warps that hold a total."""
 
@@ -176,6 +199,7 @@ class Parts:
     rhs: Stream
     sink: Sink
     fold: Fold = Sum()
+    scales: Scales | None = None
     epilogue: Epilogue | None = None
     transfer: Transfer | None = None
     ahead: bool = False
@@ -191,6 +215,7 @@ class Product:
       rhs_transposed: tiles of rhs lie in memory as `[tile_n, tile_k]`.
       ragged: the sink stores some tiles in part (`Sink.rows`).
       fold: the kind of `Parts.fold`.
+      scales: the granularity of `Parts.scales`; None without them.
     """
 
     lhs: jax.typing.DTypeLike
@@ -200,3 +225,4 @@ class Product:
     rhs_transposed: bool = False
     ragged: bool = False
     fold: type[Fold] = Sum
+    scales: Granularity | None = None

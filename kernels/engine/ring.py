@@ -2,14 +2,14 @@
 
 | barrier | arrives | waits | proves |
 |---|---|---|---|
-| `full[stage]` | both copies into it | whoever multiplies | it holds a tile of lhs and of rhs |
+| `full[stage]` | all copies into it | whoever multiplies | it holds tiles, and their scales |
 | `empty[stage]` | whoever multiplies | loading warp | it may be overwritten |
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,29 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.engine.parts import Product, Ref
-from stretto.kernels.engine.shared_memory import swizzled
+from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
 from stretto.kernels.engine.tiles import TileShape
+
+
+class RingScales(NamedTuple):
+    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies."""
+
+    lhs: Ref
+    rhs: Ref
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers."""
+    """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
+
+    And the scales of blocks, where the product has such.
+    """
 
     lhs: Ref
     rhs: Ref
     full: Ref
     empty: Ref
+    scales: RingScales | None = None
 
     @property
     def num_stages(self) -> int:
@@ -64,9 +75,16 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
     if product.rhs_transposed:
         rhs_tile = rhs_tile[::-1]
     lhs, rhs = (num_stages, *lhs_tile), (num_stages, *rhs_tile)
+    blocks, scales = product.scales == "block", {}
+    if blocks:
+        scales = dict(
+            lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
+            rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
+        )
     return dict(
         lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
         rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        **scales,
+        full=plgpu.Barrier(num_arrivals=4 if blocks else 2, num_barriers=num_stages),
         empty=empty,
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SWIZZLE_BYTES = 128
+ALIGNED_SCALES = 32  # in float32: copies into shared memory begin at multiples of 128 bytes
 SMEM_BYTES = 232_448 - 1024
 """Of a block on Hopper and on Blackwell, less what barriers and alignment take."""
 

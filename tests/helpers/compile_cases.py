@@ -35,6 +35,8 @@ from stretto.distributed import settings
 from stretto.distributed.devices import clique
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
+from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, NARROW_BLOCKS
+from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
@@ -292,6 +294,33 @@ def parts() -> Iterator[Program]:
     fp8 = jnp.float8_e4m3fn
     scaled = [((4096, 4096), fp8), ((4096, 4096), fp8), ((32, 32), jnp.float32)]
     yield "scaled", *on_one(scaled_matmul.scaled_matmul, mesh, scaled)
+    yield from fp8()
+
+
+def fp8() -> Iterator[Program]:
+    """Products of 8 bits with scales of rows and columns, and of blocks."""
+    mesh = aot.mesh_of_gpus((1,), ("x",))
+    e4m3, e5m2, f32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
+
+    def call(lhs, rhs, lhs_scale, rhs_scale, config, out_dtype=None):
+        return local_matmul(
+            lhs,
+            rhs,
+            out_dtype=out_dtype,
+            config=config,
+            rhs_transposed=True,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+        )
+
+    of_rows, of_blocks = [(4096, 1)] * 2, [(4096, 32), (32, 32)]
+    for label, config, shapes, rhs in (
+        ("rows", LARGE_FP8, of_rows, e4m3),
+        ("rows, mixed", LARGE_FP8, of_rows, e5m2),
+        ("blocks", NARROW_BLOCKS, of_blocks, e4m3),
+    ):
+        operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
+        yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 
 def blackwell(*names: str) -> Iterator[Program]:

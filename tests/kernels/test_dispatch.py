@@ -123,6 +123,7 @@ class TestErrors:
             (dict(tile_m=64), "tile_m=64 must be a multiple of 128"),
             (dict(tile_n=100), "tile_n=100 must be 64, 128, 192 or 256"),
             (dict(tile_k=32), "tile_k=32 must be 64"),
+            (dict(tile_k=128), "tile_k=128 must be 64 for bfloat16"),
             (dict(num_stages=1), "num_stages=1 must be at least 2"),
             (dict(raster_width=0), "raster_width=0 must be at least 1"),
             (dict(store_buffers=0), "store_buffers=0 must be at least 1"),

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import div
 from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
@@ -40,13 +41,17 @@ class Adding:
     addends: Addends
     loaded: Ref
     added: Ref
+    scaling: Folding | None = None
 
     def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of products and addends, in this warpgroup's rows; and the next stage.
 
         Under each stretch the storing warp loads the next addend. With fewer tiles along the
-        contraction than stretches, all addends come at the end.
+        contraction than stretches, all addends come at the end; and so they do where the products
+        are scaled (`scaling`), which addends are not.
         """
+        if self.scaling is not None:
+            return self._after(self.scaling, tile, stage)
         k_tiles = self.block.k_tiles(tile)
         stretch = div(k_tiles, self.addends.most + 1)
         count = self.addends.count(tile)
@@ -55,7 +60,8 @@ class Adding:
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
             def add_and_multiply(number: jax.Array, stage: jax.Array) -> jax.Array:
                 with jax.named_scope("add"):
-                    self._add(acc)
+                    # Reading `acc` waits for the products that are under way.
+                    acc[...] = self._sum(acc[...])
                 k = first + number * stretch
                 return self.products.add(acc, k, k + stretch, stage)
 
@@ -67,10 +73,19 @@ class Adding:
         self.products.release_last(k_tiles, stage)
         return total, stage
 
-    def _add(self, acc: Ref) -> None:
-        """Adds the next addend to `acc`, in the pieces that the storing warp brings."""
-        pieces = self.pieces
-        total, sums = acc[...], []  # Reading `acc` waits for the products that are under way.
+    def _after(self, scaling: Folding, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The total of scaled products, and then the addends."""
+        total, stage = scaling.total(tile, stage)
+
+        def add(_: jax.Array, total: jax.Array) -> jax.Array:
+            return self._sum(total)
+
+        with jax.named_scope("add"):
+            return lax.fori_loop(0, self.addends.count(tile), add, total), stage
+
+    def _sum(self, total: jax.Array) -> jax.Array:
+        """`total` and the next addend, in the pieces that the storing warp brings."""
+        pieces, sums = self.pieces, []
         for index, place in enumerate(pieces.places):
             buffer = index % pieces.num_buffers
             # Both copies into the buffer are complete.
@@ -83,7 +98,7 @@ class Adding:
         # The pieces lie row by row: put each row together, and the rows below each other.
         in_a_row = self.products.config.tile_n // pieces.columns
         rows = [jnp.concatenate(row, axis=1) for row in itertools.batched(sums, in_a_row)]
-        acc[...] = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+        return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def bring(self, tile: Tile) -> None:
         """Copies the pieces of a tile's addends into the buffers, as they come free.

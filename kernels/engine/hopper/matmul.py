@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper import adding, pieces
+from stretto.kernels.engine.hopper import adding, pieces, scaling
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.folding import Folding, Summing
 from stretto.kernels.engine.hopper.multiplying import multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
+from stretto.kernels.engine.hopper.scaling import ScaledByStage, ScaledByTile, TileScales
 from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 from stretto.kernels.engine.loading import load
 from stretto.kernels.engine.mainloop import Role
-from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum
-from stretto.kernels.engine.ring import Ring
+from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum, Tile
+from stretto.kernels.engine.ring import Ring, RingScales
 from stretto.kernels.engine.storing import store
 
 # Registers of a thread that (loads or stores, multiplies); evenly shared they would be 168.
@@ -85,6 +87,7 @@ class Matmul:
                 ),
             ),
             **pieces.scratch(self.config, self.product),
+            **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
         }
 
@@ -92,11 +95,15 @@ class Matmul:
         self, block: Block, gates: Gates | None, scratch: Mapping[str, Ref]
     ) -> Sequence[Role]:
         """Multiplying, loading and storing."""
+        blocks = self.product.scales == "block"
         stages = Ring(
             lhs=scratch["lhs_smem"],
             rhs=scratch["rhs_smem"],
             full=scratch["full"],
             empty=scratch["empty"],
+            scales=RingScales(scratch["lhs_scales_smem"], scratch["rhs_scales_smem"])
+            if blocks
+            else None,
         )
         out = scratch["out_smem"]
         out, edge = out if self.product.ragged else (out, None)
@@ -110,13 +117,14 @@ class Matmul:
         products = Products(config=self.config, product=self.product, ring=stages)
         folding = self.folding(block, products, buffers, scratch)
         spare, multiplying = self.registers[self.product.fold]
+        of_tile = self._load_of_tile(block, scratch)
         return [
             Role(
                 functools.partial(multiply, block, stages, buffers, folding),
                 warpgroups=MULTIPLYING_WARPGROUPS,
                 registers=multiplying,
             ),
-            Role(functools.partial(load, block, gates, stages), registers=spare),
+            Role(functools.partial(load, block, gates, stages, of_tile), registers=spare),
             Role(functools.partial(store, block, buffers, folding.bring), registers=spare),
         ]
 
@@ -124,7 +132,7 @@ class Matmul:
         self, block: Block, products: Products, buffers: Pieces, scratch: Mapping[str, Ref]
     ) -> Folding:
         """What makes totals; a main loop of another arithmetic differs from this one here."""
-        fold = block.parts.fold
+        fold, scaled = block.parts.fold, self._scaling(block, products, scratch)
         if isinstance(fold, Addends):
             return Adding(
                 block=block,
@@ -133,5 +141,34 @@ class Matmul:
                 addends=fold,
                 loaded=scratch["loaded"],
                 added=scratch["added"],
+                scaling=scaled,
             )
-        return Summing(block=block, products=products)
+        return scaled or Summing(block=block, products=products)
+
+    def _scaling(
+        self, block: Block, products: Products, scratch: Mapping[str, Ref]
+    ) -> Folding | None:
+        """What makes totals of products with scales; None where there are none."""
+        if self.product.scales == "block":
+            return ScaledByStage(block=block, products=products)
+        if self.product.scales == "row":
+            return ScaledByTile(block=block, products=products, scales=_tile_scales(scratch))
+        return None
+
+    def _load_of_tile(
+        self, block: Block, scratch: Mapping[str, Ref]
+    ) -> Callable[[Int, Tile], None] | None:
+        """What the loading warp loads once a tile: scales of rows and columns, or nothing."""
+        scales = block.parts.scales
+        if self.product.scales != "row" or scales is None:
+            return None
+        return functools.partial(_tile_scales(scratch).load, scales)
+
+
+def _tile_scales(scratch: Mapping[str, Ref]) -> TileScales:
+    return TileScales(
+        rows=scratch["row_scales_smem"],
+        columns=scratch["column_scales_smem"],
+        full=scratch["scales_full"],
+        empty=scratch["scales_empty"],
+    )

@@ -31,6 +31,11 @@ class Products:
         """Rows of a tile that a warpgroup makes."""
         return self.config.tile_m // MULTIPLYING_WARPGROUPS
 
+    @property
+    def first_row(self) -> jax.Array:
+        """The first of them."""
+        return lax.axis_index(THREAD_AXIS) * self.rows
+
     def accumulator(self) -> Any:
         """Registers for half a tile, zero at first, for `pl.run_scoped`."""
         return plgpu.WGMMAAccumulatorRef((self.rows, self.config.tile_n), jnp.float32)
@@ -52,9 +57,13 @@ class Products:
 
     def add_stage(self, acc: Ref, stage: jax.Array) -> None:
         """Starts to add the product of one stage to `acc`."""
-        own_rows = pl.ds(lax.axis_index(THREAD_AXIS) * self.rows, self.rows)
         # Both copies into the stage are complete.
         plgpu.barrier_wait(self.ring.full.at[stage])
+        self.multiply(acc, stage, 0, self.rows)
+
+    def multiply(self, acc: Ref, stage: jax.Array, row: int, rows: int) -> None:
+        """Starts to add `rows` rows of the product of a full stage, from its `row` on, to `acc`."""
+        own_rows = pl.ds(self.first_row + row, rows)
         rhs = self.ring.rhs.at[stage]
         if self.product.rhs_transposed:
             rhs = rhs.transpose((1, 0))

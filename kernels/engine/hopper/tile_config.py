@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
+from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, SWIZZLE_BYTES
 from stretto.kernels.problem.machine import HOPPER
+from stretto.kernels.problem.scales import BLOCK, Granularity
 
 MULTIPLYING_WARPGROUPS = 2
+SCALE_BYTES = 4
 PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
 
 
@@ -40,8 +42,10 @@ class TileConfig:
             raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128.")
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
-        if self.tile_k != 64:
-            raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
+        if self.tile_k not in (64, 128):
+            raise ValueError(
+                f"tile_k={self.tile_k} must be 64, or 128 of 8 bits: a row of the 128 byte swizzle."
+            )
         for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
@@ -60,8 +64,25 @@ class TileConfig:
         ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
         return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
 
+    def scales_bytes(self, scales: Granularity | None) -> int:
+        """Shared memory of scales of a granularity, in bytes."""
+        if scales == "block":
+            return self.num_stages * (self.tile_m + ALIGNED_SCALES) * SCALE_BYTES
+        return (self.tile_m + self.tile_n) * SCALE_BYTES if scales == "row" else 0
+
+    def check_blocks(self) -> None:
+        """Raises ValueError for a tile that blocks with a scale each do not suit."""
+        if BLOCK % self.tile_n:
+            raise ValueError(
+                f"tile_n={self.tile_n} must divide {BLOCK}, the columns that share a scale."
+            )
+
 
 LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
+LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3, store_buffers=4)
+# Of 8 bits with a scale for each block: products of 64 rows are added to totals in registers.
+BLOCKS = TileConfig(tile_m=256, tile_n=128, tile_k=128, num_stages=3, store_buffers=2)
+NARROW_BLOCKS = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
