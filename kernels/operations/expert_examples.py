@@ -5,6 +5,7 @@ Tokens (`t`) and rows are those of all devices together.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -106,8 +107,43 @@ def moved(problem: Problem) -> Work:
     return Work(
         traffic=Traffic(
             collective="all_to_all",
-            shape=(round(devices * tokens * reached), sizes["d"]),
+            shape=(devices * round(tokens * reached), sizes["d"]),
             itemsize=problem.types.itemsize,
             devices=devices,
         )
+    )
+
+
+def layer(problem: Problem) -> Work:
+    """The products of the rows that are routed, and their way there and back."""
+    sizes, devices = problem.sizes, problem.devices
+    traffic = moved(problem).traffic
+    if traffic is not None:
+        rows, width = traffic.shape
+        traffic = dataclasses.replace(traffic, shape=(2 * rows, width))
+    rows = sizes["t"] * sizes["top_k"] // devices
+    matrices = max(1, sizes["num_experts"] // devices)
+    return Work(
+        product=(rows, sizes["d"], sizes["n"] + sizes["f"]), matrices=matrices, traffic=traffic
+    )
+
+
+def layer_shapes(name: str, devices: int) -> Sequence[Sizes]:
+    """`t`, `d`, `n` columns of w_in, `f`, `top_k` and `num_experts`."""
+    return [
+        dict(_some(sizes, "t", "d"), n=2 * sizes["f"], **_some(sizes, "f", "top_k", "num_experts"))
+        for sizes in models(name, devices)
+    ]
+
+
+def layer_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
+    """Tokens, their experts, weights, and gated experts."""
+    x, index = dispatch_operands(sizes, devices)
+    experts, d = sizes["num_experts"] // devices, sizes["d"]
+    return (
+        x,
+        index,
+        Operand(shape=index.shape, dtype="float32"),
+        Operand(shape=(experts, d, sizes["n"])),
+        Operand(shape=(experts, sizes["f"], d)),
     )

@@ -253,11 +253,11 @@ XLA = Kernel(
 type of the rows, and on GPUs in any order."""
 
 
-def by_xla(operation: Operation, axes: Axes, options: Any) -> Call:
-    """The call that XLA's operations serve."""
+def by_xla(operation: Operation, axes: Axes, options: Any, kernel: Kernel = XLA) -> Call:
+    """The call that XLA's operations serve, as `kernel` has them."""
     return Call(
         operation=operation,
-        kernel=XLA,
+        kernel=kernel,
         config=None,
         axes=axes,
         options=options,
@@ -278,7 +278,7 @@ def _reference(operation: str, operands: Any, axes: Axes, options: Any) -> jax.A
 
 def other(call: Call, operation: Operation, options: Any) -> Call:
     """A call of the other operation, served as this one is."""
-    kernel = XLA if call.kernel is XLA else operation.kernels[0]
+    kernel = XLA if call.config is None else operation.kernels[0]
     return dataclasses.replace(
         call,
         operation=operation,
