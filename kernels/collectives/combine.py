@@ -111,7 +111,7 @@ def combine(
     interpret: Any = None,
 ) -> jax.Array:
     """`[rows, d]`, float32 and int32 `[tokens, top_k]` -> `[tokens, d]`, in the rows' type."""
-    tokens, top_k = positions.shape
+    tokens = positions.shape[0]
     width = rows.shape[1]
     row = Row.of(width, rows.dtype.itemsize)
     if row is None:

@@ -23,7 +23,7 @@ from stretto.kernels.xla.routing import route
 
 DISPATCH, COMBINE = "expert_dispatch", "expert_combine"
 ROWS = 8
-"""Rows that a buffer for the worst case is a multiple of, so that `grouped_matmul` copies nothing."""
+"""Of which the rows of a buffer for the worst case are a multiple: `grouped_matmul` copies none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels.operation import Axes, Call, Examples, Operation
+from stretto.kernels.operation import Axes, Examples, Operation
 from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import experts, mixture_rules
 from stretto.kernels.operations.mixture_rules import Operands, Options
@@ -50,7 +50,7 @@ def mixture_of_experts(
     | x | `[tokens, d]` | floating-point |
     | expert_index | `[tokens, top_k]`, of all experts; -1 for none | int32 |
     | weights | `[tokens, top_k]`, of each choice | floating-point |
-    | w_in | `[e, d, f]`; of gated experts `[e, d, 2 f]`, gate first, or a pair of `[e, d, f]` | x's |
+    | w_in | `[e, d, f]`; if gated `[e, d, 2 f]`, gate first, or a pair of `[e, d, f]` | x's |
     | w_out | `[e, f, d]` | x's |
     | b_in, b_out | `[e, f]` (or as w_in, without d), `[e, d]` | floating-point |
     | out | `[tokens, d]` | x's |

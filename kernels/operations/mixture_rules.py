@@ -75,8 +75,8 @@ class Config:
       dispatch, combine: of the two.
     """
 
-    dispatch: dispatch_kernel.Config = dispatch_kernel.Config()
-    combine: combine_kernel.Config = combine_kernel.Config()
+    dispatch: dispatch_kernel.Config = dataclasses.field(default_factory=dispatch_kernel.Config)
+    combine: combine_kernel.Config = dataclasses.field(default_factory=combine_kernel.Config)
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernels can be built so."""
@@ -147,7 +147,9 @@ class _Layer:
         wide = [z.astype(jnp.float32) for z in zs]
         if self.operands.b_in is not None:
             expert = self.expert_of_rows()
-            wide = [z + b.astype(z.dtype)[expert] for z, b in zip(wide, self.operands.b_in)]
+            wide = [
+                z + b.astype(z.dtype)[expert] for z, b in zip(wide, self.operands.b_in, strict=True)
+            ]
         if self.call.options.gated and len(wide) == 1:
             wide = jnp.split(wide[0], 2, axis=1)
         return self.call.options.activation(*wide)

@@ -26,6 +26,7 @@ class ClampedSwiglu:
     alpha: float = 1.702
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Of `gate` and `up`, elementwise."""
         gate = jnp.minimum(gate, self.limit)
         up = jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)

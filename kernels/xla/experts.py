@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
-from stretto.kernels.xla import collectives
 from stretto.kernels.problem.routing import NONE
+from stretto.kernels.xla import collectives
 
 
 def dispatch(x: jax.Array, positions: jax.Array, axes: tuple, *, rows: int) -> jax.Array:
-    """`[tokens, d]` -> `[rows, d]`, the rows of this device's experts; zero where there are none."""
+    """`[tokens, d]` -> `[rows, d]`, those of this device's experts; zero where there are none."""
     own = _own_rows(positions, axes)
     places = jnp.where(own == NONE, rows, own).reshape(-1)
     tokens = jnp.arange(own.shape[0] * own.shape[1], dtype=jnp.int32) // own.shape[1]
@@ -60,7 +60,7 @@ def combine(
 def numbers_of_rows(
     numbers: jax.Array, positions: jax.Array, axes: tuple, *, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """A number for each entry, `[tokens, top_k]` -> of each row, float32 `[rows]`, and where one is.
+    """A number of each entry, `[tokens, top_k]` -> of each row, float32 `[rows]`, and where.
 
     Zero for rows that belong to no token, for which the second result is false.
     """

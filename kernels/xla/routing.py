@@ -30,10 +30,7 @@ def route(expert_index: jax.Array, axes: tuple, *, num_experts: int, rows: int) 
     experts = jnp.where(is_one, experts, num_experts)
     ranks, own_counts = ranks_in_groups(experts, num_experts)
     told = jnp.concatenate([own_counts, strays[None]])
-    if devices > 1:
-        told = collectives.all_gather(told[None], axes, axis=0)
-    else:
-        told = told[None]
+    told = told[None] if devices == 1 else collectives.all_gather(told[None], axes, axis=0)
     counts = told[:, :num_experts]
     kept = _kept(counts, devices, rows)
     starts = _starts(kept, devices)

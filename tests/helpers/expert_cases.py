@@ -14,6 +14,7 @@ import stretto as st
 from stretto.kernels.problem.routing import Routing
 
 TOKENS, EXPERTS = 6, 8
+ALONG = P("x")
 
 
 def routings(devices: int, seed: int) -> dict[str, np.ndarray]:
@@ -49,7 +50,7 @@ def entries(index: np.ndarray, devices: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def on_devices(body: Any, devices: int, count: int, out_specs: Any = P("x")) -> Any:
+def on_devices(body: Any, devices: int, count: int, out_specs: Any = ALONG) -> Any:
     """`body` of operands that lie along the devices."""
     return jax.jit(
         jax.shard_map(
