@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import TOKENS, combined, dispatched, routings
+from expert_cases import TOKENS, Without, combined, dispatched, routings
 from fused_cases import BF16, F32, whole_numbers
-from test_expert_dispatch import Without
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import EXPERTS, TOKENS, dispatched, entries, on_devices, routings
+from expert_cases import EXPERTS, TOKENS, Without, dispatched, entries, on_devices, routings
 from fused_cases import BF16, F32, whole_numbers
 
 import stretto as st
@@ -52,12 +52,12 @@ def test_rows_by_xla(devices):
 )
 def test_rows_by_the_kernel(devices, seed):
     """Also when a second call has other routings than the first."""
-    x = tokens(devices, seed)
+    x, cases = tokens(devices, seed), routings(devices, seed)
     with st.simulate(seed=seed, core_count=3) as report:
         program = dispatched(devices)
         found = [
             jax.tree.map(np.asarray, program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
-            for index in (cases := routings(devices, seed)).values()
+            for index in cases.values()
         ]
     assert report.ok, str(report)
     for index, out in zip(cases.values(), found, strict=True):
@@ -121,16 +121,6 @@ def test_derivative():
         found = np.asarray(jax.jit(squared("auto"))(jnp.asarray(x)))
     assert report.ok, str(report)
     np.testing.assert_array_equal(found, 2 * x * count)
-
-
-class Without:
-    """`plgpu` with one of its functions left out."""
-
-    def __init__(self, module, name):
-        self.module, self.name = module, name
-
-    def __getattr__(self, name):
-        return (lambda *args, **kwargs: None) if name == self.name else getattr(self.module, name)
 
 
 @pytest.mark.parametrize(
