@@ -47,8 +47,7 @@ def test_rows_by_xla(devices):
 
 @pytest.mark.parametrize(
     ("devices", "seed"),
-    [(2, 0), (4, 1)]
-    + [pytest.param(d, s, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(2, 20)],
+    [(4, 1)] + [pytest.param(d, s, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
 )
 def test_rows_by_the_kernel(devices, seed):
     """Also when a second call has other routings than the first."""
@@ -64,7 +63,7 @@ def test_rows_by_the_kernel(devices, seed):
         check(devices, index, x, *out)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_capacity(seed):
     devices, room = 2, 9
     x, index = tokens(devices), routings(devices, seed)["zipf"]

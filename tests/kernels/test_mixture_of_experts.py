@@ -59,12 +59,12 @@ def layer(devices: int, biases: bool, **options):
     return on_devices(body, devices, 7 if biases else 5, SPECS)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize(
     ("gated", "biases", "activation"),
     [
         (True, False, None),
-        (False, False, None),
+        pytest.param(False, False, None, marks=pytest.mark.slow),
         (True, True, ClampedSwiglu(limit=0.5)),
     ],
     ids=["gated", "plain", "as gpt-oss"],
