@@ -206,7 +206,7 @@ def _sums(
             sum_ = plgpu.layout_cast(jnp.zeros((piece.padded, row.columns), jnp.float32), layout)
             wanted = False
             for j in range(top_k):
-                here, _ = tables.row(n, token, j)
+                here, _row = tables.row(n, token, j)
                 wanted = here | wanted
 
                 def added(sum_, j=j):

@@ -131,7 +131,7 @@ def dispatch(
                 )
 
         def send(i):
-            _, _, rows_of = entries(i)
+            _n, _token, rows_of = entries(i)
             slot = schedule.rem(i, slots)
             found = rows_of()
             pl.when(_any(found))(lambda: plgpu.barrier_wait(arrived.at[slot]))

@@ -157,7 +157,7 @@ class Tables:
         plgpu.barrier_wait(self.arrived.at[schedule.rem(n, TABLE_SLOTS)])
         self.fetch(n + 1)
 
-    def row(self, n: Int, token: Int, choice: int) -> tuple[jax.Array, jax.Array]:
+    def row(self, n: Int, token: Int, choice: int) -> tuple[jax.Array, Int]:
         """(whether a token's choice is on this device, its row here); tokens from 0 in a chunk."""
         value = self.slots[0][schedule.rem(n, TABLE_SLOTS), token, choice]
         team = self.chunks.team

@@ -238,8 +238,11 @@ def room_for(tokens: int, top_k: int, devices: int, capacity: int | None) -> int
 
 def _run_xla(operands: Any, call: Call) -> jax.Array:
     if call.operation is EXPERT_DISPATCH:
-        return xla.dispatch(*operands, call.axes, rows=call.options.rows)
-    return xla.combine(*operands, call.axes, wire_dtype=call.options.wire_dtype)
+        x, positions = operands
+        return xla.dispatch(x, positions, call.axes, rows=call.options.rows)
+    rows, weights, positions = operands
+    wire_dtype = call.options.wire_dtype
+    return xla.combine(rows, weights, positions, call.axes, wire_dtype=wire_dtype)
 
 
 XLA = Kernel(

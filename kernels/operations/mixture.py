@@ -133,7 +133,7 @@ def _check_matrices(
     x: Any,
     weights: Any,
     expert_index: Any,
-    sides: tuple,
+    sides: tuple[Any, ...],
     w_out: Any,
     b_in: tuple | None,
     b_out: Any,
@@ -169,7 +169,7 @@ def _check_matrices(
                 f"{OP}: {name} has shape {[y.shape for y in bias]}; it must be {shapes}, a number"
                 " for each column of each expert."
             )
-    return len(sides) == 2 or sides[0].shape[2] != f
+    return any(side.shape[2] != f for side in sides) or len(sides) == 2
 
 
 MIXTURE_OF_EXPERTS = Operation(
