@@ -36,6 +36,8 @@ class Kernel:
       candidates: what the tuner tries for a problem, or for all, given None; likely ones first.
       fused_from: bytes of one device's operand from which on the kernel is the faster one, for a
         kernel that only moves; None where `choice.costs` estimates both times.
+      untried: nobody has timed it beside XLA on several GPUs: `auto` takes it only where a table
+        says that it is faster.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
     """
@@ -46,6 +48,7 @@ class Kernel:
     default: Callable[[Problem], Any]
     candidates: Callable[[Problem | None], Iterator[Any]]
     fused_from: int | None = None
+    untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
 
 
@@ -87,6 +90,7 @@ class Examples:
       operands: (sizes, devices) -> one device's operands, in the order of the public function.
       needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
       keywords: what else the public function takes.
+      passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
     """
@@ -95,6 +99,7 @@ class Examples:
     operands: Callable[[Sizes, int], tuple[Operand, ...]]
     needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
 

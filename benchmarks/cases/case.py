@@ -59,7 +59,8 @@ class Case:
         self, backend: str, config: Any = None, *, axes: AxisNames = AXIS
     ) -> Callable[..., jax.Array]:
         """The public operation as `call_of` has it."""
-        return call_of(self.operation, backend, config, axes=axes)
+        passed = {name: self.sizes[name] for name in self.operation.examples.passed}
+        return call_of(self.operation, backend, config, axes=axes, **passed)
 
     @functools.cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -113,7 +114,12 @@ class Case:
 
 
 def call_of(
-    operation: Operation, backend: str, config: Any = None, *, axes: AxisNames = AXIS
+    operation: Operation,
+    backend: str,
+    config: Any = None,
+    *,
+    axes: AxisNames = AXIS,
+    **passed: int,
 ) -> Callable[..., jax.Array]:
     """The public operation, as a function of one device's operands inside `shard_map`.
 
@@ -121,8 +127,9 @@ def call_of(
       operation: its record, whose examples say what else it takes.
       backend, config: as the operation takes them.
       axes: of the mesh, which the team lies along.
+      **passed: sizes that it takes as keyword arguments.
     """
-    keywords = dict(operation.examples.keywords, backend=backend)
+    keywords = dict(operation.examples.keywords, backend=backend, **passed)
     if config is not None:
         keywords["config"] = config
     team = (axes,) if operation.communicates else ()

@@ -78,7 +78,7 @@ def looped(
 
         return call(lax.fori_loop(0, rounds, step, token), sets[0])
 
-    def element(out: jax.Array) -> jax.Array:
+    def element(out: Any) -> jax.Array:
         if candidate.manual:
             return _corner(out)
         # Each device's own corner, so that no collective is added.
@@ -90,8 +90,9 @@ def looped(
     return jax.shard_map(loop, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
 
 
-def _corner(out: jax.Array) -> jax.Array:
-    """The first element, `[1, 1]`, of an array with any number of dimensions."""
+def _corner(out: Any) -> jax.Array:
+    """The first element, `[1, 1]`, of an array with any number of dimensions, the first of some."""
+    out = jax.tree.leaves(out)[0]
     first = lax.slice(out, (0,) * out.ndim, (1,) * out.ndim)
     return first.reshape(1, 1).astype(jnp.float32)
 

@@ -211,12 +211,14 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     if problem.copied:
         return _with_copies(operation, kernel, problem)
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
-    found = tables.look_up(kernel, problem) if not untried or tables.exists(kind) else None
+    unknown = untried or kernel.untried
+    found = tables.look_up(kernel, problem) if not unknown or tables.exists(kind) else None
     if found is not None:
         return found
-    if untried:
+    if unknown:
+        where = "run on such a GPU" if untried else "timed beside XLA on several GPUs"
         reason = (
-            f"the fused kernels were never run on such a GPU, and no table of {kind} says that"
+            f"the fused kernels were never {where}, and no table of {kind} says that"
             " they are faster for this call; `stretto tune` writes one"
         )
         config = _best_config(kernel, problem)

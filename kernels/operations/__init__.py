@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import collectives, grouped_matmul, matmuls
+from stretto.kernels.operations import collectives, experts, grouped_matmul, matmuls, mixture
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -15,6 +15,9 @@ OPERATIONS: dict[str, Operation] = {
         matmuls.MATMUL_REDUCE_SCATTER,
         matmuls.MATMUL_ALL_REDUCE,
         grouped_matmul.GROUPED_MATMUL,
+        experts.EXPERT_DISPATCH,
+        experts.EXPERT_COMBINE,
+        mixture.MIXTURE_OF_EXPERTS,
         collectives.ALL_GATHER,
         collectives.REDUCE_SCATTER,
         collectives.ALL_REDUCE,

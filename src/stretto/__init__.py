@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         all_to_all,
         reduce_scatter,
     )
+    from stretto.kernels.operations.experts import expert_combine, expert_dispatch
     from stretto.kernels.operations.explain_sizes import explain_sizes
     from stretto.kernels.operations.grouped_matmul import grouped_matmul
     from stretto.kernels.operations.matmuls import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         matmul_all_reduce,
         matmul_reduce_scatter,
     )
+    from stretto.kernels.operations.mixture import mixture_of_experts
     from stretto.kernels.operations.sharded import sharded
     from stretto.launch.process.startup import initialize
 
@@ -41,6 +43,8 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "expert_combine",
+    "expert_dispatch",
     "explain",
     "explain_sizes",
     "grouped_matmul",
@@ -48,6 +52,7 @@ __all__ = [
     "kernel_errors",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "mixture_of_experts",
     "reduce_scatter",
     "sharded",
     "simulate",
@@ -60,6 +65,8 @@ _MODULES = {
     "all_gather_matmul": "stretto.kernels.operations.matmuls",
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_to_all": "stretto.kernels.operations.collectives",
+    "expert_combine": "stretto.kernels.operations.experts",
+    "expert_dispatch": "stretto.kernels.operations.experts",
     "explain": "stretto.kernels.choice.explain",
     "explain_sizes": "stretto.kernels.operations.explain_sizes",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
@@ -67,6 +74,7 @@ _MODULES = {
     "kernel_errors": "stretto.distributed.memory.mailbox",
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
+    "mixture_of_experts": "stretto.kernels.operations.mixture",
     "reduce_scatter": "stretto.kernels.operations.collectives",
     "sharded": "stretto.kernels.operations.sharded",
     "simulate": "stretto.distributed.simulator",

@@ -42,6 +42,7 @@ from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
+EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
@@ -230,9 +231,11 @@ def collectives() -> Iterator[Program]:
 def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
     """The first of an operation's examples in bfloat16, or its derivatives."""
     record, mesh = OPERATIONS[name], aot.mesh_of_gpus((4,), ("x",))
-    operands = record.examples.operands(record.examples.shapes("tiny", 4)[0], 4)
+    sizes = record.examples.shapes("tiny", 4)[0]
+    operands = record.examples.operands(sizes, 4)
     shapes = [(operand.shape, operand.dtype or jnp.bfloat16) for operand in operands]
     options = {"backend": "pallas", **record.examples.keywords}
+    options |= {name: sizes[name] for name in record.examples.passed}
     axis = ("x",) if record.communicates else ()
 
     def call(*xs):
@@ -429,6 +432,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     },
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
+    **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
@@ -443,6 +447,7 @@ COMPILED_BY: dict[str, str] = {
     **{name: f"gathers of {name}" for name in cases.GATHERS},
     **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
     "grouped_matmul": "example of grouped_matmul",
+    **{name: f"example of {name}" for name in EXPERTS},
 }
 
 

@@ -1,0 +1,224 @@
+"""Kernel of `expert_dispatch`: each device pulls the tokens that its experts want, once each.
+
+A block walks through chunks of all devices' tokens. Of each it reads where the owner's entries go
+(`positions`), fetches the tokens with an entry here into shared memory, and stores each to all of its
+rows from there. Peers' operands are only read, and results are the device's own; so nothing stands
+between devices but the handshake.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `rows` | its device | | | the tokens of its experts |
+| `tables.arrived[slot]` | the copy engine | the block | 1 | a chunk of `positions` is there |
+| `arrived[slot]` | the copy engine | the block | 1 | a token is there |
+| stores of the token before last | | the block | all | its slot may be filled again |
+| `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens have been read |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import kernel, schedule
+from stretto.distributed.team import Team
+from stretto.kernels.collectives.token_tables import (
+    TABLE_SLOTS,
+    Chunks,
+    Row,
+    Tables,
+    everyones,
+    of_device,
+)
+from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.routing import NONE
+
+SMEM_BYTES = 200_000
+MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
+ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a dispatch is cut up.
+
+    Attributes:
+      num_blocks: blocks that pull; as many as the device has multiprocessors at most.
+      chunk: tokens whose tables are read at once; a multiple of 8.
+      slots: tokens of a block on their way at once, where they fit into shared memory.
+    """
+
+    num_blocks: int = ALL_BLOCKS
+    chunk: int = 64
+    slots: int = 24
+
+    def check(self, problem: Problem | None = None) -> None:
+        """Raises ValueError unless the kernel can be built so."""
+        del problem
+        if self.chunk % 8 or not 8 <= self.chunk <= 256:
+            raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
+        if not 2 <= self.slots <= MOST_SLOTS:
+            raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
+
+    @staticmethod
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
+        """What the tuner tries, the likely ones first."""
+        del problem
+        yield Config()
+        for num_blocks, slots in ((ALL_BLOCKS, 12), (64, 32), (32, 32)):
+            yield Config(num_blocks=num_blocks, slots=slots)
+
+
+def dispatch(
+    x: jax.Array,
+    positions: jax.Array,
+    team: Team,
+    *,
+    rows: int,
+    config: Config = Config(),
+    interpret: Any = None,
+) -> jax.Array:
+    """`[tokens, d]`, int32 `[tokens, top_k]` -> `[rows, d]`; rows of no token are not written."""
+    tokens, width = x.shape
+    row = Row.of(width, x.dtype.itemsize)
+    if row is None:
+        raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
+    top_k = positions.shape[1]
+    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks)
+    room = SMEM_BYTES // (width * x.dtype.itemsize)
+    slots = max(2, min(config.slots, chunks.tokens, room))
+    table = chunks.padded(positions, NONE)
+
+    def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
+        tables = Tables(
+            chunks=chunks,
+            sources=[everyones(positions_ref, team)],
+            slots=[table],
+            arrived=table_arrived,
+        )
+        sources = everyones(x_ref, team)
+        total = chunks.own * chunks.tokens
+
+        def entries(i):
+            """(chunk, the token in it, whether and where each of its entries is here)."""
+            n = schedule.div(i, chunks.tokens)
+            token = i - n * chunks.tokens
+            return n, token, lambda: [tables.row(n, token, j) for j in range(top_k)]
+
+        def fetch(i):
+            n, token, rows_of = entries(i)
+            pl.when(token == 0)(lambda: tables.enter(n))
+            offset, first = chunks.place(n)
+            slot = schedule.rem(i, slots)
+
+            @pl.when(_any(rows_of()))
+            def _():
+                of_device(
+                    sources,
+                    offset,
+                    lambda ref: plgpu.copy_gmem_to_smem(
+                        ref.at[first + token], buffers.at[slot], arrived.at[slot]
+                    ),
+                )
+
+        def send(i):
+            _n, _token, rows_of = entries(i)
+            slot = schedule.rem(i, slots)
+            found = rows_of()
+            pl.when(_any(found))(lambda: plgpu.barrier_wait(arrived.at[slot]))
+            for here, place in found:
+
+                @pl.when(here)
+                def _(place=place):
+                    plgpu.copy_smem_to_gmem(
+                        buffers.at[slot], rows_ref.at[place], commit_group=False
+                    )
+
+            plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
+
+        def step(i, _):
+            send(i)
+
+            # At most the newest token's stores are unfinished: the one before has left its slot.
+            @pl.when(i > 0)
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                pl.when(i - 1 + slots < total)(lambda: fetch(i - 1 + slots))
+
+        tables.fetch(jnp.int32(0))
+        for i in range(slots):
+            pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
+        lax.fori_loop(0, total, step, None)
+
+    (out,) = kernel.launch(
+        body,
+        x.reshape(tokens, row.parts, row.columns),
+        table,
+        name="expert_dispatch",
+        team=team,
+        out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
+        num_blocks=chunks.num_blocks,
+        scratch=dict(
+            table=chunks.scratch(table.shape[1], jnp.int32),
+            table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
+            buffers=plgpu.SMEM((slots, row.parts, row.columns), x.dtype),
+            arrived=plgpu.Barrier(num_barriers=slots),
+        ),
+        interpret=interpret,
+    )
+    return out.reshape(rows, width)
+
+
+def _any(found: list) -> jax.Array:
+    wanted = found[0][0]
+    for here, _ in found[1:]:
+        wanted |= here
+    return wanted
+
+
+def _run(operands: tuple[jax.Array, jax.Array], call: Call) -> jax.Array:
+    x, positions = operands
+    team = Team.along(call.axes)
+    return dispatch(
+        x, positions, team, rows=call.options.rows, config=call.config, interpret=call.interpret
+    )
+
+
+def _obstacle(problem: Problem) -> str | None:
+    return obstacle(problem, ("bfloat16", "float16", "float32"))
+
+
+def obstacle(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
+    """Why no kernel moves rows so wide, of such a type; None if one does."""
+    width, itemsize = problem.sizes["d"], problem.types.itemsize
+    if 0 in problem.sizes.values():
+        return "the array is empty."
+    if problem.types.lhs not in dtypes:
+        return f"the kernel takes {', '.join(dtypes)}, not {problem.types.lhs}."
+    if Row.of(width, itemsize) is None:
+        return (
+            f"rows of d={width} {problem.types.lhs} are no multiple of 16 bytes, or have a large"
+            " prime factor, and the kernel cannot copy them; pad d to a multiple of 64."
+        )
+    if 2 * width * itemsize > SMEM_BYTES:
+        return f"two rows of d={width} do not fit into the shared memory of a block."
+    return None
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=_run,
+    obstacle=_obstacle,
+    default=lambda problem: Config(),
+    candidates=Config.candidates,
+    untried=True,
+)

@@ -1,0 +1,167 @@
+"""What the kernels that move tokens have in common: how a row is cut up, and who reads which table.
+
+A row of `d` elements is seen as `[parts, columns]`, since the copy engine takes at most 256 elements
+along a dimension. `positions` (`kernels/xla/routing.py`) and weights are padded, and read chunk by
+chunk through shared memory: of every device's tokens, on every device.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.schedule import Int, ceil_div
+from stretto.distributed.team import Team
+from stretto.kernels.problem.routing import NONE
+
+MAX_COLUMNS = 256  # of the copy engine
+ALIGNED_BYTES = 16  # of the copy engine
+REGISTER_BYTES = 1024  # that a warpgroup loads at once, 8 bytes a thread
+TABLE_SLOTS = 3
+"""One is filled while rows of a second are fetched and rows of a third are still in use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a matrix as `[parts, columns]`.
+
+    Attributes:
+      padded: parts in shared memory, so many that a warpgroup can load all of it at once.
+    """
+
+    parts: int
+    columns: int
+    padded: int
+
+    @classmethod
+    def of(cls, width: int, itemsize: int) -> Row | None:
+        """A row of `width` elements, with the fewest added; None if the copy engine takes none."""
+        found = []
+        for columns in range(1, min(width, MAX_COLUMNS) + 1):
+            parts = width // columns
+            if width % columns or columns * itemsize % ALIGNED_BYTES or parts > MAX_COLUMNS:
+                continue
+            padded = parts
+            while padded * columns * itemsize % REGISTER_BYTES:
+                padded += 1
+            found.append(cls(parts, columns, padded))
+        return min(found, key=lambda row: (row.padded * row.columns, row.parts), default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The tokens of all devices in chunks, which the blocks of a device share out.
+
+    Attributes:
+      team: the devices.
+      tokens: of a chunk.
+      number: of chunks of one device.
+      num_blocks: of the kernel.
+    """
+
+    team: Team
+    tokens: int
+    number: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, team: Team, tokens: int, most: int, num_blocks: int) -> Chunks:
+        """Chunks of `tokens` tokens a device, small enough for every block to have one."""
+        blocks = min(num_blocks, kernel.num_multiprocessors())
+        fair = ceil_div(ceil_div(team.size * tokens, blocks), 8) * 8
+        size = min(most, fair)
+        number = ceil_div(tokens, size)
+        blocks = min(blocks, number * team.size)
+        return cls(team=team, tokens=size, number=number, num_blocks=blocks)
+
+    @property
+    def own(self) -> Int:
+        """How many of them this block has."""
+        return schedule.share(self.team.size * self.number, kernel.block_id(), self.num_blocks)
+
+    def place(self, n: Int) -> tuple[Int, Int]:
+        """(whose, its first token) of this block's chunk `n`; whose as an offset on the ring.
+
+        Devices that are equally far ask different ones at the same time.
+        """
+        i = kernel.block_id() + n * self.num_blocks
+        chunk = schedule.div(i, self.team.size)
+        return i - chunk * self.team.size, chunk * self.tokens
+
+    def padded(self, table: jax.Array, fill: float) -> jax.Array:
+        """`[tokens, top_k]` with whole chunks of rows, as wide as the copy engine wants them."""
+        tokens, top_k = table.shape
+        rows = self.number * self.tokens - tokens
+        return jnp.pad(table, ((0, rows), (0, -top_k % 4)), constant_values=fill)
+
+    def scratch(self, width: int, dtype: Any) -> Any:
+        """Shared memory for the chunks of a padded table."""
+        return plgpu.SMEM((TABLE_SLOTS, self.tokens, width), dtype)
+
+
+def everyones(ref: Any, team: Team) -> list[Any]:
+    """`ref` as each device has it, by its offset on the ring."""
+    return [ref, *(copies.remote(ref, team, team.neighbour(i)) for i in team.peer_offsets)]
+
+
+def of_device(refs: list[Any], offset: Int, fun: Any) -> None:
+    """`fun` of the one of `refs` at `offset`; the copy engine wants to know it when traced."""
+    if len(refs) == 1:
+        fun(refs[0])
+        return
+    for index, ref in enumerate(refs):
+        pl.when(offset == index)(lambda ref=ref: fun(ref))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Padded tables of all devices, chunk by chunk in shared memory.
+
+    Attributes:
+      chunks: which ones this block has.
+      sources: of each table, what `everyones` gives.
+      slots: of each table, its shared memory (`Chunks.scratch`).
+      arrived: a barrier a slot, with an arrival for each table.
+    """
+
+    chunks: Chunks
+    sources: list[list[Any]]
+    slots: list[Any]
+    arrived: Any
+
+    def fetch(self, n: Int) -> None:
+        """Asks for chunk `n` of this block, if it has so many."""
+
+        @pl.when(n < self.chunks.own)
+        def _():
+            offset, first = self.chunks.place(n)
+            slot = schedule.rem(n, TABLE_SLOTS)
+            window = pl.ds(first, self.chunks.tokens)
+            for refs, target in zip(self.sources, self.slots, strict=True):
+                of_device(
+                    refs,
+                    offset,
+                    lambda ref, target=target: plgpu.copy_gmem_to_smem(
+                        ref.at[window], target.at[slot], self.arrived.at[slot]
+                    ),
+                )
+
+    def enter(self, n: Int) -> None:
+        """Returns once chunk `n` is there, and asks for the next; called once for each."""
+        plgpu.barrier_wait(self.arrived.at[schedule.rem(n, TABLE_SLOTS)])
+        self.fetch(n + 1)
+
+    def row(self, n: Int, token: Int, choice: int) -> tuple[jax.Array, Int]:
+        """(whether a token's choice is on this device, its row here); tokens from 0 in a chunk."""
+        value = self.slots[0][schedule.rem(n, TABLE_SLOTS), token, choice]
+        team = self.chunks.team
+        here = value != NONE
+        if not team.is_alone:
+            here &= schedule.rem(value, team.size) == team.device_id()
+        return here, schedule.div(value, team.size)

@@ -1,0 +1,191 @@
+"""`mixture_of_experts`: a whole layer, `combine(activation(dispatch(x) @ w_in) @ w_out)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
+from stretto.kernels.operation import Axes, Examples, Operation
+from stretto.kernels.operations import expert_examples as examples
+from stretto.kernels.operations import experts, mixture_rules
+from stretto.kernels.operations.mixture_rules import Operands, Options
+from stretto.kernels.operations.perform import decide, perform
+from stretto.kernels.problem import checks
+from stretto.kernels.problem.activations import swiglu
+from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.routing import Routing
+from stretto.kernels.xla.routing import route
+
+OP = "mixture_of_experts"
+type Matrices = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def mixture_of_experts(
+    x: jax.Array,
+    expert_index: jax.Array,
+    weights: jax.Array,
+    w_in: Matrices,
+    w_out: jax.Array,
+    axis_name: AxisNames,
+    *,
+    activation: Callable[..., jax.Array] | None = None,
+    b_in: Matrices | None = None,
+    b_out: jax.Array | None = None,
+    capacity: int | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    config: mixture_rules.Config | None = None,
+    backend: str = "auto",
+) -> tuple[jax.Array, Routing]:
+    """`out[t] = sum_j weights[t, j] * expert_j(x[t])`, inside `jax.shard_map`; differentiable.
+
+    An expert is `activation(x @ w_in + b_in) @ w_out + b_out`. Of D devices each has
+    `e = num_experts / D` experts, in blocks along the axis.
+
+    | operand | shape per device | type |
+    |---|---|---|
+    | x | `[tokens, d]` | floating-point |
+    | expert_index | `[tokens, top_k]`, of all experts; -1 for none | int32 |
+    | weights | `[tokens, top_k]`, of each choice | floating-point |
+    | w_in | `[e, d, f]`; if gated `[e, d, 2 f]`, gate first, or a pair of `[e, d, f]` | x's |
+    | w_out | `[e, f, d]` | x's |
+    | b_in, b_out | `[e, f]` (or as w_in, without d), `[e, d]` | floating-point |
+    | out | `[tokens, d]` | x's |
+
+    Products are summed in float32 and rounded to x's type once; the activation gets float32. Tokens
+    move as by `expert_dispatch` and `expert_combine`. Where the experts' `f` lies along another
+    axis of the mesh (tensor parallelism), `out` is one device's addend: sum it over that axis.
+
+    Args:
+      x, expert_index, weights: the device's own tokens.
+      w_in, w_out: of the device's own experts.
+      axis_name: mesh axis, or tuple of axes, that the experts lie along.
+      activation: of float32 arrays, elementwise: `activation(z)`, by default `jax.nn.gelu`; or of
+        gated experts `activation(gate, up)`, by default `silu(gate) * up`. `ClampedSwiglu`
+        (`stretto.kernels.problem.activations`) is that of gpt-oss.
+      b_in, b_out: biases; none by default.
+      capacity, backend: as of `expert_dispatch`.
+      wire_dtype: as of `expert_combine`.
+      config: of the kernels that move tokens; chosen by default.
+
+    Returns:
+      (out, routing): `routing.tokens_per_expert` is what a load-balancing loss needs, and
+      `routing.dropped` counts what did not fit a capacity.
+
+    Raises:
+      ValueError: operands that do not fit each other, and as for `expert_dispatch`.
+
+    Memory: of R = capacity rows (by default D * tokens * top_k) `R * d` elements of dispatched
+    rows and `R * n` of the first product, for w_in's n columns, are kept for the backward pass;
+    `jax.checkpoint` makes them anew. The second product's `R * d` are not kept.
+
+    Synchronisation: every device of the team must make the call, with as many tokens.
+    """
+    axes = canonical_axes(axis_name)
+    devices = axis_size(axes)
+    sides, biases = _as_tuple(w_in), None if b_in is None else _as_tuple(b_in)
+    checks.check_array(OP, "w_out", w_out)
+    num_experts = devices * w_out.shape[0]
+    experts.check_routing(OP, x, expert_index, num_experts, capacity, devices)
+    gated = _check_matrices(x, weights, expert_index, sides, w_out, biases, b_out)
+    tokens, top_k = expert_index.shape
+    rows = experts.room_for(tokens, top_k, devices, capacity)
+    routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
+    options = Options(
+        rows=rows,
+        wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
+        activation=activation or (swiglu if gated else jax.nn.gelu),
+        gated=gated,
+        matmuls=backend,
+    )
+    operands = Operands(
+        x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out
+    )
+    columns = sum(side.shape[2] for side in sides)
+    sizes = dict(
+        t=devices * tokens,
+        d=x.shape[1],
+        n=columns,
+        f=w_out.shape[1],
+        top_k=top_k,
+        num_experts=num_experts,
+    )
+    types = Types(lhs=str(x.dtype), rhs="int32", out=str(x.dtype))
+    call = decide(MIXTURE_OF_EXPERTS, sizes, types, axes, options, backend=backend, config=config)
+    if call is None:
+        return reference(operands, axes, options), routing
+    return perform(operands, call), routing
+
+
+def reference(operands: Operands, axes: Axes, options: Options) -> jax.Array:
+    """The layer whose tokens XLA moves; its matmuls are `grouped_matmul`'s."""
+    return perform(operands, experts.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA))
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
+
+
+def _check_matrices(
+    x: Any,
+    weights: Any,
+    expert_index: Any,
+    sides: tuple[Any, ...],
+    w_out: Any,
+    b_in: tuple | None,
+    b_out: Any,
+) -> bool:
+    """Whether experts are gated; raises ValueError unless the operands make a layer."""
+    for name, y in (("weights", weights), *(("w_in", side) for side in sides)):
+        checks.check_array(OP, name, y)
+    if weights.shape != expert_index.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"{OP}: weights is {weights.dtype}{list(weights.shape)}; it must be"
+            f" floating-point{list(expert_index.shape)}, a weight for each of expert_index."
+        )
+    if w_out.ndim != 3 or w_out.shape[2] != x.shape[1] or w_out.dtype != x.dtype:
+        raise ValueError(
+            f"{OP}: w_out is {w_out.dtype}{list(w_out.shape)}; it must be {x.dtype}[e, f,"
+            f" {x.shape[1]}], with as many columns as x and of its type."
+        )
+    e, f, d = w_out.shape
+    wanted = [(e, d, f)] * 2 if len(sides) == 2 else [(e, d, f), (e, d, 2 * f)]
+    fits = all(side.shape in wanted for side in sides) and len(sides) <= 2
+    if not fits or any(side.dtype != x.dtype for side in sides):
+        found = ", ".join(f"{side.dtype}{list(side.shape)}" for side in sides)
+        raise ValueError(
+            f"{OP}: w_in is {found}; with w_out {list(w_out.shape)} it must be"
+            f" {x.dtype}{[e, d, f]}, or of gated experts {[e, d, 2 * f]} or two of {[e, d, f]}."
+        )
+    wanted = None if b_in is None else [(side.shape[0], side.shape[2]) for side in sides]
+    for name, bias, shapes in (("b_in", b_in, wanted), ("b_out", (b_out,), [(e, d)])):
+        if bias is None or bias == (None,):
+            continue
+        if [y.shape for y in bias] != shapes:
+            raise ValueError(
+                f"{OP}: {name} has shape {[y.shape for y in bias]}; it must be {shapes}, a number"
+                " for each column of each expert."
+            )
+    return any(side.shape[2] != f for side in sides) or len(sides) == 2
+
+
+MIXTURE_OF_EXPERTS = Operation(
+    name=OP,
+    public=mixture_of_experts,
+    sizes=("t", "d", "n", "f", "top_k", "num_experts"),
+    reference=reference,
+    forward=mixture_rules.forward,
+    tangent=mixture_rules.tangent,
+    backward=mixture_rules.backward,
+    work=examples.layer,
+    kernels=(mixture_rules.KERNEL,),
+    examples=Examples(
+        sets=examples.SETS,
+        shapes=examples.layer_shapes,
+        operands=examples.layer_operands,
+        needs=examples.needs,
+    ),
+)

@@ -1,0 +1,30 @@
+"""Where tokens go that choose experts, as tables."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+NONE = -1
+"""In a table, an entry that goes nowhere."""
+
+
+class Routing(NamedTuple):
+    """Where tokens go, as `expert_dispatch` found it; `expert_combine` brings them back by it.
+
+    Attributes:
+      positions: int32 `[tokens, top_k]`, for each entry of this device `row * D + device`, the row
+        that it is on the device of its expert; -1 for one that goes nowhere.
+      group_sizes: int32 `[e]`, rows of each expert of this device.
+      tokens_per_expert: int32 `[num_experts]`, entries of each expert over all devices of the team,
+        those that did not fit included. The same on every device.
+      dropped: int32, entries that did not fit, over all devices.
+      out_of_range: int32, entries whose expert is neither -1 nor one that there is, over all.
+    """
+
+    positions: jax.Array
+    group_sizes: jax.Array
+    tokens_per_expert: jax.Array
+    dropped: jax.Array
+    out_of_range: jax.Array

@@ -1,0 +1,88 @@
+"""Routings of a mixture of experts, programs of its operations, and what is right, by numpy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from fused_cases import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.kernels.problem.routing import Routing
+
+TOKENS, EXPERTS = 6, 8
+ALONG = P("x")
+
+
+def routings(devices: int, seed: int) -> dict[str, np.ndarray]:
+    """Of `TOKENS` tokens a device, `[devices * TOKENS, top_k]` each."""
+    draw = np.random.default_rng(seed)
+    shape = (devices * TOKENS, 3)
+    zipf = 1 / np.arange(1, EXPERTS + 1)
+    return {
+        "any": draw.integers(-1, EXPERTS, shape),  # Also none, and an expert twice.
+        "out of range": draw.integers(-5, EXPERTS + 5, shape),
+        "zipf": draw.choice(EXPERTS, shape, p=zipf / zipf.sum()),
+        "all to one": np.full(shape, 5),
+        "none": np.full(shape, -1),
+        "none to a device": draw.integers(EXPERTS // devices, EXPERTS, shape)
+        if devices > 1
+        else np.full(shape, -1),
+        "one choice": draw.integers(0, EXPERTS, (shape[0], 1)),
+    }
+
+
+def entries(index: np.ndarray, devices: int) -> list[list[tuple[int, int]]]:
+    """The (token, choice) of each row of every device, in their order."""
+    tokens = len(index) // devices
+    own = EXPERTS // devices
+    found: list[list[tuple[int, int]]] = []
+    for device in range(devices):
+        rows = []
+        for expert in range(device * own, (device + 1) * own):
+            rows += [
+                (t, j) for t in range(devices * tokens) for j in np.flatnonzero(index[t] == expert)
+            ]
+        found.append(rows)
+    return found
+
+
+def on_devices(body: Any, devices: int, count: int, out_specs: Any = ALONG) -> Any:
+    """`body` of operands that lie along the devices."""
+    return jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh_of(devices),
+            in_specs=(P("x"),) * count,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+    )
+
+
+def dispatched(devices: int, **options: Any) -> Any:
+    """`(x, index)` -> rows and the tables, of which those that all have alike come once."""
+
+    def body(x, index):
+        rows, routing = st.expert_dispatch(x, index, "x", num_experts=EXPERTS, **options)
+        return rows, routing
+
+    return on_devices(body, devices, 2, (P("x"), Routing(P("x"), P("x"), P(), P(), P())))
+
+
+def combined(devices: int, **options: Any) -> Any:
+    """`(rows, weights, positions)` -> tokens."""
+    return on_devices(functools.partial(st.expert_combine, axis_name="x", **options), devices, 3)
+
+
+class Without:
+    """`plgpu` with one of its functions left out."""
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+    def __getattr__(self, name):
+        return (lambda *args, **kwargs: None) if name == self.name else getattr(self.module, name)

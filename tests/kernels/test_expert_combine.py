@@ -1,0 +1,124 @@
+"""`expert_combine`: weighted sums in a fixed order, both derivatives; seeded bugs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import TOKENS, Without, combined, dispatched, routings
+from fused_cases import BF16, F32, whole_numbers
+
+import stretto as st
+from stretto.distributed.simulator import SimulationError
+from stretto.kernels.collectives import combine, token_tables
+
+
+def operands(devices: int, seed: int, name: str, width: int = 64):
+    """Rows, weights, positions, and the weighted sum."""
+    index = routings(devices, seed)[name]
+    x = whole_numbers(seed, devices * TOKENS, width)
+    _, routing = dispatched(devices, backend="xla")(jnp.asarray(x), jnp.asarray(index, jnp.int32))
+    positions = np.asarray(routing.positions)
+    rows = whole_numbers(seed + 1, devices, max(16, devices * index.size // devices), width)
+    weights = np.abs(whole_numbers(seed + 2, *index.shape))
+    wanted = np.zeros((len(index), width), np.float32)
+    for (t, j), place in np.ndenumerate(positions):
+        if place >= 0:
+            wanted[t] += weights[t, j] * rows[place % devices, place // devices]
+    return rows.reshape(-1, width), weights, positions, wanted
+
+
+def given(rows, weights, positions, dtype=BF16):
+    return jnp.asarray(rows, dtype), jnp.asarray(weights), jnp.asarray(positions)
+
+
+@pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize("name", ["any", "none", "one choice"])
+def test_sums_by_xla(devices, name):
+    *arrays, wanted = operands(devices, 0, name)
+    np.testing.assert_array_equal(combined(devices, backend="xla")(*given(*arrays, F32)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("devices", "seed", "width", "wire"),
+    [(4, 1, 192, F32)]
+    + [pytest.param(d, s, 64, None, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
+)
+def test_sums_by_the_kernel(devices, seed, width, wire):
+    with st.simulate(seed=seed, core_count=3) as report:
+        program = combined(devices, wire_dtype=wire)
+        for name in ("any", "zipf", "none", "none to a device"):
+            *arrays, wanted = operands(devices, seed, name, width)
+            out = np.asarray(program(*given(*arrays)), np.float32)
+            np.testing.assert_array_equal(out, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+    assert report.ok, str(report)
+
+
+def test_the_same_bits_every_run_and_everywhere():
+    """Numbers that round: the kernel's order of sums is XLA's."""
+    rows, _, positions, _ = operands(2, 5, "any")
+    key = jax.random.key(0)
+    rows = jax.random.normal(key, rows.shape, BF16)
+    weights = jax.random.uniform(key, positions.shape)
+    arrays = rows, weights, jnp.asarray(positions)
+    plain = np.asarray(combined(2, backend="xla")(*arrays), np.float32)
+    outs = []
+    for seed in range(3):
+        with st.simulate(seed=seed, core_count=3) as report:
+            outs.append(np.asarray(combined(2)(*arrays), np.float32))
+        assert report.ok
+    for out in outs:
+        np.testing.assert_array_equal(out, outs[0])
+        np.testing.assert_allclose(out, plain, rtol=2**-7, atol=2**-8)
+
+
+def test_derivatives():
+    *arrays, _ = operands(2, 6, "any")
+    rows, weights, positions = arrays
+    bar = whole_numbers(9, len(positions), 64)
+
+    def gradients(backend):
+        def loss(rows, weights):
+            out = combined(2, backend=backend)(rows, weights, jnp.asarray(positions))
+            return jnp.sum(out.astype(F32) * bar)
+
+        return jax.jit(jax.grad(loss, (0, 1)))
+
+    rows_bar, weights_bar = np.zeros((2, len(rows) // 2, 64)), np.zeros(weights.shape)
+    for (t, j), place in np.ndenumerate(positions):
+        if place >= 0:
+            rows_bar[place % 2, place // 2] += weights[t, j] * bar[t]
+            weights_bar[t, j] = rows.reshape(2, -1, 64)[place % 2, place // 2] @ bar[t]
+    xs = jnp.asarray(rows), jnp.asarray(weights)
+    with st.simulate(core_count=3) as report:
+        fused = jax.tree.map(np.asarray, gradients("auto")(*xs))
+    assert report.ok, str(report)
+    for found in (fused, gradients("xla")(*xs)):
+        np.testing.assert_array_equal(np.asarray(found[0]).reshape(rows_bar.shape), rows_bar)
+        np.testing.assert_array_equal(found[1], weights_bar)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (combine, "barrier_wait"),
+        (token_tables, "barrier_wait"),
+        (combine, "wait_smem_to_gmem"),
+        (combine, "commit_smem"),
+    ],
+)
+def test_each_wait_is_needed(monkeypatch, module, name):
+    jax.clear_caches()
+    *arrays, _ = operands(2, 0, "zipf")
+    monkeypatch.setattr(module, "plgpu", Without(module.plgpu, name))
+    found = False
+    for seed in range(3):
+        try:
+            with st.simulate(seed=seed, core_count=1, on_finding="record") as report:
+                jax.block_until_ready(combined(2, backend="simulator")(*given(*arrays)))
+            found |= not report.ok
+        except SimulationError:
+            found = True
+    jax.clear_caches()
+    assert found

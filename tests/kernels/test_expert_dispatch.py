@@ -1,0 +1,166 @@
+"""`expert_dispatch`: every row in its place, tables, capacity, the derivative; seeded bugs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import EXPERTS, TOKENS, Without, dispatched, entries, on_devices, routings
+from fused_cases import BF16, F32, whole_numbers
+
+import stretto as st
+from stretto.distributed.simulator import SimulationError
+from stretto.kernels.collectives import dispatch, token_tables
+from stretto.kernels.xla.routing import _fit
+
+D = 64
+
+
+def tokens(devices: int, seed: int = 0) -> np.ndarray:
+    return whole_numbers(seed, devices * TOKENS, D)
+
+
+def check(devices, index, x, rows, routing):
+    found = np.asarray(rows, np.float32).reshape(devices, -1, D)
+    wanted = entries(index, devices)
+    counts = np.bincount(index[(index >= 0) & (index < EXPERTS)], minlength=EXPERTS)
+    np.testing.assert_array_equal(routing.group_sizes, counts)
+    np.testing.assert_array_equal(routing.tokens_per_expert, counts)
+    assert routing.dropped == 0
+    assert routing.out_of_range == ((index < -1) | (index >= EXPERTS)).sum()
+    positions = np.full(index.shape, -1)
+    for device, own in enumerate(wanted):
+        for row, (token, choice) in enumerate(own):
+            np.testing.assert_array_equal(found[device, row], x[token])
+            positions[token, choice] = row * devices + device
+    np.testing.assert_array_equal(routing.positions, positions)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_rows_by_xla(devices):
+    x = tokens(devices)
+    program = dispatched(devices, backend="xla")
+    for index in routings(devices, 0).values():
+        check(devices, index, x, *program(jnp.asarray(x), jnp.asarray(index, jnp.int32)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "seed"),
+    [(4, 1)] + [pytest.param(d, s, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
+)
+def test_rows_by_the_kernel(devices, seed):
+    """Also when a second call has other routings than the first."""
+    x, cases = tokens(devices, seed), routings(devices, seed)
+    with st.simulate(seed=seed, core_count=3) as report:
+        program = dispatched(devices)
+        found = [
+            jax.tree.map(np.asarray, program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
+            for index in cases.values()
+        ]
+    assert report.ok, str(report)
+    for index, out in zip(cases.values(), found, strict=True):
+        check(devices, index, x, *out)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_capacity(seed):
+    devices, room = 2, 9
+    x, index = tokens(devices), routings(devices, seed)["zipf"]
+    rows, routing = dispatched(devices, capacity=room, backend="xla")(
+        jnp.asarray(x), jnp.asarray(index, jnp.int32)
+    )
+    assert rows.shape == (devices * room, D)
+    own = EXPERTS // devices
+    kept = 0
+    for device, all_rows in enumerate(entries(index, devices)):
+        groups: dict = {}
+        for t, j in all_rows:
+            groups.setdefault((index[t, j], t // TOKENS), []).append((t, j))
+        names = [(e, s) for e in range(device * own, (device + 1) * own) for s in range(devices)]
+        sizes = [len(groups.get(name, [])) for name in names]
+        cut = np.asarray(_fit(jnp.array(sizes, jnp.int32), room))
+        wanted = [
+            x[t] for name, n in zip(names, cut, strict=True) for t, _ in groups.get(name, [])[:n]
+        ]
+        kept += len(wanted)
+        assert len(wanted) == min(room, sum(sizes))
+        np.testing.assert_array_equal(
+            np.asarray(rows)[device * room : device * room + len(wanted)], np.array(wanted)
+        )
+    assert routing.dropped == index.size - kept > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_cut_off_at_one_limit(seed):
+    draw = np.random.default_rng(seed)
+    sizes, room = draw.integers(0, 12, 7), int(draw.integers(1, 60))
+    cut = np.asarray(_fit(jnp.array(sizes, jnp.int32), room))
+    assert cut.sum() == min(room, sizes.sum()) and (cut <= sizes).all()
+    limits = cut[cut < sizes]
+    assert limits.size == 0 or (limits.max() - limits.min() <= 1 and cut.max() <= limits.min() + 1)
+
+
+def test_derivative():
+    """A token gets the sum of its rows' cotangents; what the rows beyond hold does not matter."""
+    devices = 2
+    x, index = tokens(devices), jnp.asarray(routings(devices, 3)["any"], jnp.int32)
+
+    def squared(backend):
+        def body(x, index):
+            rows, routing = st.expert_dispatch(x, index, "x", num_experts=EXPERTS, backend=backend)
+            filled = jnp.arange(rows.shape[0]) < routing.group_sizes.sum()
+            return jnp.sum(jnp.where(filled[:, None], rows, 0).astype(F32) ** 2)[None]
+
+        return jax.grad(lambda x: jnp.sum(on_devices(body, devices, 2)(x, index)))
+
+    count = ((index >= 0) & (index < EXPERTS)).sum(axis=1)[:, None]
+    np.testing.assert_array_equal(squared("xla")(jnp.asarray(x)), 2 * x * count)
+    with st.simulate(core_count=3) as report:
+        found = np.asarray(jax.jit(squared("auto"))(jnp.asarray(x)))
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(found, 2 * x * count)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (dispatch, "barrier_wait"),
+        (token_tables, "barrier_wait"),
+        (dispatch, "wait_smem_to_gmem"),
+        (dispatch, "commit_smem_to_gmem_group"),
+    ],
+)
+def test_each_wait_is_needed(monkeypatch, module, name):
+    jax.clear_caches()
+    monkeypatch.setattr(module, "plgpu", Without(module.plgpu, name))
+    x, index = tokens(2), routings(2, 0)["zipf"]
+    config = dispatch.Config(slots=2)
+    found = False
+    for seed in range(3):
+        try:
+            with st.simulate(seed=seed, core_count=1, on_finding="record") as report:
+                program = dispatched(2, config=config, backend="simulator")
+                jax.block_until_ready(program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
+            found |= not report.ok
+        except SimulationError:
+            found = True
+    jax.clear_caches()
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("x", "index", "options", "message"),
+    [
+        ((12, 8, 8), (12, 2), {}, r"x is float32\[6, 8, 8\]; it must be \[tokens, d\]"),
+        ((12, 8), (10, 2), {}, r"expert_index is int32\[5, 2\]; it must be int32\[6, top_k\]"),
+        ((12, 8), (12, 2), dict(num_experts=7), "num_experts=7 must be a multiple of the 2"),
+        ((12, 8), (12, 2), dict(capacity=0), "capacity=0 must be at least 1"),
+        ((12, 8), (12, 2), dict(capacity=2**30), "2\\^31 is the limit"),
+    ],
+)
+def test_bad_input(x, index, options, message):
+    options = dict(num_experts=8) | options
+    body = lambda x, i: st.expert_dispatch(x, i, "x", **options)[0]  # noqa: E731
+    with pytest.raises(ValueError, match=f"expert_dispatch: .*{message}"):
+        on_devices(body, 2, 2)(jnp.zeros(x), jnp.zeros(index, jnp.int32))

@@ -1,0 +1,147 @@
+"""`mixture_of_experts`: numbers and derivatives as of a dense layer, in both ways to serve it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import EXPERTS, TOKENS, on_devices, routings
+from fused_cases import BF16, F32
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.kernels.problem.activations import ClampedSwiglu
+from stretto.kernels.problem.routing import Routing
+
+D, F = 64, 32
+SPECS = (P("x"), Routing(P("x"), P("x"), P(), P(), P()))
+
+
+def operands(devices: int, dtype, *, gated: bool = True, biases: bool = False, seed: int = 0):
+    keys = iter(jax.random.split(jax.random.key(seed), 6))
+
+    def draw(*shape):
+        return (jax.random.normal(next(keys), shape) / 4).astype(dtype)
+
+    x, weights = draw(devices * TOKENS, D), draw(devices * TOKENS, 3).astype(F32)
+    columns = 2 * F if gated else F
+    w_in, w_out = draw(EXPERTS, D, columns), draw(EXPERTS, F, D)
+    more = (draw(EXPERTS, columns), draw(EXPERTS, D)) if biases else ()
+    return x, weights, w_in, w_out, *more
+
+
+def dense(x, weights, w_in, w_out, b_in=None, b_out=None, *, index, activation, gated):
+    """Every expert on every token, in float32; nothing of ours."""
+    matmul = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    z = matmul("td,edn->etn", x.astype(F32), w_in.astype(F32))
+    z = z if b_in is None else z + b_in[:, None]
+    h = activation(*jnp.split(z, 2, axis=2)) if gated else activation(z)
+    y = matmul("etf,efd->etd", h, w_out.astype(F32))
+    y = y if b_out is None else y + b_out[:, None]
+    share = jnp.zeros((len(index), EXPERTS))
+    for j in range(index.shape[1]):
+        one = jax.nn.one_hot(jnp.where(index[:, j] < 0, EXPERTS, index[:, j]), EXPERTS)
+        share += weights[:, j, None] * one
+    return matmul("te,etd->td", share, y)
+
+
+def layer(devices: int, biases: bool, **options):
+    def body(x, index, weights, w_in, w_out, *more):
+        if biases:
+            options.update(b_in=more[0], b_out=more[1])
+        out, routing = st.mixture_of_experts(x, index, weights, w_in, w_out, "x", **options)
+        return out, routing
+
+    return on_devices(body, devices, 7 if biases else 5, SPECS)
+
+
+@pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize(
+    ("gated", "biases", "activation"),
+    [
+        (True, False, None),
+        pytest.param(False, False, None, marks=pytest.mark.slow),
+        (True, True, ClampedSwiglu(limit=0.5)),
+    ],
+    ids=["gated", "plain", "as gpt-oss"],
+)
+def test_numbers_and_derivatives_by_xla(devices, gated, biases, activation):
+    index = jnp.asarray(routings(devices, 1)["any"], jnp.int32)
+    given = operands(devices, F32, gated=gated, biases=biases)
+    call = layer(devices, biases, activation=activation, backend="xla")
+    default = (lambda g, u: jax.nn.silu(g) * u) if gated else jax.nn.gelu
+    plain = functools.partial(dense, index=index, activation=activation or default, gated=gated)
+    out, routing = call(given[0], index, *given[1:])
+    np.testing.assert_allclose(out, plain(*given), rtol=1e-4, atol=1e-4)
+    counts = np.bincount(np.asarray(index)[np.asarray(index) >= 0], minlength=EXPERTS)
+    np.testing.assert_array_equal(routing.tokens_per_expert, counts)
+    bar = jax.random.normal(jax.random.key(9), out.shape)
+
+    def loss(call, *xs):
+        return jnp.sum(call(*xs) * bar)
+
+    every = tuple(range(len(given)))
+    found = jax.grad(functools.partial(loss, lambda x, *rest: call(x, index, *rest)[0]), every)(
+        *given
+    )
+    wanted = jax.grad(functools.partial(loss, plain), every)(*given)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+
+
+def test_forward_mode():
+    """Of the composition; the same as the transpose of reverse mode."""
+    index = jnp.asarray(routings(2, 1)["any"], jnp.int32)
+    given = operands(2, F32)
+    call = layer(2, False, backend="xla")
+    dots = operands(2, F32, seed=1)
+    _, out_dot = jax.jvp(lambda x, *rest: call(x, index, *rest)[0], given, dots)
+    plain = functools.partial(
+        dense, index=index, activation=lambda g, u: jax.nn.silu(g) * u, gated=True
+    )
+    _, wanted = jax.jvp(plain, given, dots)
+    np.testing.assert_allclose(out_dot, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_kernels_give_what_xla_gives():
+    """Forward and backward in the simulator: moves are the same, products round alike."""
+    index = jnp.asarray(routings(2, 2)["any"], jnp.int32)
+    given = operands(2, BF16)
+
+    def gradients(backend):
+        call = layer(2, False, backend=backend)
+
+        def loss(*xs):
+            return jnp.sum(call(xs[0], index, *xs[1:])[0].astype(F32))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+
+    plain = jax.tree.map(np.asarray, gradients("xla")(*given))
+    with st.simulate(core_count=4) as report:
+        fused = jax.tree.map(np.asarray, gradients("auto")(*given))
+    assert report.ok, str(report)
+    assert report.launches == 2 + 2 + 2 + 4
+    for x, y in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(w_in=(EXPERTS, D, F + 1)), "w_in is float32.*it must be"),
+        (dict(w_out=(EXPERTS, F, D + 1)), "w_out is float32.*with as many columns as x"),
+        (dict(weights=(2 * TOKENS, 2)), "weights is float32"),
+    ],
+)
+def test_bad_input(changes, message):
+    shapes = dict(
+        x=(2 * TOKENS, D), index=(2 * TOKENS, 3), weights=(2 * TOKENS, 3),
+        w_in=(EXPERTS, D, F), w_out=(EXPERTS, F, D),
+    ) | changes  # fmt: skip
+    given = [jnp.zeros(s, jnp.int32 if name == "index" else F32) for name, s in shapes.items()]
+    with pytest.raises(ValueError, match=f"mixture_of_experts: {message}"):
+        layer(2, False)(*given)
