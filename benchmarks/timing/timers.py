@@ -24,7 +24,7 @@ TARGET_RUN_US = 6000.0
 """Length of a run, so that the host's few microseconds of jitter are about 0.1%."""
 MOST_CALLS = 400
 LEAST_CALLS = 20
-SAMPLES_PER_VISIT = 4
+SAMPLES_PER_VISIT = 2
 
 
 class Timer(Protocol):
