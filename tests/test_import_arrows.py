@@ -192,9 +192,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "scaling": {"errors", "cases", "measurements", "predict", "targets"},
         "pages": {"errors", "peers", "measurements", "predict", "targets", "scaling"},
         "sweeps": {"errors", "cases", "peers", "measurements", "timing", "pages"},
+        "never_slower": {"errors", "cases", "peers", "measurements", "timing", "pages"},
         "commands": {
             *("errors", "cases", "peers", "measurements", "timing", "predict", "pages", "sweeps"),
-            *("targets", "links", "scaling"),
+            *("targets", "links", "scaling", "never_slower"),
         },
         "links": {"errors", "cases", "measurements", "timing", "targets"},
         "across_nodes": {  # a program, as the commands are

@@ -14,10 +14,18 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.commands import compare, document, links, predicted, show
+from stretto.benchmarks.commands import (
+    compare,
+    document,
+    executing,
+    links,
+    never_slower,
+    predicted,
+    show,
+)
 from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
-from stretto.benchmarks.commands.start import progress, start_devices
-from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
+from stretto.benchmarks.commands.start import start_devices
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.pages import plots, report, terminal, timeline
 from stretto.benchmarks.peers.peers import PEERS
@@ -38,6 +46,7 @@ VERBS = {
     "document": document.main,
     "links": links.main,
     "predicted": predicted.main,
+    "never-slower": never_slower.main,
 }
 
 
@@ -47,8 +56,9 @@ class BenchOptions:
 
     `stretto bench show FILE...` shows results again, merges them and draws them, `stretto bench
     compare A.json B.json` compares two, `stretto bench document FILE...` writes the documented
-    tables from them, `stretto bench links` measures the links between devices, and `stretto bench
-    predicted` says how well times are predicted.
+    tables from them, `stretto bench links` measures the links between devices, `stretto bench
+    predicted` says how well times are predicted, and `stretto bench never-slower` whether `auto`
+    is slower at sizes drawn at random.
     """
 
     kernels: Annotated[
@@ -228,19 +238,8 @@ def _execute(run: Run, tasks: list[Task], options: BenchOptions, console: Consol
     if helper is not None and (item := next(filter(_is_torchs, tasks), None)) is not None:
         # Importing PyTorch takes as long as compiling the first programs: both at once.
         helper.start(item.case.devices)
-    with contextlib.closing(helper) if helper else contextlib.nullcontext(), progress() as say:
-        try:
-            finished = run.execute(tasks, helper, console, options.budget, say)
-        except DeviceLostError as error:
-            print(f"stretto bench: {error}", file=sys.stderr)
-            print("What was measured is kept; continue with --resume.", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("stretto bench: interrupted; continue with --resume.", file=sys.stderr)
-            return 130
-    if not finished:
-        print("stretto bench: the time limit has passed; continue with --resume.", file=sys.stderr)
-    return 0
+    with contextlib.closing(helper) if helper else contextlib.nullcontext():
+        return executing.execute(run, tasks, helper, console, options.budget, "stretto bench")
 
 
 def _is_torchs(item: Task) -> bool:

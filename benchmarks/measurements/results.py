@@ -175,8 +175,24 @@ class Machine(msgspec.Struct, kw_only=True):
     commit: str
 
 
+class Draw(msgspec.Struct, kw_only=True, frozen=True):
+    """Cases that are drawn at random: `count` of these operations, on so many `devices`.
+
+    The sizes are a device's, from 1 to `largest`, and come from `seed` alone. Of each case up to
+    `candidates` of the kernels' configurations are drawn besides.
+    """
+
+    count: int
+    seed: int
+    operations: tuple[str, ...]
+    devices: int
+    type: str = "bfloat16"
+    largest: int = 16384
+    candidates: int = 10
+
+
 class Results(msgspec.Struct, kw_only=True):
-    """A whole results file."""
+    """A whole results file; of cases that were drawn it says how."""
 
     schema: str
     start_time: str
@@ -186,6 +202,7 @@ class Results(msgspec.Struct, kw_only=True):
     link_gb_per_s: float
     measurements: list[Measurement] = []
     predictions: list[Prediction] = []
+    draw: Draw | None = None
 
 
 def write(results: Results, path: pathlib.Path) -> None:

@@ -101,10 +101,10 @@ def equal_mark(timed: Timed) -> str:
 def equal_sentence(measurement: Measurement) -> str:
     """Who is as fast as the fastest, as far as can be told; empty if nobody is."""
     whole = {t.peer for t in measurement.timed if t.role not in (MATMUL, COMMUNICATION)}
-    fastest, *others = measurement.as_fast_as_the_fastest(whole) or [None]
-    if fastest is None or not others:
+    alike = measurement.as_fast_as_the_fastest(whole)
+    if len(alike) < 2:
         return ""
-    return f"equal to {label(fastest)}: {', '.join(map(label, others))}"
+    return f"equal to {label(alike[0])}: {', '.join(map(label, alike[1:]))}"
 
 
 def floor_sentence(measurement: Measurement) -> str:
