@@ -51,7 +51,7 @@ class Options:
     nodes: int = 2
     """Equal shares of the job's devices that count as nodes."""
     rounds: int | None = None
-    """How often each version is timed, in turns; each time four samples. Default: 8, 1 on CPUs."""
+    """How often each version is timed, in turns; each time two samples. Default: 16, 1 on CPUs."""
     pieces: str = "1,2,4"
     """In how many pieces ours moves between nodes, comma separated."""
     backend: str = ""
@@ -73,7 +73,7 @@ def main(options: Options) -> None:
     cases = cases_of(options, mesh.size, on_gpu)
     backend = options.backend or ("pallas" if on_gpu else "xla")
     peers = peers_across_nodes(backend, counts_of(options.pieces))
-    how = Settings(repeats=(options.rounds or (8 if on_gpu else 1)) * SAMPLES_PER_VISIT)
+    how = Settings(repeats=(options.rounds or (16 if on_gpu else 1)) * SAMPLES_PER_VISIT)
     about = msgspec.to_builtins(machine.describe())
     results = []
     with settings.nodes_of(mesh.shape[GPU]):

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "launch": ({"distributed"}, {"jax", "mpi4py", "tyro", "msgspec", "rich"}),
     "benchmarks": (
         {"distributed", "kernels", "launch", "configs"},
-        {"jax", "numpy", "tyro", "msgspec", "rich", "matplotlib", "torch", "ml_dtypes"},
+        {"jax", "numpy", "scipy", "tyro", "msgspec", "rich", "matplotlib", "torch", "ml_dtypes"},
     ),
     "configs": (set(), set()),
 }
@@ -201,9 +201,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "scaling": {"errors", "cases", "measurements", "predict", "targets"},
         "pages": {"errors", "peers", "measurements", "predict", "targets", "scaling"},
         "sweeps": {"errors", "cases", "peers", "measurements", "timing", "pages"},
+        "never_slower": {"errors", "cases", "peers", "measurements", "timing", "pages"},
         "commands": {
             *("errors", "cases", "peers", "measurements", "timing", "predict", "pages", "sweeps"),
-            *("targets", "links", "scaling"),
+            *("targets", "links", "scaling", "never_slower"),
         },
         "links": {"errors", "cases", "measurements", "timing", "targets"},
         "across_nodes": {  # a program, as the commands are

@@ -14,10 +14,18 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.commands import compare, document, links, predicted, show
+from stretto.benchmarks.commands import (
+    compare,
+    document,
+    executing,
+    links,
+    never_slower,
+    predicted,
+    show,
+)
 from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
-from stretto.benchmarks.commands.start import progress, start_devices
-from stretto.benchmarks.errors import BenchmarkError, DeviceLostError, UnavailableError
+from stretto.benchmarks.commands.start import start_devices
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.pages import plots, report, terminal, timeline
 from stretto.benchmarks.peers.peers import PEERS
@@ -29,7 +37,7 @@ from stretto.benchmarks.sweeps.run import Run
 from stretto.benchmarks.sweeps.sweep import Sweep, read_sweeps
 from stretto.benchmarks.timing.measure import Settings, first_line
 
-WIDTH = 100
+WIDTH = 110
 _ON_REQUEST = ", ".join(peer.name for peer in PEERS.values() if peer.on_request)
 PEERS_HELP = f"Who is timed, comma separated: {', '.join(PEERS)}; default: all but {_ON_REQUEST}."
 VERBS = {
@@ -38,6 +46,7 @@ VERBS = {
     "document": document.main,
     "links": links.main,
     "predicted": predicted.main,
+    "never-slower": never_slower.main,
 }
 
 
@@ -47,8 +56,9 @@ class BenchOptions:
 
     `stretto bench show FILE...` shows results again, merges them and draws them, `stretto bench
     compare A.json B.json` compares two, `stretto bench document FILE...` writes the documented
-    tables from them, `stretto bench links` measures the links between devices, and `stretto bench
-    predicted` says how well times are predicted.
+    tables from them, `stretto bench links` measures the links between devices, `stretto bench
+    predicted` says how well times are predicted, and `stretto bench never-slower` whether `auto`
+    is slower at sizes drawn at random.
     """
 
     kernels: Annotated[
@@ -87,7 +97,8 @@ class BenchOptions:
     list: bool = False
     """Time nothing; list the cases and how long they would take."""
     max_slowdown: Annotated[float | None, arg(metavar="PERCENT")] = None
-    """Exit with status 1 if `auto` is slower than XLA by more than this many percent."""
+    """Exit with status 1 if `auto` is slower than XLA by more than this many percent, the interval
+    of the ratio counted."""
     link_gb_per_s: float = 350.0
     """Bandwidth of a device's links that the floor assumes, in GB/s."""
     predict: str = ""
@@ -227,19 +238,8 @@ def _execute(run: Run, tasks: list[Task], options: BenchOptions, console: Consol
     if helper is not None and (item := next(filter(_is_torchs, tasks), None)) is not None:
         # Importing PyTorch takes as long as compiling the first programs: both at once.
         helper.start(item.case.devices)
-    with contextlib.closing(helper) if helper else contextlib.nullcontext(), progress() as say:
-        try:
-            finished = run.execute(tasks, helper, console, options.budget, say)
-        except DeviceLostError as error:
-            print(f"stretto bench: {error}", file=sys.stderr)
-            print("What was measured is kept; continue with --resume.", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("stretto bench: interrupted; continue with --resume.", file=sys.stderr)
-            return 130
-    if not finished:
-        print("stretto bench: the time limit has passed; continue with --resume.", file=sys.stderr)
-    return 0
+    with contextlib.closing(helper) if helper else contextlib.nullcontext():
+        return executing.execute(run, tasks, helper, console, options.budget, "stretto bench")
 
 
 def _is_torchs(item: Task) -> bool:
@@ -278,7 +278,9 @@ def _pictures(run: Run, options: BenchOptions) -> None:
 
 
 def _slowdown_status(run: Run, options: BenchOptions) -> int:
-    worst = terminal.worst_over_xla(run.results.measurements)
-    if options.max_slowdown is None or worst is None:
+    if options.max_slowdown is None:
         return 0
-    return int(worst[1] > 1 + options.max_slowdown / 100)
+    timed = [auto for one in run.results.measurements if (auto := one.of("auto")) is not None]
+    # Where there were too few rounds for an interval, the ratio itself counts.
+    lowest = [one.intervals.get("over_xla", (one.over_xla or 0.0,))[0] for one in timed]
+    return int(max(lowest, default=0.0) > 1 + options.max_slowdown / 100)

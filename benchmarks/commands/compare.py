@@ -1,4 +1,4 @@
-"""`stretto bench compare A.json B.json`: what changed beyond the spread."""
+"""`stretto bench compare A.json B.json`: what changed, as far as can be told."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.table import Table
 
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Measurement, Results, Timed
-from stretto.benchmarks.measurements.spread import Spread
+from stretto.benchmarks.measurements.spread import Interval, ratio_of_runs
 from stretto.benchmarks.pages import terminal
 
 
 class Verdict(enum.Enum):
     """What became of a peer's time."""
 
-    SAME = "within the spread"
+    EQUAL = "equal"
     FASTER = "faster"
     SLOWER = "slower"
     REGRESSION = "regression"
@@ -31,12 +31,16 @@ class Verdict(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One peer of one case in both files; the one that lacks it is None."""
+    """One peer of one case in both files; the one that lacks it is None.
+
+    `ratio` is its time after over that before, None where there were too few samples.
+    """
 
     measurement: Measurement
     before: Timed | None
     after: Timed | None
     verdict: Verdict
+    ratio: Interval | None = None
 
     @property
     def percent(self) -> float | None:
@@ -48,10 +52,10 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
-    """Say what changed between two results beyond the spread of their samples.
+    """Say what changed between two results.
 
-    Exits with status 1 if one of our kernels became slower by more than the threshold, or lost
-    its time.
+    Two times are equal where the 95% interval of their ratio holds 1. Exits with status 1 if one of
+    our kernels became slower by more than the threshold, or lost its time.
     """
 
     before: tyro.conf.Positional[pathlib.Path]
@@ -59,7 +63,7 @@ class CompareOptions:
     after: tyro.conf.Positional[pathlib.Path]
     """The newer results."""
     threshold: float = 3.0
-    """A slowdown beyond this many percent, and beyond the spread, is a regression."""
+    """A slowdown beyond this many percent, and not equal, is a regression."""
     all_peers: bool = False
     """Count other libraries' slowdowns as regressions too."""
 
@@ -95,28 +99,28 @@ def compare(before: Results, after: Results, threshold_percent: float) -> list[C
             continue
         names = dict.fromkeys(timed.peer for timed in (*old.timed, *new.timed))
         for name in names:
-            found.append(_change(new, old.of(name), new.of(name), threshold_percent))
+            found.append(_change(old, new, name, threshold_percent))
     return found
 
 
-def _change(
-    measurement: Measurement, before: Timed | None, after: Timed | None, threshold_percent: float
-) -> Change:
+def _change(old: Measurement, new: Measurement, peer: str, threshold_percent: float) -> Change:
+    before, after = old.of(peer), new.of(peer)
     if before is None:
-        return Change(measurement, before, after, Verdict.NEW)
+        return Change(new, before, after, Verdict.NEW)
     if after is None:
-        asked = any(missing.peer == before.peer for missing in measurement.missing)
-        verdict = Verdict.GONE if asked or measurement.skipped else Verdict.SAME
-        return Change(measurement, before, after, verdict)
-    if _spread(before).overlaps(_spread(after)):
-        verdict = Verdict.SAME
+        asked = any(missing.peer == before.peer for missing in new.missing)
+        verdict = Verdict.GONE if asked or new.skipped else Verdict.EQUAL
+        return Change(new, before, after, verdict)
+    ratio = ratio_of_runs(after.samples, before.samples, (new.per_visit, old.per_visit))
+    if ratio is None or ratio.holds(1):
+        verdict = Verdict.EQUAL
     elif after.time < before.time:
         verdict = Verdict.FASTER
     elif after.time > before.time * (1 + threshold_percent / 100):
         verdict = Verdict.REGRESSION
     else:
         verdict = Verdict.SLOWER
-    return Change(measurement, before, after, verdict)
+    return Change(new, before, after, verdict, ratio)
 
 
 def differences(before: Results, after: Results) -> list[str]:
@@ -133,32 +137,34 @@ def differences(before: Results, after: Results) -> list[str]:
     return found
 
 
-def _spread(timed: Timed) -> Spread:
-    return Spread(median=timed.time, p10=timed.time_p10, p90=timed.time_p90)
-
-
 def _is_ours(change: Change) -> bool:
     timed = change.before or change.after
     return timed is not None and timed.role == "fused"
 
 
 def _print(console: Console, changes: list[Change]) -> None:
-    shown = [change for change in changes if change.verdict is not Verdict.SAME]
+    shown = [change for change in changes if change.verdict is not Verdict.EQUAL]
     if shown:
         rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("case", "peer", "before us", "after us", "change", ""):
             rows.add_column(column, justify="left" if column in ("case", "peer", "") else "right")
         for change in shown:
-            percent = change.percent
             timed = change.after or change.before
             rows.add_row(
                 terminal.heading(change.measurement),
                 terminal.label(timed) if timed is not None else "",
                 terminal.number(change.before.time if change.before else None),
                 terminal.number(change.after.time if change.after else None),
-                "" if percent is None else f"{percent:+.1f}%",
+                _percent(change),
                 change.verdict.value,
             )
         console.print(rows)
     same = len(changes) - len(shown)
-    console.print(f"{len(changes)} times compared, {same} within the spread.", highlight=False)
+    console.print(f"{len(changes)} times compared, {same} equal.", highlight=False)
+
+
+def _percent(change: Change) -> str:
+    if change.percent is None:
+        return ""
+    half = "" if change.ratio is None else f"±{100 * change.ratio.half:.1f}"
+    return f"{change.percent:+.1f}{half}%"

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         readme = options.readme.read_text()
     except OSError as error:
         raise BenchmarkError(f"{options.readme}: {error.strerror}; see --readme.") from None
-    times = with_times(readme, performance.readme_times(found), str(options.readme))
+    times = between(readme, (BEGIN, END), performance.readme_times(found), str(options.readme))
     folder = options.pictures or options.page.parent / "pictures"
     if not options.check:
         _draw(found, folder)
@@ -106,9 +106,13 @@ def _relative(path: pathlib.Path, page: pathlib.Path) -> str:
     return os.path.relpath(path, page.parent).replace(os.sep, "/")
 
 
-def with_times(text: str, times: str, name: str) -> str:
-    """`text` with `times` between its markers; BenchmarkError if it lacks one."""
-    begin, end = text.find(BEGIN), text.find(END)
+def between(text: str, markers: tuple[str, str], body: str, name: str) -> str:
+    """`text`, the file called `name`, with `body` between its markers.
+
+    Raises:
+      BenchmarkError: it lacks a marker.
+    """
+    begin, end = (text.find(marker) for marker in markers)
     if begin < 0 or end < begin:
-        raise BenchmarkError(f"{name} needs a line {BEGIN} and after it a line {END}.")
-    return f"{text[: begin + len(BEGIN)]}\n{times}{text[end:]}"
+        raise BenchmarkError(f"{name} needs a line {markers[0]} and after it a line {markers[1]}.")
+    return f"{text[: begin + len(markers[0])]}\n{body}{text[end:]}"

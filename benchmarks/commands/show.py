@@ -16,7 +16,7 @@ from stretto.benchmarks.measurements import results
 from stretto.benchmarks.pages import plots, report, terminal
 from stretto.benchmarks.predict import predictions
 
-WIDTH = 100
+WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

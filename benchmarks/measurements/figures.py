@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 from stretto.benchmarks.cases import floors, shapes
 from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.measurements import intervals
 from stretto.benchmarks.measurements.results import Measurement, Timed, size_fields
 from stretto.benchmarks.measurements.spread import median_ratio
 from stretto.benchmarks.peers.peers import COMMUNICATION, MATMUL
 from stretto.kernels.operation import Sizes
 
 
-def begin(case: Case, sets: int) -> Measurement:
-    """A `Measurement` of `case` with nothing timed yet."""
+def begin(case: Case, sets: int, per_visit: int = 1) -> Measurement:
+    """A `Measurement` of `case` with nothing timed yet, `per_visit` samples of a peer at once."""
     return Measurement(
         kernel=case.operation.name,
         **size_fields(case.sizes),
@@ -24,6 +25,7 @@ def begin(case: Case, sets: int) -> Measurement:
         flops=case.work.flops,
         sent_bytes=case.work.sent_bytes,
         sets=sets,
+        per_visit=per_visit,
         communication_floor=floors.communication_floor(case),
     )
 
@@ -43,13 +45,16 @@ def complete(measurement: Measurement, case: Case, link_gb_per_s: float) -> None
         if measurement.floor is not None:
             timed.share_of_floor = measurement.floor / timed.time
         if xla is not None and xla is not timed:
-            timed.over_xla = median_ratio(timed.samples, xla.samples)
+            found = measurement.ratio(timed, xla)
+            alone = median_ratio(timed.samples, xla.samples)
+            timed.over_xla = alone if found is None else found.value
         if measurement.matmul_floor is not None:
             timed.exposed = timed.time - measurement.matmul_floor
             if communication is not None:
                 timed.overlap_efficiency = overlap_efficiency(
                     timed.time, measurement.matmul_floor, communication.time
                 )
+        intervals.fill(measurement, timed)
 
 
 def _rates(timed: Timed, case: Case) -> None:

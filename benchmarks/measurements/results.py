@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from stretto.benchmarks.cases import shapes
 from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.measurements import spread
+from stretto.benchmarks.measurements.spread import Interval
 from stretto.kernels.operation import Sizes
 from stretto.kernels.operations import OPERATIONS
 
@@ -25,7 +27,8 @@ SCHEMA = "stretto-bench/1"
 class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One peer's times of one case. Times in microseconds, bandwidths in GB/s (1e9 bytes).
 
-    `time` is the median of the `samples`, each of which is a mean over `calls` calls.
+    `time` is the median of the `samples`, each of which is a mean over `calls` calls. `intervals`
+    has the 95% interval of figures, by their names.
     """
 
     peer: str
@@ -44,6 +47,7 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     overlap_efficiency: float | None = None
     exposed: float | None = None
     over_xla: float | None = None
+    intervals: dict[str, tuple[float, float]] = {}
     relative_error: float | None = None
 
 
@@ -93,13 +97,14 @@ def size_fields(sizes: Sizes) -> dict[str, Any]:
 
 
 class Measurement(Sized, kw_only=True, omit_defaults=True):
-    """All peers' times of one case, taken in turns in one run."""
+    """All peers' times of one case, taken in turns in one run, `per_visit` samples each time."""
 
     size: int
     count: int
     flops: int
     sent_bytes: float
     sets: int = 1
+    per_visit: int = 4
     floor: float | None = None
     matmul_floor: float | None = None
     communication_floor: float | None = None
@@ -115,6 +120,19 @@ class Measurement(Sized, kw_only=True, omit_defaults=True):
     def of(self, peer: str) -> Timed | None:
         """The times of `peer`, None if it has none."""
         return next((timed for timed in self.timed if timed.peer == peer), None)
+
+    def ratio(self, ours: Timed, theirs: Timed) -> Interval | None:
+        """Our time over theirs, of pairs of neighbours in time; None where there are too few."""
+        return spread.ratio(ours.samples, theirs.samples, self.per_visit)
+
+    def as_fast_as_the_fastest(self, peers: Collection[str]) -> list[Timed]:
+        """The fastest of `peers` and those that cannot be told apart from it, fastest first."""
+        ranked = sorted((t for t in self.timed if t.peer in peers), key=lambda timed: timed.time)
+        return ranked[:1] + [
+            timed
+            for timed in ranked[1:]
+            if (found := self.ratio(timed, ranked[0])) is not None and found.holds(1)
+        ]
 
 
 class Prediction(Sized, kw_only=True, omit_defaults=True):
@@ -157,8 +175,24 @@ class Machine(msgspec.Struct, kw_only=True):
     commit: str
 
 
+class Draw(msgspec.Struct, kw_only=True, frozen=True):
+    """Cases that are drawn at random: `count` of these operations, on so many `devices`.
+
+    The sizes are a device's, from 1 to `largest`, and come from `seed` alone. Of each case up to
+    `candidates` of the kernels' configurations are drawn besides.
+    """
+
+    count: int
+    seed: int
+    operations: tuple[str, ...]
+    devices: int
+    type: str = "bfloat16"
+    largest: int = 16384
+    candidates: int = 10
+
+
 class Results(msgspec.Struct, kw_only=True):
-    """A whole results file."""
+    """A whole results file; of cases that were drawn it says how."""
 
     schema: str
     start_time: str
@@ -168,6 +202,7 @@ class Results(msgspec.Struct, kw_only=True):
     link_gb_per_s: float
     measurements: list[Measurement] = []
     predictions: list[Prediction] = []
+    draw: Draw | None = None
 
 
 def write(results: Results, path: pathlib.Path) -> None:

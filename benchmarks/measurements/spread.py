@@ -1,4 +1,10 @@
-"""Order statistics of repeated times."""
+"""Statistics of repeated times: order statistics, and intervals of ratios and differences.
+
+Samples of one visit follow each other at once and are much alike; what counts as an observation is
+a visit, as its median. Timers visited in one round are neighbours in time and make a pair. The
+intervals are Student's t intervals at 95%: of the mean of the pairs' log ratios (so of their
+geometric mean), or of their differences.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +25,23 @@ class Spread:
     p10: float
     p90: float
 
-    def overlaps(self, other: Spread) -> bool:
-        """Whether the two ranges from `p10` to `p90` share a value."""
-        return self.p10 <= other.p90 and other.p10 <= self.p90
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean, and the 95% interval in which it lies."""
+
+    value: float
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the interval has `value` in it, so that it cannot be told apart from the mean."""
+        return self.low <= value <= self.high
+
+    @property
+    def half(self) -> float:
+        """Half the width: what stands after "±"."""
+        return (self.high - self.low) / 2
 
 
 def spread(samples: Sequence[float]) -> Spread:
@@ -35,3 +58,58 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     if not pairs:
         raise ValueError("no samples; at least one pair is needed.")
     return float(np.median(np.asarray(ours[:pairs]) / np.asarray(theirs[:pairs])))
+
+
+def visits(samples: Sequence[float], per_visit: int) -> np.ndarray:
+    """The median of each visit, of which a sample list has one after another."""
+    found = [samples[at : at + per_visit] for at in range(0, len(samples), per_visit)]
+    return np.array([np.median(visit) for visit in found])
+
+
+def interval(values: Sequence[float] | np.ndarray) -> Interval | None:
+    """The mean of independent observations; None of fewer than two, which have no interval."""
+    values = np.asarray(values, dtype=np.float64)
+    if len(values) < 2:
+        return None
+    return _around(values.mean(), values.var(ddof=1) / len(values), len(values) - 1)
+
+
+def geometric(ratios: np.ndarray) -> Interval | None:
+    """The geometric mean of independent ratios; None of fewer than two."""
+    return _exponential(interval(np.log(ratios)))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], per_visit: int) -> Interval | None:
+    """Our time over theirs, by pairs of visits of one round; None of fewer than two pairs."""
+    a, b = visits(ours, per_visit), visits(theirs, per_visit)
+    pairs = min(len(a), len(b))
+    return geometric(a[:pairs] / b[:pairs])
+
+
+def ratio_of_runs(
+    ours: Sequence[float], theirs: Sequence[float], per_visit: tuple[int, int]
+) -> Interval | None:
+    """Our time over theirs where they come from two runs, and make no pairs: by Welch's t.
+
+    None of fewer than two visits in either.
+    """
+    logs = [
+        np.log(visits(samples, count))
+        for samples, count in zip((ours, theirs), per_visit, strict=True)
+    ]
+    if min(map(len, logs)) < 2:
+        return None
+    variances = [one.var(ddof=1) / len(one) for one in logs]
+    total = sum(variances)
+    freedom = sum(v**2 / (len(one) - 1) for v, one in zip(variances, logs, strict=True))
+    freedom = total**2 / freedom if freedom else np.inf
+    return _exponential(_around(logs[0].mean() - logs[1].mean(), total, freedom))
+
+
+def _around(mean: float, variance: float, freedom: float) -> Interval:
+    half = np.sqrt(variance) * stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+    return Interval(float(mean), float(mean - half), float(mean + half))
+
+
+def _exponential(found: Interval | None) -> Interval | None:
+    return found and Interval(*(float(np.exp(value)) for value in dataclasses.astuple(found)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stretto.benchmarks.measurements.results import Measurement, Results, Timed
+from stretto.benchmarks.measurements.spread import Interval
 from stretto.benchmarks.pages.terminal import number, peer_label, percent
 from stretto.benchmarks.peers.peers import COMMUNICATION, MATMUL, PEERS
 
@@ -48,9 +49,20 @@ def limits_table(measurements: Iterable[Measurement]) -> str:
             cells.append(
                 f"{number(timed.time)} ({number(timed.time_p10)} to {number(timed.time_p90)})"
             )
-        body.append([*cells, f"{100 * (bounded.time / unbounded.time - 1):+.1f}%"])
+        body.append([*cells, difference(measurement.ratio(bounded, unbounded))])
     header = ["kernel", "shape", "devices", "with the limit", "without", "difference"]
     return rows(header, body, left=2) if body else ""
+
+
+def difference(ratio: Interval | None) -> str:
+    """By how many percent a time is the larger, with its interval; "equal" where it may be none.
+
+    A dash where there were too few rounds for an interval.
+    """
+    if ratio is None:
+        return NONE
+    percents = f"{100 * (ratio.value - 1):+.1f}±{100 * ratio.half:.1f}%"
+    return f"equal ({percents})" if ratio.holds(1) else percents
 
 
 def microseconds(timed: Timed | None, with_share: bool = False) -> str:
@@ -62,17 +74,20 @@ def microseconds(timed: Timed | None, with_share: bool = False) -> str:
 
 
 def times_table(measurements: Sequence[Measurement], leave_out: Sequence[str] = ()) -> str:
-    """Cases of any kernels, one a row: floor and every peer's time, ours with its share."""
+    """Cases of any kernels, one a row: floor and every peer's time, ours with its share.
+
+    In bold the fastest, and whoever cannot be told apart from it.
+    """
     names = [name for name in operation_peers(measurements) if name not in leave_out]
     header = ["kernel", "shape", "floor", *map(peer_label, names)]
     body = []
     for measurement in measurements:
         cells = [f"`{measurement.kernel}`", measurement.shape, number(measurement.floor) or NONE]
-        fastest = min((timed.time for timed in measurement.timed if timed.peer in names), default=0)
+        fastest = {timed.peer for timed in measurement.as_fast_as_the_fastest(names)}
         for name in names:
             timed = measurement.of(name)
             text = microseconds(timed, with_share=timed is not None and timed.role == "fused")
-            cells.append(f"**{text}**" if timed is not None and timed.time == fastest else text)
+            cells.append(f"**{text}**" if name in fastest else text)
         body.append(cells)
     return rows(header, body, left=2)
 

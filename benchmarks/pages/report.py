@@ -40,11 +40,13 @@ _METHOD = (
     "A sample is the device's time for a run of many calls inside one <code>jit</code>, each"
     " waiting for the one before, divided by their number: the interval between the completions"
     " of runs that were queued back to back.",
-    "All peers of a case are visited in turns, in a new random order each round, so that the"
-    " card's drift meets them alike. Operands are random, and rotate through several sets where"
-    " one would stay in the L2.",
+    "All peers of a case are visited in turns, in orders of which each peer follows each other"
+    " equally often, so that the card's drift meets them alike. Operands are random, and rotate"
+    " through several sets where one would stay in the L2.",
     "A time is the median over the samples, each the maximum over processes; p10 and p90 are the"
-    " tenth and ninetieth percentile.",
+    " tenth and ninetieth percentile. After ± stands half of a 95% interval: Student's, of the"
+    " mean over the rounds, of a ratio that of its logarithm. Two whose ratio may be 1 are called"
+    " equal (=).",
     "The floor is the larger of the fastest matmul alone, timed in the same run, and of the bytes"
     " that a device must send over the link. Exposed is the time beyond the matmul; overlap the"
     " share of the shorter part that was hidden.",
@@ -104,6 +106,8 @@ def _case(measurement: Measurement) -> str:
     floor = ""
     if measurement.floor is not None:
         floor = f"<p class=soft>{_text(terminal.floor_sentence(measurement))}.</p>"
+    if equal := terminal.equal_sentence(measurement):
+        floor += f"<p class=soft>{_text(equal)}.</p>"
     return (
         f"{heading}<div class=scroll><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table></div>{floor}{_missing(measurement)}"

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.measurements.results import Measurement, Prediction, Results, Timed
-from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.peers.peers import COMMUNICATION, MATMUL, PEERS
 
 NOT_A_MEASUREMENT = (
     "CPU devices, or a rehearsal: the times show that the benchmark runs, not how fast anything is."
@@ -39,6 +39,8 @@ def print_measurement(console: Console, measurement: Measurement, platform: str)
     console.print(table)
     if measurement.floor is not None:
         console.print(f"  {floor_sentence(measurement)}", highlight=False)
+    if equal := equal_sentence(measurement):
+        console.print(f"  {equal}", highlight=False)
     for missing in measurement.missing:
         line = f"  no {peer_label(missing.peer)}: {missing.reason}"
         console.print(line, highlight=False, markup=False)
@@ -75,11 +77,34 @@ def peer_label(peer: str) -> str:
 def cells(timed: Timed, collective: bool) -> list[str]:
     """One peer's figures as text, empty where there is none."""
     rates = [timed.alg_bw, timed.bus_bw] if collective else [timed.tflops]
-    share = percent(timed.share_of_floor)
-    overlap = [] if collective else [number(timed.exposed), percent(timed.overlap_efficiency)]
+    share = percent(timed.share_of_floor) + margin(timed, "share_of_floor", 100, 0)
+    hidden = percent(timed.overlap_efficiency) + margin(timed, "overlap_efficiency", 100, 0)
+    overlap = [] if collective else [number(timed.exposed) + margin(timed, "exposed", 1, 1), hidden]
     ratio = "" if timed.over_xla is None else f"{timed.over_xla:.3f}"
+    ratio += margin(timed, "over_xla", 1, 3) + equal_mark(timed)
     times = [number(timed.time), number(timed.time_p10), number(timed.time_p90)]
     return [*times, *(number(rate) for rate in rates), share, *overlap, ratio]
+
+
+def margin(timed: Timed, figure: str, scale: float, digits: int) -> str:
+    """Half the width of a figure's 95% interval, as "±1"; empty where there is none."""
+    found = timed.intervals.get(figure)
+    return "" if found is None else f"±{scale * (found[1] - found[0]) / 2:.{digits}f}"
+
+
+def equal_mark(timed: Timed) -> str:
+    """ " =" where a time cannot be told apart from XLA's."""
+    low, high = timed.intervals.get("over_xla", (2, 2))
+    return " =" if low <= 1 <= high else ""
+
+
+def equal_sentence(measurement: Measurement) -> str:
+    """Who is as fast as the fastest, as far as can be told; empty if nobody is."""
+    whole = {t.peer for t in measurement.timed if t.role not in (MATMUL, COMMUNICATION)}
+    alike = measurement.as_fast_as_the_fastest(whole)
+    if len(alike) < 2:
+        return ""
+    return f"equal to {label(alike[0])}: {', '.join(map(label, alike[1:]))}"
 
 
 def floor_sentence(measurement: Measurement) -> str:
@@ -135,10 +160,13 @@ def never_slower_line(measurements: list[Measurement], peer: str = "auto") -> st
     if worst is None:
         return None
     measurement, ratio = worst
-    cases = sum(1 for m in measurements if (t := m.of(peer)) and t.over_xla is not None)
+    beside = [t for m in measurements if (t := m.of(peer)) and t.over_xla is not None]
+    worst_one = next(timed for timed in measurement.timed if timed.peer == peer)
+    slower = sum(timed.intervals.get("over_xla", (0,))[0] > 1 for timed in beside)
     return (
-        f"{PEERS[peer].label} over XLA, {cases} cases: at worst {ratio:.3f}, at"
-        f" {heading(measurement)}"
+        f"{PEERS[peer].label} over XLA, {len(beside)} cases: at worst"
+        f" {ratio:.3f}{margin(worst_one, 'over_xla', 1, 3)}, at {heading(measurement)};"
+        f" slower in {slower}, as far as can be told"
     )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from stretto.benchmarks.errors import BenchmarkError, DeviceLostError
 from stretto.benchmarks.measurements import figures, results
 from stretto.benchmarks.measurements.machine import describe
-from stretto.benchmarks.measurements.results import Machine, Measurement, Results
+from stretto.benchmarks.measurements.results import Draw, Machine, Measurement, Results
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.sweeps import plan
 from stretto.benchmarks.sweeps.expand import Task
@@ -37,6 +37,8 @@ class Run:
       command: the command line, for the record.
       settings: how to time.
       rehearsal: the results will be no measurement of speed, whatever the devices.
+      draw: how the cases were drawn, if they were; results of another draw are not continued.
+      batch: cases whose programs are compiled together.
     """
 
     def __init__(
@@ -48,9 +50,12 @@ class Run:
         command: Sequence[str],
         settings: Settings,
         rehearsal: bool = False,
+        draw: Draw | None = None,
+        batch: int = BATCH,
     ):
         self._path = path
         self._settings = settings
+        self._most = batch
         machine = describe()
         self.results = Results(
             schema=results.SCHEMA,
@@ -59,11 +64,12 @@ class Run:
             machine=machine,
             measurement_of_speed=machine.platform == "gpu" and not rehearsal,
             link_gb_per_s=settings.link_gb_per_s,
+            draw=draw,
         )
         # Only the first process may see the file; it tells the others what is done.
         first = jax.process_index() == 0
         if path is not None and first and path.exists() and not overwrite:
-            self.results.measurements = _earlier(path, resume, machine)
+            self.results.measurements = _earlier(path, resume, machine, draw)
 
     @property
     def done(self) -> set[tuple]:
@@ -115,7 +121,7 @@ class Run:
         if jax.process_count() > 1:
             return 1
         size = 0
-        while size < min(BATCH, len(todo)) and left_s > 0:
+        while size < min(self._most, len(todo)) and left_s > 0:
             left_s -= plan.seconds(todo[size].case, todo[size].peers, self._settings)
             size += 1
         return max(1, size)
@@ -175,7 +181,9 @@ class Run:
             results.write(self.results, self._path)
 
 
-def _earlier(path: pathlib.Path, resume: bool, machine: Machine) -> list[Measurement]:
+def _earlier(
+    path: pathlib.Path, resume: bool, machine: Machine, draw: Draw | None
+) -> list[Measurement]:
     """The measurements in `path`, to continue with."""
     if not resume:
         raise BenchmarkError(
@@ -188,4 +196,6 @@ def _earlier(path: pathlib.Path, resume: bool, machine: Machine) -> list[Measure
             raise BenchmarkError(
                 f"{path}: its {what} is {there!r}, here it is {here!r}; write to another file."
             )
+    if found.draw != draw:
+        raise BenchmarkError(f"{path}: it holds {found.draw}, not {draw}; write to another file.")
     return found.measurements

@@ -20,7 +20,7 @@ from stretto.benchmarks.peers.peers import FUSED, Peer, applies
 from stretto.benchmarks.timing import memory
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.prepare import Bench, Ready
-from stretto.benchmarks.timing.timers import Timer
+from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, Timer
 from stretto.benchmarks.timing.turns import in_turns
 from stretto.distributed.errors import BackendUnavailableError
 
@@ -124,7 +124,7 @@ def take(
         skipped = figures.begin(case, 0)
         skipped.skipped = prepared.skipped
         return skipped
-    measurement = figures.begin(case, bench.sets)
+    measurement = figures.begin(case, bench.sets, SAMPLES_PER_VISIT)
     programs = _enter(bench, prepared.peers, settings, helper, measurement, say)
     _take_turns(programs, settings, measurement, bench.mesh, say)
     timed = {

@@ -11,6 +11,7 @@ some thousand launches, and who wants to queue more has to wait for room.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ TARGET_RUN_US = 6000.0
 """Length of a run, so that the host's few microseconds of jitter are about 0.1%."""
 MOST_CALLS = 400
 LEAST_CALLS = 20
-SAMPLES_PER_VISIT = 4
+SAMPLES_PER_VISIT = 2
 
 
 class Timer(Protocol):
@@ -127,6 +128,17 @@ def maximum_over_processes(values: np.ndarray) -> np.ndarray:
 def agreed(flag: bool) -> bool:
     """Whether any process says so; every process must call it."""
     return bool(maximum_over_processes(np.asarray([float(flag)]))[0])
+
+
+def first_process_draws() -> int:
+    """A number of 31 bits from the system's randomness, the same on all processes.
+
+    Every process must call it.
+    """
+    drawn = np.asarray(secrets.randbits(31), dtype=np.int32)
+    if jax.process_count() > 1:
+        drawn = multihost_utils.broadcast_one_to_all(drawn)
+    return int(drawn)
 
 
 def first_process_says(flags: Sequence[bool]) -> list[bool]:

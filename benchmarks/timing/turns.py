@@ -1,4 +1,4 @@
-"""Timers visited in turns and random order, so that the card's drift meets all of them alike."""
+"""Timers visited in turns, in balanced orders, so that the card's drift meets all alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from stretto.benchmarks.timing import balance
 from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, Timer
 
 
@@ -22,28 +23,30 @@ def in_turns(
     """So many `samples` of each timer, in its unit.
 
     Args:
-      timers: visited in a new order each round. It comes from the seed, so that it is the same on
-        every process.
+      timers: visited in a new order each round (`balance.orders`). It comes from the seed, so that
+        it is the same on every process.
       samples: of each.
-      seed: of the order.
+      seed: of the orders.
       per_visit: samples of a visit; the last one takes what is left.
       rest_s: seconds of idle after each visit.
       failed: told the place of a timer that raised and what it raised; the timer is left out from
         then on, without samples. None to raise it.
       say: told how much is left.
     """
-    order = random.Random(seed)
+    rng = random.Random(seed)
     found: list[list[float]] = [[] for _ in timers]
     active = list(range(len(timers)))
-    while samples > 0:
+    rounds = balance.orders(active, rng)
+    while samples > 0 and active:
         say(f"timing, {samples} samples to go")
-        for place in order.sample(active, len(active)):
+        for place in next(rounds):
             try:
                 found[place] += timers[place].visit(min(samples, per_visit))
             except Exception as error:
                 if failed is None:
                     raise
                 active.remove(place)
+                rounds = balance.orders(active, rng)
                 found[place] = []
                 failed(place, error)
             time.sleep(rest_s)

@@ -1,12 +1,16 @@
-"""Device times are those between completions, however long it took to queue the runs."""
+"""Device times are those between completions, however long it took to queue; turns are balanced."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 
+from stretto.benchmarks.timing import balance
 from stretto.benchmarks.timing.timers import LoopTimer
 from stretto.benchmarks.timing.turns import in_turns
 
@@ -41,6 +45,33 @@ def test_time_of_runs_that_fill_the_queue(room: int) -> None:
     timer = LoopTimer(program, None, (), calls=10, queued=True)
     times = timer.visit(4)
     assert min(times) > 0.2 * RUN_S * 1e6 / 10
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
+def test_in_a_design_everybody_follows_everybody_equally_often(count: int) -> None:
+    rows = balance.design(count)
+    assert len(rows) == (count if count % 2 == 0 else 2 * count)
+    assert all(sorted(row) == list(range(count)) for row in rows)
+    follows = Counter(pair for row in rows for pair in itertools.pairwise(row))
+    each = len(rows) // max(count, 1)
+    pairs = itertools.permutations(range(count), 2)
+    assert follows == Counter(dict.fromkeys(pairs, each))
+    turns = Counter((turn, place) for row in rows for turn, place in enumerate(row))
+    assert set(turns.values()) == {each}
+
+
+@pytest.mark.parametrize("count", [2, 6, 7])
+def test_orders_are_whole_designs_in_any_order(count: int) -> None:
+    found = balance.orders(range(count), random.Random(3))
+    size = len(balance.design(count))
+    first, second = (list(itertools.islice(found, size)) for _ in range(2))
+    for rows in (first, second):
+        follows = Counter(pair for row in rows for pair in itertools.pairwise(row))
+        assert len(follows) == count * (count - 1) and len(set(follows.values())) == 1
+    assert count == 2 or first != second
+    # Part of a design of an even number has no pair twice.
+    part = [pair for row in first[: size // 2] for pair in itertools.pairwise(row)]
+    assert count % 2 or len(set(part)) == len(part)
 
 
 class Counted:

@@ -1,0 +1,42 @@
+"""A sweep as a command runs it: what becomes of lost devices, interruptions and time limits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from stretto.benchmarks.commands.start import progress
+from stretto.benchmarks.errors import DeviceLostError
+from stretto.benchmarks.sweeps.expand import Task
+from stretto.benchmarks.sweeps.run import Run
+from stretto.benchmarks.timing.measure import Helper
+
+
+def execute(
+    run: Run,
+    tasks: Sequence[Task],
+    helper: Helper | None,
+    console: Console,
+    budget_s: float | None,
+    name: str,
+) -> int:
+    """Times what is not done yet, and says on stderr why it ended early, under the command's name.
+
+    Returns the exit status: 0, also where the time limit passed; 1 if the devices were lost; 130
+    if it was interrupted.
+    """
+    with progress() as say:
+        try:
+            finished = run.execute(tasks, helper, console, budget_s, say)
+        except DeviceLostError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            print("What was measured is kept; continue with --resume.", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted; continue with --resume.", file=sys.stderr)
+            return 130
+    if not finished:
+        print(f"{name}: the time limit has passed; continue with --resume.", file=sys.stderr)
+    return 0

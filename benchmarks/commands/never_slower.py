@@ -1,0 +1,169 @@
+"""`stretto bench never-slower`: whether `auto` is slower anywhere, at sizes drawn at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+from tyro.conf import arg
+
+from stretto.benchmarks.cases.shapes import operation_named
+from stretto.benchmarks.commands import executing
+from stretto.benchmarks.commands.arguments import KERNELS_HELP, split
+from stretto.benchmarks.commands.document import between
+from stretto.benchmarks.commands.start import start_devices
+from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.measurements import results
+from stretto.benchmarks.measurements.results import Draw, Results
+from stretto.benchmarks.never_slower import candidates, summary
+from stretto.benchmarks.never_slower.draw import cases
+from stretto.benchmarks.pages import terminal
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.sweeps.expand import Task
+from stretto.benchmarks.sweeps.run import Run
+from stretto.benchmarks.sweeps.sweep import DTYPES
+from stretto.benchmarks.timing.measure import Settings
+from stretto.benchmarks.timing.timers import first_process_draws
+from stretto.kernels.operations import OPERATIONS
+
+NAME = "stretto bench never-slower"
+BATCH = 6
+"""Cases whose programs, a dozen each, are compiled together."""
+BEGIN, END = "<!-- never-slower -->", "<!-- /never-slower -->"
+WIDTH = 110
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeverSlowerOptions:
+    """Draw sizes, and time `auto` beside XLA and beside configurations that are drawn as well.
+
+    Sizes are a device's, log-uniform, a third of them odd; memory that is not there is said. The
+    same command with --resume continues. Exits with status 1 if `auto` was slower than XLA
+    somewhere: where the 95% interval of the ratio lies above 1.02.
+    """
+
+    random: int = 200
+    """How many cases to draw, over all operations."""
+    seed: int = 0
+    """Of the sizes and of the configurations; the order of turns is another one in each run."""
+    json: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
+    """Write results here, each as it comes."""
+    resume: bool = False
+    """Continue with the results in the --json file."""
+    overwrite: bool = False
+    """Drop the results in the --json file."""
+    minutes: float | None = None
+    """Stop after so many minutes; --resume goes on later."""
+    kernels: Annotated[str, arg(help=f"Operations, comma separated: {KERNELS_HELP}")] = "all"
+    devices: int | None = None
+    """How many devices; default: all."""
+    dtype: str = "bfloat16"
+    """Element type."""
+    largest: int = 16384
+    """The largest size of a device."""
+    candidates: int = 10
+    """Configurations that are drawn for each case; 0 for none."""
+    repeats: int = 20
+    """Samples per program and case, two a visit."""
+    results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
+    """Time nothing; say what these results came to."""
+    page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
+    """Write what the results came to into this page, between its markers `<!-- never-slower -->`
+    and `<!-- /never-slower -->`."""
+    commit: str = ""
+    """The commit to record, where this copy of Stretto is no checkout."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `stretto bench never-slower ARGV`; 0, 1 if `auto` was slower, 130 if interrupted."""
+    options = tyro.cli(NeverSlowerOptions, prog=NAME, args=argv)
+    if options.results:
+        return _say(options, [results.read(path) for path in options.results])
+    _check(options)
+    start_devices()
+    draw = draw_of(options, jax.device_count())
+    peers = [PEERS["auto"], PEERS["xla"]]
+    peers += [candidates.peer(draw)] if draw.candidates else []
+    tasks = [Task(case, tuple(peers)) for case in cases(draw)]
+    run = Run(
+        options.json,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        command=[*NAME.split(), *argv],
+        settings=Settings(repeats=options.repeats, seed=first_process_draws()),
+        draw=draw,
+        batch=BATCH,
+    )
+    run.results.machine.commit = run.results.machine.commit or options.commit
+    console = Console(width=max(WIDTH, Console().width))
+    budget_s = None if options.minutes is None else 60 * options.minutes
+    status = executing.execute(run, tasks, None, console, budget_s, NAME)
+    if jax.process_index() != 0:
+        return status
+    run.save()
+    return status or _say(options, [run.results])
+
+
+def draw_of(options: NeverSlowerOptions, devices: int) -> Draw:
+    """What the options ask to be drawn, where there are so many devices.
+
+    Raises:
+      BenchmarkError: they ask for more devices than there are, or for an unknown operation.
+    """
+    if options.devices is not None and not 1 <= options.devices <= devices:
+        raise BenchmarkError(f"--devices {options.devices} must be from 1 to {devices}, all here.")
+    names = tuple(OPERATIONS) if options.kernels == "all" else split(options.kernels)
+    try:
+        operations = [operation_named(name) for name in names]
+    except ValueError as error:
+        raise BenchmarkError(str(error)) from None
+    return Draw(
+        count=options.random,
+        seed=options.seed,
+        operations=tuple(operation.name for operation in operations),
+        devices=options.devices or devices,
+        type=options.dtype,
+        largest=options.largest,
+        candidates=options.candidates,
+    )
+
+
+def _check(options: NeverSlowerOptions) -> None:
+    least = {"random": 1, "largest": 8, "repeats": 4, "candidates": 0}
+    for name, wanted in least.items():
+        value = getattr(options, name)
+        if value < wanted:
+            raise BenchmarkError(f"--{name} {value} must be at least {wanted}.")
+    if options.dtype not in DTYPES:
+        raise BenchmarkError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}.")
+    if options.resume and options.json is None:
+        raise BenchmarkError("--resume continues a results file; name it with --json.")
+
+
+def _say(options: NeverSlowerOptions, found: list[Results]) -> int:
+    """Prints what the results came to, and writes it into the page; 1 if `auto` was slower."""
+    if any(one.draw is None for one in found):
+        raise BenchmarkError(f"these are no results of {NAME}.")
+    for one in found:
+        if not one.measurement_of_speed:
+            print(terminal.NOT_A_MEASUREMENT)
+        print(summary.of(one))
+    if options.page is not None:
+        _write(options.page, found)
+    return int(any(summary.slower(one) for one in found))
+
+
+def _write(page: pathlib.Path, found: list[Results]) -> None:
+    if not all(one.measurement_of_speed for one in found):
+        raise BenchmarkError("results of a CPU are no measurement of speed; no page is written.")
+    try:
+        text = page.read_text()
+    except OSError as error:
+        raise BenchmarkError(f"{page}: {error.strerror}; it must have its markers.") from None
+    body = "\n".join(summary.of(one) for one in found)
+    page.write_text(between(text, (BEGIN, END), body, str(page)))
+    print(f"wrote {page}")

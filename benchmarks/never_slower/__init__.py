@@ -1,0 +1,1 @@
+"""Whether `backend="auto"` is anywhere slower, at sizes that nobody chose."""

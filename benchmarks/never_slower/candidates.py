@@ -1,0 +1,51 @@
+"""Configurations of the tuner, a few of them drawn, as one peer: the best of them is timed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from jax.sharding import Mesh
+
+from stretto.benchmarks.cases.candidate import Candidate
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.measurements.machine import is_gpu
+from stretto.benchmarks.measurements.results import Draw
+from stretto.benchmarks.peers.peers import FUSED, Peer
+from stretto.benchmarks.timing.tune import configs_for
+from stretto.kernels.choice.tables import config_to_data
+from stretto.kernels.problem.machine import Machine
+
+DRAWN = "drawn"
+"""The peer's name."""
+
+
+def peer(draw: Draw) -> Peer:
+    """The peer whose candidates are up to `draw.candidates` configurations of the tuner's.
+
+    Which ones comes from the draw's seed and the case. On a CPU they compute by XLA.
+    """
+
+    def candidates(case: Case, mesh: Mesh) -> list[Candidate]:
+        device = mesh.devices.flat[0]
+        on_gpu = is_gpu(device.platform)
+        machine = Machine.of_kind(device.platform, device.device_kind)
+        configs = configs_for(case, machine)
+        rng = random.Random(f"{draw.seed} {case}")
+        return [
+            Candidate(
+                body=case.call("pallas" if on_gpu else "auto", config),
+                operands=case.operands,
+                config=json.dumps(config_to_data(config)),
+            )
+            for config in rng.sample(configs, min(draw.candidates, len(configs)))
+        ]
+
+    return Peer(
+        name=DRAWN,
+        label="the best configuration drawn",
+        role=FUSED,
+        candidates=candidates,
+        by_xla=False,
+        trace_s=float(draw.candidates),
+    )

@@ -1,0 +1,85 @@
+"""What the times of a drawn case say of `auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.cases.shapes import operation_named
+from stretto.benchmarks.measurements.results import Measurement
+from stretto.benchmarks.measurements.spread import Interval
+from stretto.benchmarks.never_slower.candidates import DRAWN
+
+SLOWER = 1.02
+"""`auto` is slower than XLA where the whole interval of its ratio lies above this."""
+FASTER = 0.97
+"""A configuration is faster than `auto` where the whole interval of its ratio lies below this."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One case.
+
+    Attributes:
+      case: what was timed.
+      skipped: why nothing was, "" if it was.
+      over_xla: `auto`'s time over XLA's; None where one of them has no time.
+      same_program: whether `auto` is XLA's program, so that there is nothing to be slower.
+      drawn: the time of the best configuration that was drawn over `auto`'s; None without one.
+      backend: what served `auto`.
+      config: of the best one drawn.
+      wrong: what is wrong with a result of ours, or "".
+    """
+
+    case: Case
+    skipped: str = ""
+    over_xla: Interval | None = None
+    same_program: bool = False
+    drawn: Interval | None = None
+    backend: str = ""
+    config: str = ""
+    wrong: str = ""
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether `auto` is slower than XLA by more than 2%, as surely as the interval is."""
+        return self.over_xla is not None and self.over_xla.low > SLOWER
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the interval has 1.02 in it: nothing can be said."""
+        return self.over_xla is not None and self.over_xla.holds(SLOWER)
+
+    @property
+    def is_beaten(self) -> bool:
+        """Whether a configuration that was drawn is faster than `auto` by more than 3%."""
+        return self.drawn is not None and self.drawn.high < FASTER
+
+
+def verdict(measurement: Measurement) -> Verdict:
+    """What one measurement of `auto`, XLA and the configurations that were drawn says."""
+    operation = operation_named(measurement.kernel)
+    case = Case(
+        operation=operation,
+        sizes={name: measurement.sizes[name] for name in operation.sizes},
+        dtype=measurement.type,
+        devices=measurement.devices,
+    )
+    if measurement.skipped:
+        return Verdict(case=case, skipped=measurement.skipped)
+    auto, xla, drawn = (measurement.of(name) for name in ("auto", "xla", DRAWN))
+    reasons = {missing.peer: missing.reason for missing in measurement.missing}
+    wrong = "; ".join(reason for reason in reasons.values() if "result is wrong" in reason)
+    if auto is None or xla is None:
+        failed = "auto" if auto is None else "xla"
+        reason = reasons.get(failed, "it was not timed")
+        return Verdict(case=case, skipped=f"{failed}: {reason}", wrong=wrong)
+    return Verdict(
+        case=case,
+        over_xla=measurement.ratio(auto, xla),
+        same_program=auto.samples == xla.samples,
+        drawn=None if drawn is None else measurement.ratio(drawn, auto),
+        backend=auto.backend,
+        config="" if drawn is None else drawn.config,
+        wrong=wrong,
+    )
