@@ -27,8 +27,9 @@ def load(block: Block, gates: Gates | None, ring: Ring) -> None:
             if gates is not None:
                 gates.go_through(i, k)
             # Each copy, once complete, publishes its tile to whoever multiplies.
-            parts.lhs.load(tile, k, ring.lhs.at[stage], ring.full.at[stage])
-            parts.rhs.load(tile, k, ring.rhs.at[stage], ring.full.at[stage])
+            lhs, rhs = ring.arrivals(stage)
+            parts.lhs.load(tile, k, ring.lhs.at[stage], lhs)
+            parts.rhs.load(tile, k, ring.rhs.at[stage], rhs)
             return ring.next(stage)
 
         with jax.named_scope("load"):

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, ceil_div, where
-from stretto.kernels.engine import padding, streams
+from stretto.kernels.engine import padding, stages, streams
 from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of, tiles_for
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
@@ -174,13 +174,13 @@ def contracted(
             def _():
                 first = table[tile.step, 0] * ALIGNED + k * tiles.tile_k
                 window = whole.at[pl.ds(first, tiles.tile_k), columns(tile)]
-                plgpu.copy_gmem_to_smem(window, stage, barrier)
+                stages.fill(window, stage, barrier)
 
             @pl.when(k >= where_they_lie)
             def _():
                 first = (k - where_they_lie) * tiles.tile_k
                 window = copied.at[tile.step, pl.ds(first, tiles.tile_k), columns(tile)]
-                plgpu.copy_gmem_to_smem(window, stage, barrier)
+                stages.fill(window, stage, barrier)
 
         return Stream(load=load)
 

@@ -26,6 +26,7 @@ class TileConfig:
     """
 
     architecture: ClassVar[str] = HOPPER
+    blocks: ClassVar[int] = 1
 
     tile_m: int = 128
     tile_n: int = 256
