@@ -39,6 +39,8 @@ from stretto.kernels.problem.problem import Problem
 
 ALIGNED = 8
 """Rows that the first row of a swizzled tile must be a multiple of."""
+MANY_ROWS = 1024
+"""Of a group, for tiles of 256 rows: an eighth of them is half a tile."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,18 @@ class Config:
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
         tiles = tiles_for(problem)
-        for tile in (tiles.large, tiles.narrow):
+        for tile in (*tiles.large_ones, tiles.narrow):
             for raster_width in (16, 4, 8):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has.
+
+    A group of any number of rows leaves half a tile empty on average.
+    """
+    tiles, rows = tiles_for(problem), problem.sizes["m"] // problem.sizes["g"]
+    return Config(tiles=tiles.large_for(rows) if rows >= MANY_ROWS else tiles.large)
 
 
 def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Array:
@@ -283,6 +294,6 @@ KERNEL = Kernel(
     Config=Config,
     run=run,
     obstacle=obstacle,
-    default=lambda problem: Config(tiles=tiles_for(problem).large),
+    default=default_config,
     candidates=Config.candidates,
 )

@@ -26,7 +26,6 @@ class TileConfig:
     """
 
     architecture: ClassVar[str] = HOPPER
-    blocks: ClassVar[int] = 1
 
     tile_m: int = 128
     tile_n: int = 256
@@ -34,6 +33,11 @@ class TileConfig:
     num_stages: int = 3
     raster_width: int = 16
     store_buffers: int = 4
+
+    @property
+    def blocks(self) -> int:
+        """Every tile is made by one block."""
+        return 1
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
