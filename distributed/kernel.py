@@ -25,6 +25,7 @@ from stretto.distributed.team import Team, places_reversed
 from stretto.distributed.tools import profiling
 
 GRID_AXIS = "grid"
+CLUSTER_AXIS = "cluster"
 THREAD_AXIS = "warpgroup"
 # Of a CPU device that simulates one kernel outside `simulate`, which has a setting for it.
 SIMULATED_MULTIPROCESSORS = 4
@@ -38,6 +39,7 @@ def launch(
     out_type: Sequence[jax.ShapeDtypeStruct],
     num_blocks: int,
     num_threads: int = 1,
+    cluster: int = 1,
     symmetric: Sequence[jax.ShapeDtypeStruct] = (),
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
@@ -65,6 +67,8 @@ def launch(
       num_blocks: at most `num_multiprocessors()`, so that all blocks are resident: blocks wait for
         each other.
       num_threads: warpgroups in a block.
+      cluster: blocks that follow each other and form a cluster, along `CLUSTER_AXIS` if there are
+        several; divides `num_blocks`.
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
       scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
@@ -85,12 +89,13 @@ def launch(
       that any operand varies over.
 
     Raises:
-      ValueError: a number of blocks that cannot be resident together; `waiting_warps` that is
+      ValueError: a number of blocks that cannot be resident together, or that are not whole
+        clusters; `waiting_warps` that is
         negative or without a team; bulk stores that may run on past an edge (`windows`); a body
         that takes its device's place from `lax.axis_index`, not from the team.
       NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
-    _check_resident(name, num_blocks)
+    _check_resident(name, num_blocks, cluster)
     _check_widths(name, operands, out_type, symmetric)
     if waiting_warps < 0 or (waiting_warps and team is None):
         raise ValueError(
@@ -110,6 +115,7 @@ def launch(
     info = TeamKernelInfo(name=name, axes=axes, reverse=bool(axes) and reverse)
 
     @places_reversed(info.reverse)
+    @_in_clusters_of(cluster)
     @functools.wraps(body)  # So that the simulator finds the buffers' names.
     def whole_body(*refs: Any, **scratch_refs: Any) -> None:
         sems = {key: semaphores.allocate(key, a, name, team) for key, a in arrays.items()}
@@ -140,8 +146,9 @@ def launch(
         whole_body,
         out_type=[*out_type, *symmetric],
         scratch_types=scratch,
-        grid=(num_blocks,),
+        grid=(num_blocks // cluster,),
         grid_names=(GRID_AXIS,),
+        **(dict(cluster=(cluster,), cluster_names=(CLUSTER_AXIS,)) if cluster > 1 else {}),
         num_threads=num_threads,
         thread_name=THREAD_AXIS,
         kernel_name=name,
@@ -163,7 +170,31 @@ def launch(
 
 def block_id() -> jax.Array:
     """The block that runs this code, from 0 to `num_blocks - 1`."""
+    blocks = _blocks_of_a_cluster.get()
+    return cluster_id() if blocks == 1 else cluster_id() * blocks + block_in_cluster()
+
+
+def cluster_id() -> jax.Array:
+    """The cluster of the block that runs this code, from 0; of one block each, the block."""
     return lax.axis_index(GRID_AXIS)
+
+
+def block_in_cluster() -> jax.Array:
+    """The place of the block that runs this code in its cluster of several, from 0."""
+    return lax.axis_index(CLUSTER_AXIS)
+
+
+@contextlib.contextmanager
+def _in_clusters_of(blocks: int) -> Iterator[None]:
+    """The kernel that is traced inside it has clusters of so many blocks."""
+    token = _blocks_of_a_cluster.set(blocks)
+    try:
+        yield
+    finally:
+        _blocks_of_a_cluster.reset(token)
+
+
+_blocks_of_a_cluster = contextvars.ContextVar("blocks_of_a_cluster", default=1)
 
 
 def _open(meeting: Handshake) -> None:
@@ -230,14 +261,23 @@ def num_multiprocessors() -> int:
     return max(1, count - free)
 
 
-def num_blocks_for(tasks: int) -> int:
+def num_blocks_for(tasks: int, cluster: int = 1) -> int:
     """Blocks for a kernel that has `tasks` for them: all, or one each where those are fewer.
 
     But for three quarters of all at least, since all blocks move data, whatever else they do. With
-    some multiprocessors left a kernel meets its peers by itself, which is faster.
+    some multiprocessors left a kernel meets its peers by itself, which is faster. They are whole
+    clusters of `cluster` blocks, each of which takes a task.
+
+    Raises:
+      ValueError: there are fewer multiprocessors than a cluster takes.
     """
-    count = num_multiprocessors()
-    return min(count, max(tasks, count * 3 // 4, 1))
+    count = num_multiprocessors() // cluster
+    if not count:
+        raise ValueError(
+            f"clusters of {cluster} blocks need {cluster} multiprocessors, and a kernel may fill"
+            f" {num_multiprocessors()}; leave fewer free, or take tiles of one block."
+        )
+    return cluster * min(count, max(tasks, count * 3 // 4, 1))
 
 
 def _multiprocessors_of_device() -> int:
@@ -276,7 +316,12 @@ def _check_widths(name: str, *groups: Sequence[Any]) -> None:
                 )
 
 
-def _check_resident(name: str, num_blocks: int) -> None:
+def _check_resident(name: str, num_blocks: int, cluster: int) -> None:
+    if cluster < 1 or num_blocks % cluster:
+        raise ValueError(
+            f"kernel {name}: num_blocks={num_blocks} must be a multiple of cluster={cluster}, which"
+            " must be at least 1."
+        )
     limit = num_multiprocessors()
     if not 1 <= num_blocks <= limit:
         raise ValueError(

@@ -172,6 +172,7 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
         for config in (
             dataclasses.replace(tiles.large, raster_width=8),
             dataclasses.replace(tiles.large, raster_width=16),
+            *tiles.large_ones[1:],
             tiles.narrow,
         )
     ]

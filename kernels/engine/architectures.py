@@ -29,6 +29,8 @@ class Tiles(NamedTuple):
         way to each.
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
+      paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
+        added up. None where an architecture has none.
     """
 
     large: TileConfig
@@ -36,6 +38,29 @@ class Tiles(NamedTuple):
     narrowest: TileConfig
     adding: tuple[TileConfig, ...]
     adding_wide: TileConfig
+    paired: TileConfig | None = None
+    paired_adding: TileConfig | None = None
+
+    @property
+    def large_ones(self) -> tuple[TileConfig, ...]:
+        """What the tuner tries where there are many rows."""
+        return (self.large,) if self.paired is None else (self.large, self.paired)
+
+    def large_for(self, rows: int) -> TileConfig:
+        """`paired` where so many rows fill its tiles, else `large`."""
+        return self.paired if self.paired is not None and _fill(self.paired, rows) else self.large
+
+    def adding_for(self, rows: int, *, wide: bool) -> TileConfig:
+        """The same of results that are added up; `wide` ones are float32."""
+        if self.paired_adding is not None and _fill(self.paired_adding, rows):
+            return self.paired_adding
+        # Addends in float32 do not fit into the registers of Hopper beside a tile of 256 columns.
+        return self.adding_wide if wide else self.large
+
+
+def _fill(tile: TileConfig, rows: int) -> bool:
+    """Whether tiles of so many rows are at most an eighth larger."""
+    return 8 * (-(-rows // tile.tile_m) * tile.tile_m) <= 9 * rows
 
 
 TILES = {
@@ -50,8 +75,10 @@ TILES = {
         large=blackwell_tiles.LARGE,
         narrow=blackwell_tiles.NARROW,
         narrowest=blackwell_tiles.NARROWEST,
-        adding=(blackwell_tiles.ADDING, blackwell_tiles.LARGE),
+        adding=(blackwell_tiles.ADDING, blackwell_tiles.LARGE, blackwell_tiles.PAIR_ADDING),
         adding_wide=blackwell_tiles.LARGE,
+        paired=blackwell_tiles.PAIR,
+        paired_adding=blackwell_tiles.PAIR_ADDING,
     ),
 }
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed.kernel import block_id
+from stretto.distributed.kernel import cluster_id
 from stretto.distributed.schedule import Int, share
 from stretto.kernels.engine.parts import Parts, Tile
 
@@ -20,29 +20,29 @@ class Block:
 
     Attributes:
       parts: of the kernel.
-      num_blocks: of the grid.
-      num_tiles: how many tiles are this block's.
+      num_clusters: of the grid; each makes tiles together, and is often one block.
+      num_tiles: how many tiles are this cluster's.
       before_stores: what the storing role calls once, before its first tile.
     """
 
     parts: Parts
-    num_blocks: int
+    num_clusters: int
     num_tiles: Int
     before_stores: Callable[[], None]
 
     @classmethod
-    def of(cls, parts: Parts, num_blocks: int, before_stores: Callable[[], None]) -> Block:
+    def of(cls, parts: Parts, num_clusters: int, before_stores: Callable[[], None]) -> Block:
         """The block, with its share of the tiles; made once, first in the kernel."""
         return cls(
             parts=parts,
-            num_blocks=num_blocks,
-            num_tiles=share(parts.order.count(), block_id(), num_blocks),
+            num_clusters=num_clusters,
+            num_tiles=share(parts.order.count(), cluster_id(), num_clusters),
             before_stores=before_stores,
         )
 
     def tile(self, i: Int) -> Tile:
         """Its `i`-th tile."""
-        return self.parts.order.locate(block_id() + i * self.num_blocks)
+        return self.parts.order.locate(cluster_id() + i * self.num_clusters)
 
     def for_each_tile[Carry](
         self, body: Callable[[Int, Tile, Carry], Carry], carry: Carry

@@ -46,7 +46,8 @@ class Refs(types.SimpleNamespace):
     """What a kernel's parts are made of, by the names given to `fuse`.
 
     Operands, outs and symmetric buffers, in the structures they were given in; semaphores; the
-    transfer's `pulled` and `pulled_full` (`Buffers`); and `num_blocks`, of the grid.
+    transfer's `pulled` and `pulled_full` (`Buffers`); and `num_blocks` and `num_clusters`, of the
+    grid: blocks move data each, and clusters make tiles.
     """
 
 
@@ -96,17 +97,19 @@ def fuse(
     if team is not None:
         arrays["released"] = SemaphoreArray()
     transfer_scratch = buffers.scratch() if buffers else {}
-    num_blocks = kernel.num_blocks_for(num_tiles)
+    cluster = mainloop.config.blocks
+    num_blocks = kernel.num_blocks_for(num_tiles, cluster)
+    num_clusters = num_blocks // cluster
     warps = mainloop.warps + (team is not None) + waits
     num_warpgroups = mainloop.warpgroups + schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
 
     def body(*refs: Any, handshake: Handshake | None = None, **rest: Any) -> None:
         named = _named(memory, refs)
         shared = {key: rest[key] for key in (*arrays, *transfer_scratch)}
-        made = parts(Refs(num_blocks=num_blocks, **named, **shared))
+        made = parts(Refs(num_blocks=num_blocks, num_clusters=num_clusters, **named, **shared))
         _check(name, made, team, mainloop, waits=waits, signals=signals)
         wait = _nothing if handshake is None else handshake.wait
-        block = Block.of(made, num_blocks, before_stores=wait if signals else _nothing)
+        block = Block.of(made, num_clusters, before_stores=wait if signals else _nothing)
         polled = _gates(block, mainloop, rest) if waits else None
         roles = [*mainloop.roles(block, polled, rest)]
         _check_roles(name, mainloop, roles)
@@ -126,6 +129,7 @@ def fuse(
         symmetric=jax.tree.leaves([*(symmetric or {}).values()]),
         num_blocks=num_blocks,
         num_threads=num_warpgroups,
+        cluster=cluster,
         semaphore_arrays=arrays,
         scratch={
             **transfer_scratch,

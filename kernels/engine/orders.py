@@ -114,6 +114,7 @@ class OwnersOrder:
       shard: the tiles of one shard.
       size: the number of devices.
       num_blocks: blocks that share the tiles: block `b` takes those at `b`, `b + num_blocks`, ...
+        Where several blocks make a tile together, these clusters are meant.
       lag: how many waves an own tile comes after the peers' same tile in the mixed section, as far
         as a shard has the tiles for it; fewer at both ends. Or None.
     """

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 class Order(Protocol):
-    """Which tile comes when: block `b` of `B` makes those at `b`, `b + B`, ..."""
+    """Which tile comes when: cluster `c` of `C` makes those at `c`, `c + C`, ..."""
 
     def count(self) -> Int:
         """How many tiles there are, perhaps read from memory; asked once, first in the kernel."""
@@ -60,7 +60,10 @@ class Load(Protocol):
     """Called in the loading warp: starts one bulk copy into a stage of shared memory."""
 
     def __call__(self, tile: Tile, k: Int, stage: Ref, barrier: Ref, /) -> None:
-        """Copies tile `k` along the contraction to `stage`; it arrives at `barrier` once."""
+        """Copies tile `k` along the contraction to `stage` (`stages.fill`).
+
+        It arrives at `barrier` once.
+        """
         ...
 
 
@@ -158,7 +161,8 @@ class Sink:
       store: called in the storing warp with (tile, piece of the result in shared memory, its first
         row and column within the tile); starts the copies to where it goes, in no group of copies.
       stored: called in the storing warp with (tile) once all its stores are complete, for the
-        signal that must follow.
+        signal that must follow; of a tile that several blocks make (`TileShape.blocks`), in each
+        of them once its own part is stored.
       rows: tile -> (first row, row after the last one) of those that are stored; for a `Product`
         that is ragged. Pieces that reach beyond are stored in part.
     """

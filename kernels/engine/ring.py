@@ -4,6 +4,9 @@
 |---|---|---|---|
 | `full[stage]` | all copies into it | whoever multiplies | it holds tiles, and their scales |
 | `empty[stage]` | whoever multiplies | loading warp | it may be overwritten |
+
+Of a tile that two blocks make together each has half of the rows of lhs, and half of the columns of
+rhs; `full` is then the first block's (`stages.Halves`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.engine.parts import Product, Ref
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
+from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
 
@@ -33,6 +37,7 @@ class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
     And the scales of blocks, where the product has such.
+    `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
     """
 
     lhs: Ref
@@ -40,11 +45,20 @@ class Ring:
     full: Ref
     empty: Ref
     scales: RingScales | None = None
+    halved: tuple[int, int] | None = None
 
     @property
     def num_stages(self) -> int:
         """How many there are."""
         return self.lhs.shape[0]
+
+    def arrivals(self, stage: jax.Array) -> tuple[Ref | Halves, Ref | Halves]:
+        """Where the copies of lhs and of rhs into the stage arrive, for `stages.fill`."""
+        full = self.full.at[stage]
+        if self.halved is None:
+            return full, full
+        lhs, rhs = self.halved
+        return Halves(full, lhs), Halves(full, rhs)
 
     def next(self, stage: jax.Array) -> jax.Array:
         """The stage that is filled after `stage`."""
@@ -69,7 +83,8 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
       product: the types of the operands, and how they lie.
       empty: the barriers of that name, one for each stage.
     """
-    lhs_tile, rhs_tile = (shape.tile_m, shape.tile_k), (shape.tile_k, shape.tile_n)
+    lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
+    rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
     if product.lhs_transposed:
         lhs_tile = lhs_tile[::-1]
     if product.rhs_transposed:

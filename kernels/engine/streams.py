@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine import stages
 from stretto.kernels.engine.parts import Ref, Stream, Tile
 from stretto.kernels.engine.segments import Segments
 
@@ -27,9 +26,7 @@ def along_k(
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
         segments.visit(
             k,
-            lambda index, within: plgpu.copy_gmem_to_smem(
-                refs[index].at[window(tile, within)], stage, barrier
-            ),
+            lambda index, within: stages.fill(refs[index].at[window(tile, within)], stage, barrier),
         )
 
     return Stream(load=load)
@@ -44,9 +41,7 @@ def along_n(refs: Sequence[Ref], segments: Segments, window: Callable[[Int, Int]
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
         segments.visit(
             tile.n,
-            lambda index, within: plgpu.copy_gmem_to_smem(
-                refs[index].at[window(k, within)], stage, barrier
-            ),
+            lambda index, within: stages.fill(refs[index].at[window(k, within)], stage, barrier),
         )
 
     return Stream(load=load)

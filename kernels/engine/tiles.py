@@ -12,7 +12,12 @@ type Window = tuple[pl.Slice, pl.Slice]
 
 
 class TileShape(Protocol):
-    """What every configuration of a main loop says: the tile of one block, in elements."""
+    """What every configuration of a main loop says: a tile, in elements, and who makes it."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cluster that make a tile together, each of them equal rows of it."""
+        ...
 
     @property
     def tile_m(self) -> int:

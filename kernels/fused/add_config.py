@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Self
 
+from stretto.distributed.schedule import ceil_div
 from stretto.kernels.engine.architectures import TileConfig, check_tiles, tiles_for
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.shared_memory import SMEM_BYTES, SWIZZLE_BYTES
@@ -75,6 +76,5 @@ class AddConfig:
 
 def default_tiles(problem: Problem) -> TileConfig:
     """The tiles for a problem that no table has."""
-    # Addends in float32 do not fit into the registers beside a tile of 256 columns.
-    tiles = tiles_for(problem)
-    return tiles.adding_wide if problem.types.out == "float32" else tiles.large
+    rows = ceil_div(problem.sizes["m"], problem.devices)
+    return tiles_for(problem).adding_for(rows, wide=problem.types.out == "float32")

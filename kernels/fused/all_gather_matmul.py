@@ -72,7 +72,7 @@ class Config(PullConfig):
             for tile in (tiles.narrow, tiles.narrowest):
                 yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
         if problem is None or not _is_small(problem):
-            for tile in (tiles.narrow, tiles.large):
+            for tile in (tiles.narrow, *tiles.large_ones):
                 for chunk_columns in (1024, 2048, 4096):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
 
@@ -91,7 +91,8 @@ def default_config(problem: Problem) -> Config:
     gate, tiles = Config.pull_columns, tiles_for(problem)
     chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
     if not _is_small(problem):
-        return Config(tiles=tiles.large, chunk_columns=chunk_columns)
+        rows = schedule.ceil_div(m, problem.devices)
+        return Config(tiles=tiles.large_for(rows), chunk_columns=chunk_columns)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)

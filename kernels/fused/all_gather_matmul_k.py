@@ -51,7 +51,7 @@ class Config(PullConfig):
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
         tiles = tiles_for(problem)
-        for tile in (tiles.narrow, tiles.large):
+        for tile in (tiles.narrow, *tiles.large_ones):
             for raster_width in (4, 8, 16):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
 
@@ -61,7 +61,7 @@ def default_config(problem: Problem) -> Config:
     tiles = tiles_for(problem)
     rows = schedule.ceil_div(problem.sizes["m"], tiles.large.tile_m)
     columns = schedule.ceil_div(problem.sizes["n"], problem.devices)
-    for tile in (tiles.large, tiles.narrow):
+    for tile in (tiles.large_for(problem.sizes["m"]), tiles.narrow):
         if 2 * rows * columns >= problem.machine.multiprocessors * tile.tile_n:
             return Config(tiles=tile)
     return Config(tiles=tiles.narrowest)

@@ -13,12 +13,11 @@ import dataclasses
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, schedule
 from stretto.distributed.schedule import BandedPullPlan, Int
 from stretto.distributed.team import Team
-from stretto.kernels.engine import transfers
+from stretto.kernels.engine import stages, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
@@ -73,12 +72,12 @@ def _stream(refs: Refs, plan: BandedPullPlan, kept: Kept, shape: TileShape) -> S
 
         @pl.when(step == 0)
         def _():
-            plgpu.copy_gmem_to_smem(refs.lhs.at[rows, columns], stage, barrier)
+            stages.fill(refs.lhs.at[rows, columns], stage, barrier)
 
         @pl.when(step > 0)
         def _():
             window = refs.gathered.at[rows, kept.index(step), columns]
-            plgpu.copy_gmem_to_smem(window, stage, barrier)
+            stages.fill(window, stage, barrier)
 
     def wait(tile: Tile, step: Int) -> None:
         @pl.when(step > 0)

@@ -10,12 +10,11 @@ import dataclasses
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, schedule
 from stretto.distributed.schedule import Int, PullPlan
 from stretto.distributed.team import Team
-from stretto.kernels.engine import transfers
+from stretto.kernels.engine import stages, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
@@ -58,12 +57,12 @@ def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape) -> Stream:
 
         @pl.when(tile.step == 0)
         def _():
-            plgpu.copy_gmem_to_smem(refs.lhs.at[window], stage, barrier)
+            stages.fill(refs.lhs.at[window], stage, barrier)
 
         @pl.when(tile.step > 0)
         def _():
             shard = refs.gathered.at[kept.index(tile.step)]
-            plgpu.copy_gmem_to_smem(shard.at[window], stage, barrier)
+            stages.fill(shard.at[window], stage, barrier)
 
     def wait(tile: Tile, chunk: Int) -> None:
         @pl.when(tile.step > 0)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, ceil_div, where
-from stretto.kernels.engine import padding, streams
+from stretto.kernels.engine import padding, stages, streams
 from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of, tiles_for
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
@@ -39,6 +39,8 @@ from stretto.kernels.problem.problem import Problem
 
 ALIGNED = 8
 """Rows that the first row of a swizzled tile must be a multiple of."""
+MANY_ROWS = 1024
+"""Of a group, for tiles of 256 rows: an eighth of them is half a tile."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,18 @@ class Config:
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
         tiles = tiles_for(problem)
-        for tile in (tiles.large, tiles.narrow):
+        for tile in (*tiles.large_ones, tiles.narrow):
             for raster_width in (16, 4, 8):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has.
+
+    A group of any number of rows leaves half a tile empty on average.
+    """
+    tiles, rows = tiles_for(problem), problem.sizes["m"] // problem.sizes["g"]
+    return Config(tiles=tiles.large_for(rows) if rows >= MANY_ROWS else tiles.large)
 
 
 def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Array:
@@ -179,13 +190,13 @@ def contracted(
             def _():
                 first = first_row * ALIGNED + k * tiles.tile_k
                 window = whole.at[pl.ds(first, tiles.tile_k), columns(tile)]
-                plgpu.copy_gmem_to_smem(window, stage, barrier)
+                stages.fill(window, stage, barrier)
 
             @pl.when(k >= where_they_lie)
             def _():
                 first = (k - where_they_lie) * tiles.tile_k
                 window = copied.at[tile.step, pl.ds(first, tiles.tile_k), columns(tile)]
-                plgpu.copy_gmem_to_smem(window, stage, barrier)
+                stages.fill(window, stage, barrier)
 
         return Stream(load=load)
 
@@ -303,6 +314,6 @@ KERNEL = Kernel(
     Config=Config,
     run=run,
     obstacle=obstacle,
-    default=lambda problem: Config(tiles=tiles_for(problem).large),
+    default=default_config,
     candidates=Config.candidates,
 )

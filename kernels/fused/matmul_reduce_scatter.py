@@ -10,11 +10,11 @@ The own rows come last, or each tile some time after the same tile for the peers
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `partial[s]` | the storing warps | | | the product for the `s + 1`-th successor |
-| `produced[s, tile]` | a storing warp of the device at `-(s + 1)` | pulling warps | 1 | its `partial[s]` holds the tile |
+| `produced[s, tile]` | storing warps of the device at `-(s + 1)` | pulling warps | blocks of a tile | its `partial[s]` holds the tile |
 | `fetched[s]` | the pulling warps | | | the product of the device at `-(s + 1)` |
 | `arrived[tile]` | the pulling warps | storing warps | peers | the tile is in all of `fetched` |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
-| `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles | all of `out` is in place (all-reduce) |
+| `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles x blocks of a tile | all of `out` is in place (all-reduce) |
 
 Tiles for peers are made before the peers have started; pulling and storing warps wait for them
 (`handshake`) before they signal. A store is complete, not only read, before its signal. All devices
@@ -141,7 +141,7 @@ def launch(
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
 
     def parts(refs: Refs) -> Parts:
-        order = OwnersOrder(shard, team.size, refs.num_blocks, lag=config.own_lag)
+        order = OwnersOrder(shard, team.size, refs.num_clusters, lag=config.own_lag)
         # Named once: the copy engine gets a descriptor for each naming of a peer.
         outs = [refs.out, *(transfers.on_peers(refs.out, team) if everywhere else [])]
         products = Products(team, order, refs, everywhere, outs)

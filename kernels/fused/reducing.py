@@ -107,8 +107,9 @@ class Products:
 
         def fetch_tile(i: jax.Array, _: None) -> None:
             tile = self.order.locate_for_peers(block + i * num_blocks)
-            # The peer's stores of its product are in place.
-            self.refs.produced.at[tile.step, self._number(tile)].wait()
+            # The peer's stores of its product are in place, those of all blocks that make a tile.
+            blocks = self.order.shard.shape.blocks
+            self.refs.produced.at[tile.step, self._number(tile)].wait(blocks)
             self._fetch_tile(tile, sources)
             # Publishes the tile to the storing warps of all blocks.
             self.refs.arrived.at[self._number(tile)].signal()
@@ -142,7 +143,8 @@ class Products:
     def finish(self) -> None:
         """In block 0: returns once the peers have stored all their sums here, if they do."""
         if self.everywhere:
-            self.refs.finished.wait(self.peers * self.order.shard.tiles_per_shard)
+            shard = self.order.shard
+            self.refs.finished.wait(self.peers * shard.tiles_per_shard * shard.shape.blocks)
 
     def _number(self, tile: Tile) -> Int:
         """The number of a tile among those of a shard."""

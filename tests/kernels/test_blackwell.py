@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from fused_cases import BF16, F32, whole_numbers
+from blackwell_cases import (
+    CONFIG,
+    SMALL,
+    config_of,
+    group_derivatives,
+    group_product,
+    on_one,
+    replacing,
+    simulate,
+)
+from fused_cases import BF16
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed.simulator import DeadlockError, SimulationError
-from stretto.kernels.engine.blackwell.matmul import Matmul
 from stretto.kernels.engine.blackwell.tile_config import TileConfig
-from stretto.kernels.fused import grouped_matmul
-from stretto.kernels.fused.local_matmul import local_matmul
-from stretto.kernels.operations import OPERATIONS as RECORDS
 
-SMALL = TileConfig(tile_n=64, num_stages=2, store_buffers=1)
 NAMES = [*cases.FORMS]
-
-
-def config_of(name: str, tiles: TileConfig) -> Any:
-    kernel = RECORDS[name].kernels[0]
-    return dataclasses.replace(kernel.Config(), tiles=tiles)
-
-
-def simulate(name, devices, *, seed=0, tiles=None, sizes=(65, 72, 136), **settings):
-    """Runs an operation; returns whether its numbers are right, and the report."""
-    settings = dict(seed=seed, core_count=3, check_hardware=seed == 0) | settings
-    config = None if tiles is None else config_of(name, tiles)
-    lhs, rhs = cases.operands(*cases.whole(name, devices, *sizes), seed=seed)
-    program = jax.jit(cases.mapped(name, cases.mesh_of(devices), out_dtype=F32, config=config))
-    with st.simulate(target="b200", on_finding="record", **settings) as report:
-        out = np.asarray(program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)))
-    return np.array_equal(out, lhs @ rhs), report
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,15 +47,6 @@ def test_fused_matmuls_in_many_orders(name, devices, first):
         assert right and report.ok, f"seed {seed}: {report}"
 
 
-def on_one(seed: int, m: int, k: int, n: int, tiles: TileConfig, **settings: Any):
-    lhs, rhs = whole_numbers(seed, m, k), whole_numbers(seed + 1, k, n)
-    settings = dict(seed=seed, core_count=2, target="b200") | settings
-    with st.simulate(on_finding="record", **settings) as report:
-        call = functools.partial(local_matmul, out_dtype=F32, config=tiles)
-        out = np.asarray(jax.jit(call)(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)))
-    return np.array_equal(out, lhs @ rhs), report
-
-
 @pytest.mark.parametrize("tiles", [TileConfig(), SMALL])
 def test_one_device(tiles):
     right, report = on_one(0, 264, 192, 640, tiles)
@@ -88,50 +62,6 @@ def test_one_device_in_many_orders(seed):
 
 
 # --- Rows in groups -------------------------------------------------------------------------------
-
-SIZES = (1, 7, 0, 150, 60)
-CONFIG = grouped_matmul.Config(tiles=SMALL)
-
-
-def groups_of(seed: int, transposed: bool):
-    m, k, n = 300, 72, 136
-    lhs, rhs = whole_numbers(seed, m, k), whole_numbers(seed + 1, len(SIZES), k, n)
-    given = rhs.swapaxes(1, 2) if transposed else rhs
-    arrays = [jnp.asarray(lhs, BF16), jnp.asarray(given, BF16), jnp.array(SIZES, jnp.int32)]
-    want, first = np.zeros((m, n), np.float32), 0
-    for size, matrix in zip(SIZES, rhs, strict=True):
-        want[first : first + size] = lhs[first : first + size] @ matrix
-        first += size
-    return arrays, want
-
-
-def group_product(seed: int, transposed: bool, config: Any = CONFIG):
-    arrays, want = groups_of(seed, transposed)
-    call = functools.partial(
-        st.grouped_matmul, rhs_transposed=transposed, out_dtype=F32, config=config
-    )
-    with st.simulate(target="b200", seed=seed, core_count=3, check_hardware=seed == 0) as report:
-        out = np.asarray(jax.jit(call)(*arrays))
-    assert report.launches == 1
-    np.testing.assert_array_equal(out, want)
-
-
-def group_derivatives(seed: int, transposed: bool, config: Any = CONFIG):
-    arrays, _ = groups_of(seed, transposed)
-
-    def loss(x, y, sizes, **options):
-        out = st.grouped_matmul(x, y, sizes, rhs_transposed=transposed, out_dtype=F32, **options)
-        return jnp.sum(out)
-
-    derivatives = jax.grad(loss, (0, 1))
-    fused_ones = jax.jit(functools.partial(derivatives, config=config))
-    with st.simulate(target="b200", seed=seed, core_count=3, check_hardware=False) as report:
-        fused = fused_ones(*arrays)
-        jax.block_until_ready(fused)
-    assert report.launches == 2
-    wanted = jax.jit(functools.partial(derivatives, backend="xla"))(*arrays)
-    for got, want in zip(fused, wanted, strict=True):
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 def test_rows_in_groups():
@@ -154,28 +84,10 @@ BARRIERS = ("full", "empty", "made", "drained", "filled", "free", "loaded", "add
 
 
 @pytest.fixture
-def barriers(monkeypatch) -> Callable[[str, str], None]:
+def barriers(monkeypatch):
     """Leaves out the waits on the barriers of a name, or the arrivals at them."""
     jax.clear_caches()  # Nothing that was traced with a bug is used without it.
-    named: dict[str, Any] = {}
-    roles = Matmul.roles
-
-    def remember(self, block, gates, scratch):
-        named.update(scratch)
-        return roles(self, block, gates, scratch)
-
-    monkeypatch.setattr(Matmul, "roles", remember)
-
-    def leave_out(function: str, name: str) -> None:
-        original = getattr(plgpu, function)
-
-        def maybe(barrier, *args, **kwargs):
-            if getattr(barrier, "ref", barrier) is not named.get(name):
-                original(barrier, *args, **kwargs)
-
-        monkeypatch.setattr(plgpu, function, maybe)
-
-    yield leave_out
+    yield replacing(monkeypatch)
     jax.clear_caches()
 
 
@@ -239,7 +151,10 @@ def test_a_tile_without_a_contraction_needs_its_zeros(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(tile_m=256), "tile_m=256 must be 128: the lanes of tensor memory"),
+        (dict(tile_m=256), "tile_m=256 must be 128: the 128 lanes of tensor memory, in 1 block."),
+        (dict(blocks=2), "tile_m=128 must be 256: the 128 lanes of tensor memory, in 2 blocks."),
+        (dict(blocks=3), "blocks=3 must be 1, or 2 for a pair"),
+        (dict(blocks=2, tile_m=256, tile_n=192), "tile_n=192 must be 128 or 256: each block of a"),
         (dict(tile_n=512), "tile_n=512 must be 64, 128, 192 or 256"),
         (dict(tile_k=128), "tile_k=128 must be 64"),
         (dict(num_stages=1), "num_stages=1 must be at least 2"),

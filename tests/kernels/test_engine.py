@@ -52,7 +52,8 @@ def test_tiles_of_an_architecture_without_a_main_loop():
 
 def test_every_architecture_has_its_main_loop():
     for architecture, presets in TILES.items():
-        for tile in (presets.large, presets.narrow, presets.narrowest, *presets.adding):
+        kinds = presets.narrow, presets.narrowest, *presets.large_ones, *presets.adding
+        for tile in kinds:
             tile.check()
             assert tile.architecture == architecture
             assert mainloop_of(tile, PRODUCT).config is tile

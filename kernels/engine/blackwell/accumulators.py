@@ -3,7 +3,10 @@
 | barrier | arrives | waits | proves |
 |---|---|---|---|
 | `made[half]` | the tensor cores | draining warpgroup | the accumulator holds a tile's total |
-| `drained[half]` | draining warpgroup | issuing warp | the accumulator has been read |
+| `drained[half]` | draining warpgroups | issuing warp | the accumulator has been read |
+
+Of a tile that a pair of blocks makes each has its rows in its own tensor memory. The first one's
+warp issues the products of both, and waits for both to have drained; both learn that they are made.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.kernel import CLUSTER_AXIS
 from stretto.distributed.schedule import Int, rem
-from stretto.kernels.engine.blackwell.tile_config import ACCUMULATORS, TileConfig
+from stretto.kernels.engine.blackwell.tile_config import ACCUMULATORS, LANES, TileConfig
 from stretto.kernels.engine.parts import Ref
 
 
@@ -50,9 +54,7 @@ class Accumulators:
 
     def clear(self, half: Int, columns: int) -> None:
         """Fills an accumulator with zeros, so many columns at a time."""
-        zeros = plgpu.layout_cast(
-            jnp.zeros((self.config.tile_m, columns), jnp.float32), plgpu.Layout.TCGEN05
-        )
+        zeros = plgpu.layout_cast(jnp.zeros((LANES, columns), jnp.float32), plgpu.Layout.TCGEN05)
         for first in range(0, self.config.tile_n, columns):
             plgpu.async_store_tmem(self.columns(half, first, columns), zeros)
         plgpu.commit_tmem()
@@ -61,11 +63,15 @@ class Accumulators:
 def scratch(config: TileConfig) -> dict[str, Any]:
     """Tensor memory and barriers, by name, for `kernel.launch`."""
 
-    def barriers() -> Any:
-        return plgpu.Barrier(num_barriers=ACCUMULATORS, orders_tensor_core=True)
-
+    options: dict[str, Any] = dict(num_barriers=ACCUMULATORS, orders_tensor_core=True)
+    paired = config.blocks > 1
+    drained = plgpu.Barrier(**options)
+    if paired:  # Both arrive at the first block's barrier.
+        drained = plgpu.ClusterBarrier(
+            collective_axes=(CLUSTER_AXIS,), leader_tracked=True, **options
+        )
     return dict(
-        totals=plgpu.TMEM((config.tile_m, ACCUMULATORS * config.tile_n), jnp.float32),
-        made=barriers(),
-        drained=barriers(),
+        totals=plgpu.TMEM((LANES, ACCUMULATORS * config.tile_n), jnp.float32, collective=paired),
+        made=plgpu.Barrier(**options),
+        drained=drained,
     )

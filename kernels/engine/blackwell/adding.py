@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import rem
 from stretto.kernels.engine.blackwell.pieces import Pieces
-from stretto.kernels.engine.blackwell.tile_config import ADDEND_BUFFERS, TileConfig
+from stretto.kernels.engine.blackwell.tile_config import ADDEND_BUFFERS, LANES
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Addends, Product, Ref, Tile
 from stretto.kernels.engine.shared_memory import row_elements, swizzled
@@ -67,7 +67,7 @@ class Adding:
     def bring(self) -> None:
         """The bringing warp: copies pieces of addends into the buffers, as they come free."""
         addends, pieces = self.addends, self.pieces
-        rows, columns = pieces.config.tile_m, pieces.columns
+        columns = pieces.columns
 
         def tile_loop(i: jax.Array, turn: jax.Array) -> jax.Array:
             tile = self.block.tile(i)
@@ -79,7 +79,7 @@ class Adding:
                     buffer = rem(turn, ADDEND_BUFFERS)
                     # What was in the buffer has been added.
                     plgpu.barrier_wait(self.added.at[buffer])
-                    window = addends.window(tile, number, 0, rows, column, columns)
+                    window = addends.window(tile, number, pieces.row, LANES, column, columns)
                     # Publishes the piece, once complete, to the draining warpgroup.
                     plgpu.copy_gmem_to_smem(window, self.buffers.at[buffer], self.loaded.at[buffer])
                     return turn + 1
@@ -91,9 +91,9 @@ class Adding:
             lax.fori_loop(0, self.block.num_tiles, tile_loop, jnp.int32(0))
 
 
-def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
+def scratch(product: Product) -> dict[str, Any]:
     """The buffers and their barriers, by name, for `kernel.launch`."""
-    shape = ADDEND_BUFFERS, config.tile_m, row_elements(product.out)
+    shape = ADDEND_BUFFERS, LANES, row_elements(product.out)
     return dict(
         addend_smem=plgpu.SMEM(shape, product.out, transforms=swizzled(product.out)),
         loaded=plgpu.Barrier(num_barriers=ADDEND_BUFFERS),

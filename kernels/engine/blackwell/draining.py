@@ -50,7 +50,7 @@ def _hand_over(
     """Puts a piece where the storing warp takes it from."""
     parts, buffer = block.parts, index % pieces.num_buffers
     if parts.epilogue is not None:
-        piece = parts.epilogue(piece, tile, 0, column)
+        piece = parts.epilogue(piece, tile, pieces.row, column)
     # The stores of the piece that was in the buffer have read it.
     plgpu.barrier_wait(pieces.free.at[buffer])
     pieces.fill(parts.sink, tile, buffer, piece)

@@ -5,6 +5,9 @@ takes totals out of it (`draining`) while the next are made. Of the single warps
 lhs and rhs into a ring of `num_stages` stages of shared memory (`ring`), one issues their products
 (`multiplying`), one stores finished tiles (`storing`), and one brings addends where there are any
 (`adding`).
+
+Two blocks of a cluster may make a tile of 256 rows together (`TileConfig.blocks`). Each then does
+all of this for its own half of the rows, but that the first one's warp issues the products of both.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.kernel import block_in_cluster
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.blackwell import accumulators, adding, pieces
 from stretto.kernels.engine.blackwell.accumulators import Accumulators
@@ -23,7 +27,7 @@ from stretto.kernels.engine.blackwell.adding import Adding
 from stretto.kernels.engine.blackwell.draining import drain
 from stretto.kernels.engine.blackwell.multiplying import multiply
 from stretto.kernels.engine.blackwell.pieces import Pieces
-from stretto.kernels.engine.blackwell.tile_config import TileConfig
+from stretto.kernels.engine.blackwell.tile_config import LANES, TileConfig
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.loading import load
@@ -72,7 +76,7 @@ class Matmul:
             **ring.scratch(config, config.num_stages, product, empty),
             **accumulators.scratch(config),
             **pieces.scratch(config, product),
-            **(adding.scratch(config, product) if product.fold is Addends else {}),
+            **(adding.scratch(product) if product.fold is Addends else {}),
         }
 
     def roles(
@@ -84,6 +88,7 @@ class Matmul:
             rhs=scratch["rhs_smem"],
             full=scratch["full"],
             empty=scratch["empty"],
+            halved=self._halved(),
         )
         totals = Accumulators(
             config=self.config,
@@ -95,6 +100,7 @@ class Matmul:
         out, edge = out if self.product.ragged else (out, None)
         buffers = Pieces(
             config=self.config,
+            row=0 if self.config.blocks == 1 else block_in_cluster() * LANES,
             out=out,
             edge=edge,
             filled=scratch["filled"],
@@ -108,6 +114,12 @@ class Matmul:
             Role(functools.partial(store, block, buffers)),
         ]
         return roles if addends is None else [*roles, Role(addends.bring)]
+
+    def _halved(self) -> tuple[int, int] | None:
+        """The axes of the tiles of lhs and rhs of which each block of a pair loads half."""
+        if self.config.blocks == 1:
+            return None
+        return int(self.product.lhs_transposed), int(not self.product.rhs_transposed)
 
     def _adding(self, block: Block, buffers: Pieces, scratch: Mapping[str, Ref]) -> Adding | None:
         fold = block.parts.fold

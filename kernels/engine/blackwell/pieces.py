@@ -18,21 +18,23 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine import partial
-from stretto.kernels.engine.blackwell.tile_config import TileConfig
+from stretto.kernels.engine.blackwell.tile_config import LANES, TileConfig
 from stretto.kernels.engine.parts import Product, Ref, Sink, Tile
 from stretto.kernels.engine.shared_memory import row_elements, swizzled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """The pieces of a tile of `config`.
+    """The pieces of a block's rows of a tile of `config`; `row` is their first within the tile.
 
     `out` are the buffers, `[buffers, rows, columns]`; `edge` are the same bytes without a swizzle,
     None unless the product is ragged.
     """
 
     config: TileConfig
+    row: Int
     out: Ref
     edge: Ref | None
     filled: Ref
@@ -59,14 +61,14 @@ class Pieces:
         if self.edge is None:
             self.out.at[buffer][...] = piece
             return
-        edge, rows = self.edge.at[buffer], self.config.tile_m
-        first, end = partial.stored_rows(sink, tile, 0, rows)
+        edge = self.edge.at[buffer]
+        first, end = partial.stored_rows(sink, tile, self.row, LANES)
 
-        @pl.when(end - first == rows)
+        @pl.when(end - first == LANES)
         def _():
             self.out.at[buffer][...] = piece
 
-        @pl.when(end - first < rows)
+        @pl.when(end - first < LANES)
         def _():
             edge[...] = piece
 
@@ -74,15 +76,15 @@ class Pieces:
         """Starts the copies of the piece at column `place` to where it goes."""
         whole = self.out.at[buffer]
         if self.edge is None:
-            sink.store(tile, whole, 0, place)
+            sink.store(tile, whole, self.row, place)
         else:
-            partial.store(sink, tile, whole, self.edge.at[buffer], 0, place)
+            partial.store(sink, tile, whole, self.edge.at[buffer], self.row, place)
 
 
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     """The buffers and their barriers, by name, for `kernel.launch`."""
     buffers = config.store_buffers
-    shape = buffers, config.tile_m, row_elements(product.out)
+    shape = buffers, LANES, row_elements(product.out)
     out = plgpu.SMEM(shape, product.out, transforms=swizzled(product.out))
     return dict(
         out_smem=plgpu.RefUnion(out, plgpu.SMEM(shape, product.out)) if product.ragged else out,

@@ -19,7 +19,10 @@ class TileConfig:
     """How a matmul is cut up.
 
     Attributes:
-      tile_m, tile_n, tile_k: the tile of one block, in elements.
+      blocks: 1, or 2: a pair of neighbouring multiprocessors makes a tile together. Each loads half
+        of its operands, and the tensor cores of both read both halves: for the same product, two
+        thirds of the bytes that one alone takes with 256 columns, and half with 128.
+      tile_m, tile_n, tile_k: the tile, in elements; of its rows each block has 128.
       num_stages: depth of the ring of lhs and rhs tiles.
       raster_width: tiles down a band of the raster (`orders.raster`).
       store_buffers: buffers of 128 rows x 128 bytes that results are handed over in.
@@ -27,6 +30,7 @@ class TileConfig:
 
     architecture: ClassVar[str] = BLACKWELL
 
+    blocks: int = 1
     tile_m: int = LANES
     tile_n: int = 256
     tile_k: int = 64
@@ -36,10 +40,20 @@ class TileConfig:
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
-        if self.tile_m != LANES:
-            raise ValueError(f"tile_m={self.tile_m} must be {LANES}: the lanes of tensor memory.")
-        if self.tile_n % 64 or not 64 <= self.tile_n <= COLUMNS // ACCUMULATORS:
-            raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
+        if self.blocks not in (1, 2):
+            raise ValueError(f"blocks={self.blocks} must be 1, or 2 for a pair.")
+        if self.tile_m != self.blocks * LANES:
+            raise ValueError(
+                f"tile_m={self.tile_m} must be {self.blocks * LANES}: the {LANES} lanes of tensor"
+                f" memory, in {self.blocks} block{'s' * (self.blocks > 1)}."
+            )
+        if self.tile_n % (64 * self.blocks) or not 64 <= self.tile_n <= COLUMNS // ACCUMULATORS:
+            known = (
+                "128 or 256: each block of a pair loads half"
+                if self.blocks > 1
+                else ("64, 128, 192 or 256")
+            )
+            raise ValueError(f"tile_n={self.tile_n} must be {known}.")
         if self.tile_k != 64:
             raise ValueError(f"tile_k={self.tile_k} must be 64: one row of the 128 byte swizzle.")
         for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
@@ -47,16 +61,19 @@ class TileConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
     def smem_bytes(self, itemsize: int, *, addends: bool = False) -> int:
-        """Shared memory of the ring and of the epilogue's buffers, in bytes.
+        """Shared memory of a block's ring and epilogue's buffers, in bytes.
 
         With `addends`, those that they come through as well.
         """
-        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        sides = (self.tile_m + self.tile_n) // self.blocks
+        ring = self.num_stages * sides * self.tile_k * itemsize
         buffers = self.store_buffers + ADDEND_BUFFERS * addends
         return ring + buffers * LANES * SWIZZLE_BYTES
 
 
 LARGE = TileConfig(tile_n=256, num_stages=3)
+PAIR = TileConfig(blocks=2, tile_m=2 * LANES, tile_n=256, num_stages=5)
 NARROW = TileConfig(tile_n=128, num_stages=5)
 NARROWEST = TileConfig(tile_n=64, num_stages=6)
 ADDING = TileConfig(tile_n=128, num_stages=4)
+PAIR_ADDING = dataclasses.replace(PAIR, num_stages=4)

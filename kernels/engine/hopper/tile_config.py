@@ -36,6 +36,11 @@ class TileConfig:
     raster_width: int = 16
     store_buffers: int = 4
 
+    @property
+    def blocks(self) -> int:
+        """Every tile is made by one block."""
+        return 1
+
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
         if self.tile_m % (64 * MULTIPLYING_WARPGROUPS):

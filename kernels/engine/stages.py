@@ -1,0 +1,39 @@
+"""Copies into a stage of the ring: of one block, or of two that fill theirs together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import CLUSTER_AXIS
+from stretto.kernels.engine.parts import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The barrier of a stage that the blocks of a pair fill together, with half a window each.
+
+    Both copies arrive at the first block's barrier, and at no other.
+
+    Attributes:
+      barrier: of the stage.
+      axis: of the window, along which the first block's half comes first.
+    """
+
+    barrier: Ref
+    axis: int
+
+
+def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
+    """Starts the copy of a window of global memory, or of this block's half of it, to `stage`."""
+    if not isinstance(barrier, Halves):
+        plgpu.copy_gmem_to_smem(window, stage, barrier)
+        return
+    plgpu.copy_gmem_to_smem(
+        window,
+        stage,
+        barrier.barrier,
+        collective_axes=CLUSTER_AXIS,
+        leader_tracked=plgpu.CopyPartition.PARTITIONED(barrier.axis),
+    )
