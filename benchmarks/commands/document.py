@@ -19,7 +19,7 @@ BEGIN, END = "<!-- times -->", "<!-- /times -->"
 
 @dataclasses.dataclass(frozen=True)
 class DocumentOptions:
-    """Write the README's table and docs/performance.md from results of `stretto bench --json`.
+    """Write the README's table and docs/measure/performance.md from results of `--json`.
 
     Where two files hold the same case, the times of the run that was begun later are used; the
     order of the files means nothing.
@@ -29,7 +29,7 @@ class DocumentOptions:
     """Results files."""
     readme: pathlib.Path = pathlib.Path("README.md")
     """The file that holds the markers `<!-- times -->` and `<!-- /times -->`."""
-    page: pathlib.Path = pathlib.Path("docs/performance.md")
+    page: pathlib.Path = pathlib.Path("docs/measure/performance.md")
     """The page to write."""
     pictures: pathlib.Path | None = None
     """The folder of the page's pictures; default: `pictures` beside the page."""

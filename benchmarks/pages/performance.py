@@ -1,4 +1,4 @@
-"""The documented times: the README's table and the whole of docs/performance.md."""
+"""The documented times: the README's table and the whole of docs/measure/performance.md."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _order(measurement: Measurement) -> tuple:
 
 
 def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -> str:
-    """The whole of docs/performance.md; `pictures` are files, as the page reaches them."""
+    """The whole of docs/measure/performance.md; `pictures` are files, as the page reaches them."""
     parts = ["# Performance\n"]
     if not found:
         return parts[0] + "\nNo results yet: `stretto bench document FILE...` writes this page.\n"
     parts += [
         f"Written by `stretto bench document {' '.join(names)}`; do not edit."
-        " [benchmarks.md](benchmarks.md) tells how times are taken and what the columns mean."
+        " [Benchmarks](benchmarks.md) tells how times are taken and what the columns mean."
         " Times are medians in microseconds of one call, on the slowest device.\n",
     ]
     groups: dict[str, list[tuple[Results, Measurement]]] = {}

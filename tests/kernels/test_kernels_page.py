@@ -1,4 +1,4 @@
-"""The kernels of docs/kernels.md do what the page says, so do their bugs; its tables are whole."""
+"""The kernels of docs/how/kernels.md do what the page says; its tables are whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.simulator import DeadlockError, FindingError, simulate
 from stretto.distributed.team import Team
 
-PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how" / "kernels.md").read_text()
 CODE, SECOND = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -22,7 +22,7 @@ def run(code: str) -> str:
     """What the simulator says of it."""
     jax.clear_caches()
     with simulate() as report:
-        exec(compile(code, "docs/kernels.md", "exec"), {"__name__": "page"})
+        exec(compile(code, "docs/how/kernels.md", "exec"), {"__name__": "page"})
     return str(report)
 
 
