@@ -98,6 +98,6 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (pages.ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
-    listed = set(re.findall(r"- (?:[\w ]+: )?([\w/]+\.md)$", navigation, re.MULTILINE))
+    listed = set(re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE))
     found = {str(path.relative_to(pages.DOCS)) for path in pages.DOCS.rglob("*.md")}
     assert listed - {"CONTRIBUTING.md", "CHANGELOG.md"} == found
