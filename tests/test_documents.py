@@ -14,9 +14,9 @@ from stretto.launch import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    str(page.relative_to(ROOT)) for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*"))]
-    if page.suffix == ".md"
-]  # fmt: skip
+    str(page.relative_to(ROOT))
+    for page in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+]
 README = (ROOT / "README.md").read_text()
 
 

@@ -12,14 +12,16 @@ import tyro
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Results
-from stretto.benchmarks.pages import performance, plots
+from stretto.benchmarks.pages import machines, performance, plots
 
 BEGIN, END = "<!-- times -->", "<!-- /times -->"
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentOptions:
-    """Write the README's table and docs/performance.md from results of `stretto bench --json`.
+    """Write the README's table, the performance page and docs/results from results of `--json`.
+
+    The performance page is of one machine: of most devices, driven by one process, latest.
 
     Where two files hold the same case, the times of the run that was begun later are used; the
     order of the files means nothing.
@@ -29,8 +31,10 @@ class DocumentOptions:
     """Results files."""
     readme: pathlib.Path = pathlib.Path("README.md")
     """The file that holds the markers `<!-- times -->` and `<!-- /times -->`."""
-    page: pathlib.Path = pathlib.Path("docs/performance.md")
-    """The page to write."""
+    page: pathlib.Path = pathlib.Path("docs/measure/performance.md")
+    """The page of one machine to write."""
+    machines: pathlib.Path | None = None
+    """The folder of a page for each machine; default: `results` beside the page's folder."""
     pictures: pathlib.Path | None = None
     """The folder of the page's pictures; default: `pictures` beside the page."""
     check: bool = False
@@ -55,13 +59,14 @@ def main(argv: list[str]) -> int:
         raise BenchmarkError(f"{options.readme}: {error.strerror}; see --readme.") from None
     times = between(readme, (BEGIN, END), performance.readme_times(found), str(options.readme))
     folder = options.pictures or options.page.parent / "pictures"
+    chosen = _one_machine(found)
     if not options.check:
-        _draw(found, folder)
+        _draw(chosen, folder)
     shown = [_relative(path, options.page) for path in sorted(folder.glob("*.svg"))]
-    wanted = {
-        options.readme: times,
-        options.page: performance.page(found, [path.name for path, _ in files], shown),
-    }
+    names = [path.name for path, _ in files]
+    wanted = {options.readme: times, options.page: performance.page(chosen, names, shown)}
+    every = options.machines or options.page.parent.parent / "results"
+    wanted |= {every / name: text for name, text in machines.pages(found, names).items()}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if options.check:
         for path in stale:
@@ -81,23 +86,24 @@ def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.P
     return sorted(files, key=lambda pair: (pair[1].start_time, pair[0].name, str(pair[0])))
 
 
-def _draw(found: list[Results], folder: pathlib.Path) -> None:
-    """Writes the pictures of the last machine of most devices, if matplotlib is installed.
-
-    One that was driven by a single process comes first, as in the README's table.
-    """
-    if not plots.available():
-        print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
-        return
-    machines = [one.machine for one in reversed(found)]
-    machine = max(machines, key=lambda one: (one.num_processes == 1, one.num_devices))
-    alike = [
+def _one_machine(found: list[Results]) -> list[Results]:
+    """Those of the last machine of most devices; one that a single process drove comes first."""
+    ranked = [one.machine for one in reversed(found)]
+    machine = max(ranked, key=lambda one: (one.num_processes == 1, one.num_devices))
+    return [
         one
         for one in found
         if (one.machine.card, one.machine.layout, one.machine.num_devices, one.machine.driver)
         == (machine.card, machine.layout, machine.num_devices, machine.driver)
     ]
-    kept = ("share-", "bandwidth-", "latency-", "scaling", "roofline")
+
+
+def _draw(alike: list[Results], folder: pathlib.Path) -> None:
+    """Writes the pictures of one machine's results, if matplotlib is installed."""
+    if not plots.available():
+        print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
+        return
+    kept = ("rate-", "bandwidth-", "latency-", "scaling", "share-of-floor", "roofline")
     for path in plots.write_all(results.merged(alike), folder, ("svg",), kept):
         print(f"wrote {path}")
 

@@ -20,9 +20,9 @@ class PredictedOptions:
     """Show predicted times beside the measured ones of the results that come with Stretto."""
 
     page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
-    """Write every case into this page, such as docs/predicted.md."""
+    """Write every case into this page, such as docs/results/predicted.md."""
     scaling: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
-    """Write the summary and planned steps between the markers of this page, docs/scaling.md."""
+    """Write the summary and planned steps between this page's markers: docs/measure/planning.md."""
     check: bool = False
     """Write nothing; exit with status 1 if a page would change."""
 

@@ -1,7 +1,7 @@
 """The results file: its schema, and writing, reading and resuming it.
 
 The names `size`, `count`, `type`, `time`, `alg_bw` and `bus_bw` are those of nccl-tests' JSON.
-`docs/benchmarks.md` documents every field.
+`docs/measure/benchmarks.md` documents every field.
 """
 
 from __future__ import annotations

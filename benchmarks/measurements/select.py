@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from stretto.benchmarks.cases.shapes import shapes_of
-from stretto.benchmarks.measurements.results import Measurement, Results
+from stretto.benchmarks.measurements.results import Measurement, Results, order_of
 from stretto.kernels.operations import OPERATIONS
 
 
@@ -25,3 +26,9 @@ def is_goal(measurement: Measurement) -> bool:
     if operation is None or not measurement.has_matmul:
         return False
     return measurement.sizes in shapes_of("goals", operation, measurement.devices)
+
+
+def case_order(measurement: Measurement) -> tuple:
+    """By operation, then the most devices first, then by work."""
+    work = math.prod(measurement.sizes.values())
+    return (order_of(measurement.kernel), -measurement.devices, work, measurement.key)

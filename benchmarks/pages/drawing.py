@@ -1,10 +1,15 @@
-"""What all pictures share: a colour and a mark for each peer, axes, lines, legends."""
+"""What all pictures share: a colour and a mark for each peer, axes, lines, titles, legends.
+
+The colours are Okabe and Ito's, which the colour-blind can tell apart, and each peer has a mark of
+its own besides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from stretto.benchmarks.measurements.results import Measurement
 from stretto.benchmarks.pages.terminal import peer_label as label
 
 COLOURS = {
@@ -16,12 +21,12 @@ COLOURS = {
     "torch": "#cc79a7",
     "torch-symm": "#8e6bbf",
     "matmul": "#8a8a8a",
-    "own-matmul": "#b0a080",
-    "communication": "#8a8a8a",
+    "own-matmul": "#000000",
+    "communication": "#f0e442",
 }
 MARKERS = {
     "fused": "o",
-    "auto": "h",
+    "auto": "o",
     "xla": "s",
     "xla-windowed": "D",
     "jax-pallas": "^",
@@ -29,7 +34,7 @@ MARKERS = {
     "torch-symm": "P",
     "matmul": "x",
     "own-matmul": "+",
-    "communication": "x",
+    "communication": "*",
 }
 FLOOR = "#8a8a8a"
 
@@ -47,11 +52,47 @@ def line(axes: Any, peer: str, x: Sequence[float], y: Sequence[float | None]) ->
         x,
         [nan(value) for value in y],
         color=COLOURS.get(peer, FLOOR),
-        marker=MARKERS.get(peer, "."),
         linewidth=2 if peer == "fused" else 1,
         zorder=4 if peer == "fused" else 3,
         label=label(peer),
+        **mark(peer),
     )
+
+
+def points(axes: Any, peer: str, x: Sequence[float], y: Sequence[float], name: str = "") -> None:
+    """One peer's figures of things that are unlike, so that no line joins them."""
+    axes.plot(
+        x,
+        y,
+        linestyle="none",
+        color=COLOURS.get(peer, FLOOR),
+        zorder=4 if peer == "fused" else 3,
+        label=name or label(peer),
+        **mark(peer),
+    )
+
+
+def mark(peer: str) -> dict[str, Any]:
+    """A peer's mark. Whatever served `auto` is timed too: a ring around that one's mark."""
+    if peer == "auto":
+        return dict(marker="o", markersize=11, markerfacecolor="none", markeredgewidth=1.5)
+    return dict(marker=MARKERS.get(peer, "."))
+
+
+def title(what: str, card: str, cases: Sequence[Measurement]) -> str:
+    """What is drawn, of which card, number of devices and types."""
+    counts = sorted({m.devices for m in cases})
+    types = ", ".join(dict.fromkeys(m.type for m in cases))
+    return f"{what}: {' and '.join(map(str, counts))} x {card}, {types}"
+
+
+def rows(figure: Any, names: Sequence[str]) -> Any:
+    """Axes with a row for each name, from top to bottom, in a figure as high as that takes."""
+    figure.set_size_inches(8.5, max(3.8, 1.6 + 0.28 * len(names)))
+    axes = figure.subplots()
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    return axes
 
 
 def finish(axes: Any, title: str) -> None:
@@ -60,7 +101,11 @@ def finish(axes: Any, title: str) -> None:
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    legend = axes.legend(
+        fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0)
+    )
+    width, height = axes.figure.get_size_inches()
+    axes.figure.set_size_inches(width, max(height, 1.2 + 0.2 * len(legend.get_texts())))
 
 
 def nan(value: float | None) -> float:

@@ -1,33 +1,43 @@
-"""The documented times: the README's table and the whole of docs/performance.md."""
+"""The documented times: the README's table, and docs/measure/performance.md of one machine."""
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections.abc import Sequence
 
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.measurements.figures import Scaling, strong_efficiencies, weak_efficiencies
-from stretto.benchmarks.measurements.results import (
-    Measurement,
-    Prediction,
-    Results,
-    in_order,
-    order_of,
-)
-from stretto.benchmarks.measurements.select import is_goal, latest
+from stretto.benchmarks.measurements.results import Measurement, Results, in_order
+from stretto.benchmarks.measurements.select import case_order, is_goal, latest
 from stretto.benchmarks.pages import markdown, terminal
-from stretto.benchmarks.pages.markdown import microseconds, rows
-from stretto.benchmarks.pages.terminal import interval
+from stretto.benchmarks.pages.machines import machine_of
+from stretto.benchmarks.pages.markdown import NONE, rows
+from stretto.benchmarks.pages.terminal import interval, number, percent
 
 LEFT_OUT = ("auto", "xla-windowed")
-"""Peers whose columns the README has no room for; the page has them."""
+"""Peers whose columns the README has no room for; the pages have them."""
+README_ROWS = 6
+
+METHOD = """\
+Each time is the median of the samples; the interval beside it is their tenth and ninetieth
+percentile. A sample is the mean over a run of many calls inside one `jit`, on the slowest device.
+All programs of a row take turns in one run, in random order, so compare times within a row; the
+same kernel in another run may differ by several percent. [Benchmarks](benchmarks.md) has the whole
+method.
+
+The **floor** is the larger of two times: the fastest matmul alone *of this run*, and the bytes that
+a device must send over its link. The first is not a hard limit. It is the best of a few matmuls
+that were timed, so a fused kernel whose own matmul is faster can be above 100%.
+
+Other machines, all peers and all numbers of devices are under [Results](../results/index.md);
+what was tried to reach these times is under [Decisions](decisions.md).
+"""
 
 
 def readme_times(found: list[Results]) -> str:
-    """The goals' shapes of the fused matmuls on the most devices, and the machine in a sentence.
+    """Some goals' shapes of the fused matmuls on the most devices, and the machine in a sentence.
 
-    Of one type of card, that of the last file which holds any; the page has the others.
+    At most `README_ROWS`. Of one type of card, that of the last file which holds any; the pages
+    have the others.
     """
     goals = [pair for pair in latest(found) if is_goal(pair[1]) and pair[1].type == "bfloat16"]
     goals = [pair for pair in goals if pair[0].machine.num_processes == 1] or goals
@@ -35,10 +45,10 @@ def readme_times(found: list[Results]) -> str:
     chosen = [pair for pair in goals if pair[1].devices == most]
     cards = [one.machine.card for one in found if any(pair[0] is one for pair in chosen)]
     chosen = [pair for pair in chosen if pair[0].machine.card == cards[-1]]
-    chosen.sort(key=lambda pair: _order(pair[1]))
+    chosen = _spread(sorted(chosen, key=lambda pair: case_order(pair[1])))
     if not chosen:
         raise BenchmarkError('the results hold no case of the shape set "goals".')
-    machines = dict.fromkeys(terminal.machine_line(one) + _commit(one) for one, _ in chosen)
+    machines = dict.fromkeys(machine_of(one) for one, _ in chosen)
     return (
         f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
         " floor, which is the larger of the matmul alone and of the bytes to be sent at"
@@ -47,92 +57,71 @@ def readme_times(found: list[Results]) -> str:
     )
 
 
-def _order(measurement: Measurement) -> tuple:
-    work = math.prod(measurement.sizes.values())
-    return (order_of(measurement.kernel), -measurement.devices, work, measurement.key)
+def _spread(pairs: list[tuple[Results, Measurement]]) -> list[tuple[Results, Measurement]]:
+    """At most `README_ROWS` of them: of each kernel as many, evenly spread over the work."""
+    kernels = in_order(m.kernel for _, m in pairs)
+    most = max(1, README_ROWS // max(1, len(kernels)))
+    found = []
+    for kernel in kernels:
+        of_kernel = [pair for pair in pairs if pair[1].kernel == kernel]
+        count = min(most, len(of_kernel))
+        found += [of_kernel[(2 * i + 1) * len(of_kernel) // (2 * count)] for i in range(count)]
+    return found[:README_ROWS]
 
 
 def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -> str:
-    """The whole of docs/performance.md; `pictures` are files, as the page reaches them."""
+    """The whole of docs/measure/performance.md, of the results of one machine.
+
+    `pictures` are files, as the page reaches them.
+    """
     parts = ["# Performance\n"]
-    if not found:
+    measurements = [measurement for _, measurement in latest(found)]
+    if not measurements:
         return parts[0] + "\nNo results yet: `stretto bench document FILE...` writes this page.\n"
+    measurements.sort(key=case_order)
     parts += [
-        f"Written by `stretto bench document {' '.join(names)}`; do not edit."
-        " [benchmarks.md](benchmarks.md) tells how times are taken and what the columns mean."
-        " Times are medians in microseconds of one call, on the slowest device.\n",
+        f"Written by `stretto bench document {' '.join(names)}`; do not edit.\n",
+        *(f"- {machine_of(one)}" for one in found),
+        "",
+        METHOD,
     ]
-    groups: dict[str, list[tuple[Results, Measurement]]] = {}
-    for one, measurement in latest(found):
-        groups.setdefault(f"{one.machine.card}, {one.machine.layout}", []).append(
-            (one, measurement)
-        )
-    for title, pairs in groups.items():
-        parts.append(f"## {title}\n")
-        for one in {id(one): one for one, _ in pairs}.values():
-            parts.append(f"{terminal.machine_line(one)}; {one.start_time[:10]}{_commit(one)}.\n")
-        parts += _sections(sorted((m for _, m in pairs), key=_order))
-        parts += _predicted([p for one in found for p in one.predictions], [m for _, m in pairs])
-    if pictures:
-        parts.append("## Pictures\n")
-        parts += [f"![{pathlib.PurePath(path).stem}]({path})\n" for path in pictures]
-    missing = [text for one in found if (text := markdown.missing_list(one))]
-    if missing:
-        parts.append("## No times\n")
-        parts.append("".join(dict.fromkeys("".join(missing).splitlines(keepends=True))))
+    for kernel in in_order(m.kernel for m in measurements):
+        cases = [m for m in measurements if m.kernel == kernel]
+        cases = [m for m in cases if m.devices == max(m.devices for m in cases)]
+        parts += [f"## {kernel}\n"]
+        parts += [_picture(path) for path in pictures if _shows(path, kernel)]
+        parts += [_intervals(cases)]
+    parts += ["## All kernels\n"]
+    parts += [_picture(path) for path in pictures if _stem(path) in ("share-of-floor", "roofline")]
+    if worst := terminal.never_slower_line(measurements):
+        parts += [worst + ".\n"]
     return "\n".join(parts)
 
 
-def _commit(one: Results) -> str:
-    """Of which state of the code the results are, to end a list with; "" if that is not known."""
-    return f", commit {one.machine.commit}" if one.machine.commit else ""
-
-
-def _sections(measurements: list[Measurement]) -> list[str]:
-    parts = []
-    for kernel in in_order(m.kernel for m in measurements):
-        for devices in sorted({m.devices for m in measurements}, reverse=True):
-            cases = [m for m in measurements if m.kernel == kernel and m.devices == devices]
-            if cases:
-                plural = "device" if devices == 1 else "devices"
-                parts.append(f"### `{kernel}`, {devices} {plural}\n")
-                parts.append(markdown.kernel_table(cases))
-    if limits := markdown.limits_table(measurements):
-        parts += ["### What the limit of waits costs (median, p10 to p90)\n", limits]
-    if worst := terminal.never_slower_line(measurements):
-        parts += ["### `auto` beside XLA\n", worst + ".\n"]
-    parts += _scaling("Strong scaling", strong_efficiencies(measurements, "fused"))
-    parts += _scaling("Weak scaling", weak_efficiencies(measurements, "fused"))
-    return parts
-
-
-def _scaling(title: str, found: Scaling) -> list[str]:
-    """Efficiencies of our kernel per device count; nothing if there is just one count."""
-    counts = sorted({count for row in found.values() for count in row})
-    if len(counts) < 2:
-        return []
+def _intervals(cases: Sequence[Measurement]) -> str:
+    """A row a case: floor, ours and XLA's with their intervals, shares."""
     body = []
-    for (kernel, shape, dtype), row in found.items():
-        cells = [terminal.percent(row.get(count)) or markdown.NONE for count in counts]
-        body.append([f"`{kernel}`", shape, dtype, *cells])
-    header = ["kernel", "shape on one device", "type", *(str(count) for count in counts)]
-    return [f"### {title}, by devices\n", rows(header, body, left=3)]
-
-
-def _predicted(predictions: Sequence[Prediction], measurements: Sequence[Measurement]) -> list[str]:
-    """Predicted times beside the measured ones; nothing if nothing was predicted."""
-    if not predictions:
-        return []
-    measured = {m.key: m for m in measurements}
-    body = []
-    for one in sorted(predictions, key=lambda p: (order_of(p.kernel), p.shape, p.devices)):
-        real = measured.get(one.key)
-        cells = [interval(one.fused, one.fused_low, one.fused_high)]
-        cells += [microseconds(real and real.of("fused"))]
-        cells += [
-            interval(one.xla, one.xla_low, one.xla_high),
-            microseconds(real and real.of("xla")),
+    for m in cases:
+        ours, xla = m.of("fused"), m.of("xla")
+        cells = [
+            interval(one.time, one.time_p10, one.time_p90) if one else NONE for one in (ours, xla)
         ]
-        body.append([f"`{one.kernel}`", one.shape, str(one.devices), *cells])
-    header = ["kernel", "shape", "devices", "Stretto, predicted", "measured", "XLA, predicted"]
-    return ["### Predicted\n", rows([*header, "measured"], body, left=2)]
+        over = f"{xla.time / ours.time:.2f}" if ours and xla else NONE
+        share = (percent(ours.share_of_floor) if ours else "") or NONE
+        body.append([m.shape, m.type, number(m.floor) or NONE, *cells, over, share])
+    header = ["shape", "type", "floor, us", "Stretto, us", "XLA, us", "XLA / Stretto", "of floor"]
+    return rows(header, body, left=2)
+
+
+def _stem(path: str) -> str:
+    return pathlib.PurePath(path).stem
+
+
+def _shows(path: str, kernel: str) -> bool:
+    return _stem(path) in {
+        f"{kind}-{kernel}" for kind in ("rate", "bandwidth", "latency", "scaling")
+    }
+
+
+def _picture(path: str) -> str:
+    return f"![{_stem(path)}]({path})\n"

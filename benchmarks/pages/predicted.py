@@ -1,4 +1,4 @@
-"""Predicted beside measured, and planned steps, as Markdown: what docs/scaling.md shows."""
+"""Predicted beside measured, and planned steps: what docs/measure/planning.md shows."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def steps_table() -> str:
 
 
 def page(names: Sequence[str]) -> str:
-    """The whole of docs/predicted.md, of the results files with these names."""
+    """The whole of docs/results/predicted.md, of the results files with these names."""
     parts = [
         "# Predicted beside measured\n",
-        "Written by `stretto bench predicted --page docs/predicted.md` from"
+        "Written by `stretto bench predicted --page docs/results/predicted.md` from"
         f" {', '.join(names)} and the times noted in pages; do not edit."
-        " [scaling.md](scaling.md) tells how a time is predicted. Every case is predicted by a fit"
-        " that has not seen it. Calls are in microseconds, steps in milliseconds; a time outside"
-        " its interval is bold.\n",
+        " [Planning](../measure/planning.md) tells how a time is predicted."
+        " Every case is predicted by a fit that has not seen it. Calls are in microseconds, steps"
+        " in milliseconds; a time outside its interval is bold.\n",
         "## Steps of the transformer\n",
         steps_table(),
     ]

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stretto.benchmarks.measurements.results import Measurement
-from stretto.benchmarks.pages.drawing import COLOURS, FLOOR, MARKERS, finish, label, size_axis
+from stretto.benchmarks.pages.drawing import (
+    COLOURS,
+    FLOOR,
+    MARKERS,
+    finish,
+    label,
+    points,
+    rows,
+    size_axis,
+    title,
+)
 from stretto.benchmarks.pages.markdown import operation_peers
 
 if TYPE_CHECKING:
@@ -16,15 +26,20 @@ LEAST_FLOOR_US = 10.0
 """Below this, launching takes longer than the floor, and a share of it says nothing."""
 
 STYLES = ("-", "--", ":", "-.")
+FILLS = ("full", "none", "left", "top")
+
+FLOOR_NAME = "fastest matmul of\nthis run, or the link"
+MATMUL_SHARE = "share of the floor: the fastest matmul of this run, or the link, %"
+LINK_SHARE = "share of the floor: the link, %"
+"""What 100% is. Of a matmul it can be beaten, by a kernel that is faster than all those matmuls."""
 
 
-def by_case(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
+def by_case(cases: Sequence[Measurement], card: str, figure: Figure) -> Figure | None:
     """A row per case, a point per peer: how close each comes to its floor."""
     cases = [m for m in cases if m.floor is not None and m.floor >= LEAST_FLOOR_US]
     if not cases:
         return None
-    figure.set_size_inches(7.5, 1.6 + 0.28 * len(cases))
-    axes = figure.subplots()
+    axes = rows(figure, [f"{m.kernel} {m.shape}" for m in cases])
     for peer in operation_peers(cases):
         pairs = [
             (100 * timed.share_of_floor, place)
@@ -33,31 +48,24 @@ def by_case(cases: Sequence[Measurement], figure: Figure) -> Figure | None:
         ]
         if pairs:
             shares, places = zip(*pairs, strict=True)
-            axes.scatter(
-                shares,
-                places,
-                color=COLOURS.get(peer, FLOOR),
-                marker=MARKERS.get(peer, "."),
-                label=label(peer),
-                zorder=4 if peer == "fused" else 3,
-            )
+            points(axes, peer, shares, places)
     axes.axvline(100, color=FLOOR, linestyle="--")
-    axes.set_yticks(range(len(cases)), [f"{m.kernel} {m.shape}" for m in cases])
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the floor, %")
+    axes.set_xlabel(MATMUL_SHARE if any(m.has_matmul for m in cases) else LINK_SHARE)
     axes.set_xlim(left=0)
-    finish(axes, f"Share of the floor, {cases[0].devices} devices")
+    finish(axes, title("Share of the floor", card, cases))
     return figure
 
 
-def by_size(measurements: Sequence[Measurement], figure: Figure) -> Figure | None:
+def by_size(measurements: Sequence[Measurement], card: str, figure: Figure) -> Figure | None:
     """One kernel's share of the floor, and XLA's, against the size, for each number of devices."""
     measurements = [m for m in measurements if m.floor is not None and m.floor >= LEAST_FLOOR_US]
     if not measurements:
         return None
     axes = figure.subplots()
     counts = sorted({m.devices for m in measurements}, reverse=True)
-    for devices, style in zip(counts, STYLES, strict=False):
+    # Matmuls of one amount of work have many shapes, so their points are not joined.
+    joined = not measurements[0].has_matmul
+    for devices, style, fill in zip(counts, STYLES, FILLS, strict=False):
         cases = sorted((m for m in measurements if m.devices == devices), key=_size)
         for peer in ("fused", "xla"):
             pairs = [
@@ -69,17 +77,23 @@ def by_size(measurements: Sequence[Measurement], figure: Figure) -> Figure | Non
                 sizes, percents = zip(*pairs, strict=True)
                 name = f"{label(peer)}, {devices} devices"
                 axes.plot(
-                    sizes, percents, style, color=COLOURS[peer], marker=MARKERS[peer], label=name
+                    sizes,
+                    percents,
+                    linestyle=style if joined else "none",
+                    color=COLOURS[peer],
+                    marker=MARKERS[peer],
+                    fillstyle=fill,
+                    label=name,
                 )
     axes.axhline(100, color=FLOOR, linestyle="--")
-    axes.set_ylim(bottom=0)
     axes.set_ylabel("share of the floor, %")
+    axes.set_ylim(0, max(105, axes.get_ylim()[1]))
     if measurements[0].has_matmul:
         axes.set_xscale("log")
         axes.set_xlabel("operations of the whole problem, TFLOP")
     else:
         size_axis(axes, sorted({m.size for m in measurements}))
-    finish(axes, f"{measurements[0].kernel}, share of the floor")
+    finish(axes, title(measurements[0].kernel, card, measurements))
     return figure
 
 

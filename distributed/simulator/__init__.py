@@ -1,4 +1,4 @@
-"""Runs multi-GPU kernels on a CPU, and finds their deadlocks and races. See docs/simulator.md."""
+"""Runs multi-GPU kernels on a CPU; finds deadlocks and races. See docs/how/simulator.md."""
 
 from stretto.distributed.simulating import counts_from_the_end, is_simulating
 from stretto.distributed.simulating import target as simulated_target

@@ -4,7 +4,7 @@
     uv run --group aot python examples/transformer/collectives.py --config 7b-layer --target h100
 
 The step is compiled for CPU devices or, with `--target`, for GPUs that need not be there: the group
-`aot` holds their compiler. docs/models.md explains each line.
+`aot` holds their compiler. docs/models/tensor_parallel.md explains each line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layers of Flax NNX that overlap a model's communication with its products.
 
-`pip install 'stretto[flax]'` brings Flax. docs/from_your_model.md has the way from a model's own
+`pip install 'stretto[flax]'` brings Flax. docs/models/from_your_model.md has the way from a model's own
 layers to these.
 """
 

@@ -94,7 +94,7 @@ def test_documents_do_not_depend_on_the_order_of_the_files(tmp_path, make_result
         results.write(one, path)
     readme, page = tmp_path / "README.md", tmp_path / "performance.md"
     readme.write_text("<!-- times -->\n<!-- /times -->\n")
-    options = ["--readme", str(readme), "--page", str(page)]
+    options = ["--readme", str(readme), "--page", str(page), "--machines", str(tmp_path / "all")]
     assert command.main(["document", *map(str, paths), *options]) == 0
     for order in itertools.permutations(paths):
         assert command.main(["document", *map(str, order), *options, "--check"]) == 0

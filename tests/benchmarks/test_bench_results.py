@@ -6,6 +6,7 @@ import html.parser
 import importlib.util
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -15,7 +16,7 @@ from stretto.benchmarks.commands.compare import Verdict
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import figures, results
 from stretto.benchmarks.measurements.spread import median_ratio, spread
-from stretto.benchmarks.pages import performance, plots, report
+from stretto.benchmarks.pages import machines, performance, plots, report
 from stretto.benchmarks.pages import terminal as table
 
 DRAWN = ("all_gather_matmul", "all_reduce")
@@ -157,7 +158,8 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     path, readme, page = (tmp_path / name for name in ("r.json", "README.md", "performance.md"))
     results.write(make_results(kernels=DRAWN), path)
     readme.write_text("before\n<!-- times -->\nold\n<!-- /times -->\nafter\n")
-    options = [str(path), "--readme", str(readme), "--page", str(page)]
+    every = tmp_path / "machines"
+    options = [str(path), "--readme", str(readme), "--page", str(page), "--machines", str(every)]
     assert command.main(["document", *options, "--check"]) == 1
     assert not page.exists()
     assert command.main(["document", *options]) == 0
@@ -166,9 +168,12 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     assert text.endswith("<!-- /times -->\nafter\n")
     assert "old" not in text
     assert "| `all_gather_matmul` | 8192x8192x8192 |" in text
-    assert "Strong scaling" in page.read_text()
-    assert "`all_reduce`, 4 devices" in page.read_text()
-    for picture in ("share-all_reduce.svg", "scaling-all_gather_matmul.svg", "roofline.svg"):
+    assert len(re.findall("^[|] `", text, re.MULTILINE)) <= performance.README_ROWS
+    machine = (every / "nvidia-h100-80gb-hbm3-one-process.md").read_text()
+    assert "Strong scaling" in machine and "`all_reduce`, 4 devices" in machine
+    assert "(nvidia-h100-80gb-hbm3-one-process.md)" in (every / "index.md").read_text()
+    assert "## all_reduce" in page.read_text()
+    for picture in ("latency-all_reduce.svg", "scaling-all_gather_matmul.svg", "roofline.svg"):
         assert (tmp_path / "pictures" / picture).read_text().startswith("<?xml")
         assert f"(pictures/{picture})" in page.read_text()
     assert command.main(["document", *options, "--check"]) == 0
@@ -182,7 +187,7 @@ def test_predictions_stand_beside_measurements_in_the_documents(make_results):
         times = {"fused": 1.5, "fused_low": 1.2, "fused_high": 1.8}
         times |= {"xla": 2.5, "xla_low": 2.2, "xla_high": 2.8}
         found.predictions.append(results.Prediction(**sizes, devices=devices, **times))
-    text = performance.page([found], ["r.json"])
+    (text, _) = machines.pages([found], ["r.json"]).values()
     time = table.number(one.of("fused").time)
     fused, xla = "1.50 (1.20 to 1.80)", "2.50 (2.20 to 2.80)"
     assert f"| `all_gather_matmul` | {one.shape} | 4 | {fused} | {time} | {xla} |" in text
@@ -232,7 +237,7 @@ def test_documents_refuse_what_they_should(tmp_path, make_results, capsys):
     path, readme = tmp_path / "r.json", tmp_path / "README.md"
     readme.write_text("no markers")
     results.write(make_results(), path)
-    options = ["--readme", str(readme), "--page", str(tmp_path / "p.md")]
+    options = ["--readme", str(readme), "--page", str(tmp_path / "docs" / "p" / "p.md")]
     assert command.main(["document", str(path), *options]) == 2
     assert "<!-- times -->" in capsys.readouterr().err
     results.write(make_results(speed=False), path)

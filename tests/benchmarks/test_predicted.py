@@ -178,16 +178,16 @@ class TestPages:
 
     def test_predicted_beside_measured(self):
         names = [path.name for path in samples.committed()]
-        assert_alike((DOCS / "predicted.md").read_text(), pages.page(names))
+        assert_alike((DOCS / "results" / "predicted.md").read_text(), pages.page(names))
 
     def test_summary_and_parameters(self):
-        text = (DOCS / "scaling.md").read_text()
+        text = (DOCS / "measure" / "planning.md").read_text()
         assert_alike(part_of(text, "checked"), pages.summary_table())
         assert_alike(part_of(text, "fitted"), pages.fitted_table())
 
     @pytest.mark.slow
     def test_planned_steps(self):
-        text = (DOCS / "scaling.md").read_text()
+        text = (DOCS / "measure" / "planning.md").read_text()
         assert_alike(part_of(text, "planned"), pages.planned_table())
 
     def test_a_stale_page_is_told_and_written_again(self, tmp_path, monkeypatch, capsys):

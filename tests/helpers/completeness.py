@@ -14,7 +14,7 @@ from stretto.benchmarks.cases.case import Case
 from stretto.kernels.operation import Operation
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "index.md"
+PAGE = ROOT / "docs" / "models" / "operations.md"
 DEVICES = 4
 
 
@@ -26,7 +26,7 @@ def lacking(record: Operation) -> Iterator[str]:
     if name not in SUBJECTS and not _has_test_file(name):
         yield f"test: write tests/kernels/test_{name}.py, or a subject in tests/helpers/subjects.py"
     if not re.search(rf"^\| `{public}\(.*\)` \|", PAGE.read_text(), re.MULTILINE):
-        yield f"page: give {public} its line in the table of docs/index.md"
+        yield f"page: give {public} its line in the table of docs/models/operations.md"
     if COMPILED_BY.get(name) not in CASES:
         yield "compile case: name one in COMPILED_BY of tests/helpers/compile_cases.py"
     if not any(_cases(record)):

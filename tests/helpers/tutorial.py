@@ -1,11 +1,11 @@
-"""The files of docs/tutorial.md, and what the page says that its commands print."""
+"""The files of docs/write/halo_exchange.md, and what the page says that its commands print."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "write" / "halo_exchange.md").read_text()
 _BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of docs/kernels.md do what the page says, so do their bugs; its tables are whole."""
+"""The kernels of docs/write/neighbours.md do what it says; docs/write/toolbox.md is whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.simulator import DeadlockError, FindingError, simulate
 from stretto.distributed.team import Team
 
-PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+WRITE = Path(__file__).parents[2] / "docs" / "write"
+PAGE = (WRITE / "neighbours.md").read_text()
 CODE, SECOND = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -22,7 +23,7 @@ def run(code: str) -> str:
     """What the simulator says of it."""
     jax.clear_caches()
     with simulate() as report:
-        exec(compile(code, "docs/kernels.md", "exec"), {"__name__": "page"})
+        exec(compile(code, "docs/write/neighbours.md", "exec"), {"__name__": "page"})
     return str(report)
 
 
@@ -64,7 +65,7 @@ def test_the_second_without_its_wait_is_a_race():
         run(f"{CODE}\n{SECOND.replace(wait, '')}")
 
 
-TABLES = PAGE[PAGE.index("### What a kernel is given") : PAGE.index("### Compiling a script")]
+TABLES = (WRITE / "toolbox.md").read_text()
 
 
 def words(*names) -> list[str]:

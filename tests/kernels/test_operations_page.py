@@ -1,4 +1,4 @@
-"""The examples of docs/operations.md run, and print what the page says."""
+"""The examples of docs/models/calls.md run, and print what the page says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "models" / "calls.md").read_text()
 SETUP = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EXAMPLES = {
     title: (code, text)
@@ -25,5 +25,5 @@ def test_every_section_has_one():
 def test_example(title: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = EXAMPLES[title]
     assert SETUP is not None
-    exec(compile(SETUP[1] + code, "docs/operations.md", "exec"), {"__name__": "page"})
+    exec(compile(SETUP[1] + code, "docs/models/calls.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out == text

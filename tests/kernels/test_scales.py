@@ -213,7 +213,7 @@ def test_granularities_of_groups():
 
 
 def test_the_example_of_the_page(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "fp8.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "models" / "fp8.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "docs/fp8.md", "exec"), {"__name__": "page"})
+    exec(compile(code, "docs/models/fp8.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out == "256\n"

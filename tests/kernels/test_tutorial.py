@@ -1,4 +1,4 @@
-"""Each step of docs/tutorial.md does what the page says: its files, and what its commands print."""
+"""Each step of docs/write/halo_exchange.md: its files, and what its commands print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every swap of docs/from_your_model.md runs, and gives the numbers of what it replaces."""
+"""Every swap of docs/models/from_your_model.md runs, and gives the numbers of what it replaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from_your_model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "models" / "from_your_model.md").read_text()
 SETUP, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SECTIONS = dict(re.findall(r"\n## ([^\n]+)\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL))
 
@@ -23,7 +23,7 @@ def test_swap(title: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert blocks
     exec(
-        compile("".join([SETUP, *blocks]), "docs/from_your_model.md", "exec"), {"__name__": "page"}
+        compile("".join([SETUP, *blocks]), "docs/models/from_your_model.md", "exec"), {"__name__": "page"}
     )
     wanted = len(re.findall(r"^same\(", "".join(blocks), re.MULTILINE))
     assert wanted and capsys.readouterr().out.splitlines().count("same") == wanted

@@ -105,7 +105,7 @@ def test_all_gather_lhs_matmul(count, blocks, seed, monkeypatch):
     assert report.statistics.link_bytes == sent
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how" / "simulator.md").read_text()
 
 
 def test_the_page_s_script_shows_a_slot_that_is_filled_while_it_is_read(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The walk-through of docs/simulator.md: its kernel, its mistake, and what mends it."""
+"""The walk-through of docs/write/missing_wait.md: its kernel, its mistake, and what mends it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from stretto.distributed.simulator import DeadlockError, FindingError, simulate
 
-PAGE = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "write" / "missing_wait.md").read_text()
 CODE = next(c for c in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def shift" in c)
 STORE = "        plgpu.copy_smem_to_gmem(rows, copies.remote(inbox_ref, team, successor))\n"
 SIGNAL = "        received.signal(peer_id=successor)\n"

@@ -1,0 +1,65 @@
+"""Writes docs/reference/commands.md: what each command says of itself.
+
+    uv run python docs/scripts/commands.py
+
+A test compares the page with the commands' help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "reference" / "commands.md"
+COMMANDS = (
+    *("run", "doctor", "simulate", "compile", "explain", "bench"),
+    *("bench show", "bench compare", "bench document", "bench links", "bench predicted"),
+    *("tune", "plan"),
+)
+WIDTH = 100
+
+
+def page() -> str:
+    """The whole page."""
+    from stretto.launch import cli
+
+    parts = [
+        "# Commands\n",
+        "Written by `docs/scripts/commands.py` from the help of each command; do not edit.\n",
+        f"```text\n{cli.usage()}\n```\n",
+    ]
+    for command in COMMANDS:
+        parts += [f"## stretto {command}\n", f"```text\n{helped(command)}\n```\n"]
+    return "\n".join(parts)
+
+
+def helped(command: str) -> str:
+    """What `stretto COMMAND --help` prints, in lines of `WIDTH`."""
+    from stretto.launch import cli
+
+    printed = io.StringIO()
+    with _plain_terminal(), contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
+
+
+@contextlib.contextmanager
+def _plain_terminal():
+    """A terminal of `WIDTH` columns without colours."""
+    before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR", "TERM")}
+    os.environ |= {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")

@@ -1,0 +1,88 @@
+"""Pictures that a reader understands: labels, lines, titles, legends, roofs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from stretto.benchmarks.pages import drawing, plots
+
+KERNELS = ("all_gather_matmul", "all_reduce")
+
+
+@pytest.fixture(scope="module")
+def drawn(make_results):
+    """Every picture of the results of two kernels, by name, laid out."""
+    figures = plots.draw(make_results(kernels=KERNELS))
+    for figure in figures.values():
+        figure.draw_without_rendering()
+    return figures
+
+
+def test_no_two_labels_of_an_axis_overlap(drawn):
+    for name, figure in drawn.items():
+        (axes,) = figure.axes
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+            shown = [text for at, text in ticks if low <= at <= high and text.get_text()]
+            if any(text.get_rotation() for text in shown):
+                continue  # Boxes of slanted labels overlap where the labels do not.
+            boxes = [text.get_window_extent() for text in shown]
+            for one, other in itertools.pairwise(boxes):
+                assert not one.overlaps(other), (name, axis.axis_name)
+
+
+def test_no_line_joins_unlike_shapes(drawn):
+    for name in ("rate-all_gather_matmul", "share-all_gather_matmul", "share-of-floor"):
+        (axes,) = drawn[name].axes
+        several = [line for line in axes.lines if len(line.get_xdata()) > 2]
+        assert several and {line.get_linestyle() for line in several} == {"None"}, name
+
+
+def test_titles_have_card_devices_and_type(drawn):
+    for name, figure in drawn.items():
+        (axes,) = figure.axes
+        title = axes.get_title(loc="left")
+        assert "4 x NVIDIA H100 80GB HBM3, bfloat16" in title, name
+
+
+def test_legends_are_whole(drawn):
+    for name, figure in drawn.items():
+        (axes,) = figure.axes
+        box = axes.get_legend().get_window_extent()
+        assert box.y0 >= 0 and box.x1 <= figure.bbox.x1, name
+
+
+def test_auto_is_seen_around_what_served_it():
+    assert drawing.mark("auto")["markerfacecolor"] == "none"
+    assert drawing.mark("fused")["marker"] != drawing.mark("xla")["marker"]
+
+
+def test_every_peer_has_a_look_of_its_own():
+    looks = [(drawing.COLOURS[peer], *drawing.mark(peer).values()) for peer in drawing.COLOURS]
+    assert len(set(looks)) == len(looks)
+    colours = [colour for peer, colour in drawing.COLOURS.items()]
+    assert len(set(colours)) == len(colours) and drawing.COLOURS.keys() == drawing.MARKERS.keys()
+
+
+def test_no_point_is_above_the_roof(make_results):
+    """Also on a CPU, which has no link: its roof is the highest rate of the run."""
+    for speed in (True, False):
+        (axes,) = plots.draw(make_results(kernels=KERNELS, speed=speed))["roofline"].axes
+        (left, knee, _), (low, peak, _) = axes.lines[0].get_data()
+        for points in axes.collections:
+            for x, y in points.get_offsets():
+                roof = peak if x >= knee else peak * x / knee
+                assert y <= roof * 1.001, (speed, x, y)
+        assert math.isclose(low / left, peak / knee)
+
+
+def test_scaling_shows_all_of_its_points(drawn):
+    (axes,) = drawn["scaling-all_gather_matmul"].axes
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    for line in axes.lines[:-1]:
+        assert all(low <= y < high for y in line.get_ydata())
+        assert all(left < x < right for x in line.get_xdata())
