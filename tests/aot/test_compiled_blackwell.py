@@ -42,6 +42,27 @@ def test_fused_matmuls(case, tmp_path):
     check_for_blackwell(compile_case(case, tmp_path))
 
 
+def test_pairs_of_blocks_where_rows_fill_their_tiles(tmp_path):
+    for program in compile_case("Blackwell", tmp_path):
+        for kernel in program["kernels"]:
+            assert "cta_group::2" in kernel["ptx"] and ".reqnctapercluster" in kernel["ptx"]
+
+
+@pytest.mark.slow
+def test_blocks_alone(tmp_path):
+    compiled = compile_case("Blackwell blocks alone", tmp_path)
+    check_for_blackwell(compiled)
+    for program in compiled:
+        assert all("cta_group::2" not in kernel["ptx"] for kernel in program["kernels"])
+
+
+def test_collectives(tmp_path):
+    """They have no products: for a B200 they are compiled as for an H100."""
+    for program in compile_case("Blackwell collectives", tmp_path):
+        meets = "skip_device_barrier = true" in program["hlo"]
+        check([program], warpgroups=1, local=meets, target="sm_100a")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MATMULS)

@@ -199,8 +199,8 @@ def hierarchical(name: str) -> Iterator[Program]:
         yield name, mapped, [jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16, sharding=sharding)]
 
 
-def collectives() -> Iterator[Program]:
-    mesh = aot.mesh_of_gpus((4,), ("x",))
+def collectives(target: str = "h100") -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",), target=target)
     calls = {
         "all_gather": (st.all_gather, (1024, 512), P(None)),
         "reduce_scatter": (st.reduce_scatter, (1024, 512), P("x")),
@@ -333,6 +333,13 @@ def blackwell(*names: str) -> Iterator[Program]:
         yield name, *fused(name, mesh)
 
 
+def blackwell_alone() -> Iterator[Program]:
+    """Shards of too few rows for pairs of blocks, on B200s."""
+    mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        yield name, *fused(name, mesh, (512, 1024, 2048))
+
+
 def blackwell_configs(name: str) -> Iterator[Program]:
     """Every configuration for B200s that the tuner may choose, and other settings."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
@@ -426,6 +433,8 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         for which in ("product", "rest")
     },
     "collectives": collectives,
+    "Blackwell collectives": functools.partial(collectives, "b200"),
+    "Blackwell blocks alone": blackwell_alone,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)
         for name in subjects.HIERARCHICAL
