@@ -35,6 +35,16 @@ def test_no_two_labels_of_an_axis_overlap(drawn):
                 assert not one.overlaps(other), (name, axis.axis_name)
 
 
+def test_rows_of_many_shapes_have_room():
+    def draw(figure):
+        axes = drawing.rows(figure, [f"{n}x8192x28672" for n in range(30)])
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axes.get_yticklabels()]
+        assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))
+
+    plots.figure(draw)
+
+
 def test_no_line_joins_unlike_shapes(drawn):
     for name in ("rate-all_gather_matmul", "share-all_gather_matmul", "share-of-floor"):
         (axes,) = drawn[name].axes
@@ -68,16 +78,28 @@ def test_every_peer_has_a_look_of_its_own():
     assert len(set(colours)) == len(colours) and drawing.COLOURS.keys() == drawing.MARKERS.keys()
 
 
+def roof_and_points(results):
+    """Intensity and height of the roof's ends and knee; the points below it."""
+    (axes,) = plots.draw(results)["roofline"].axes
+    ends = list(zip(*axes.lines[0].get_data(), strict=True))
+    return ends, [point for points in axes.collections for point in points.get_offsets()]
+
+
 def test_no_point_is_above_the_roof(make_results):
     """Also on a CPU, which has no link: its roof is the highest rate of the run."""
     for speed in (True, False):
-        (axes,) = plots.draw(make_results(kernels=KERNELS, speed=speed))["roofline"].axes
-        (left, knee, _), (low, peak, _) = axes.lines[0].get_data()
-        for points in axes.collections:
-            for x, y in points.get_offsets():
-                roof = peak if x >= knee else peak * x / knee
-                assert y <= roof * 1.001, (speed, x, y)
+        found = make_results(kernels=KERNELS, speed=speed)
+        ((left, low), (knee, peak), _), points = roof_and_points(found)
+        for x, y in points:
+            assert y <= 1.001 * min(peak, peak * x / knee), (speed, x, y)
         assert math.isclose(low / left, peak / knee)
+
+
+def test_the_roof_is_the_highest_rate_also_if_it_is_our_kernel_s(make_results):
+    """Half the time: it is faster than every matmul that was timed."""
+    (_, (knee, peak), _), points = roof_and_points(make_results(kernels=KERNELS, slower=0.5))
+    level = [y for x, y in points if x >= knee]
+    assert level and max(level) <= 1.001 * peak
 
 
 def test_scaling_shows_all_of_its_points(drawn):
