@@ -126,7 +126,7 @@ def _choose(
             reason=("it was asked for" if asked else "kernels are being compiled")
             + _caution(problem),
             kernel=kernel,
-            config=_best_config(kernel, problem),
+            config=_best_config(operation, kernel, problem),
         )
     return faster(operation, kernel, problem)
 
@@ -212,7 +212,7 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
         return _with_copies(operation, kernel, problem)
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
     unknown = untried or kernel.untried
-    found = tables.look_up(kernel, problem) if not unknown or tables.exists(kind) else None
+    found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
     if found is not None:
         return found
     if unknown:
@@ -221,13 +221,15 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
             f"the fused kernels were never {where}, and no table of {kind} says that"
             " they are faster for this call; `stretto tune` writes one"
         )
-        config = _best_config(kernel, problem)
+        config = _best_config(operation, kernel, problem)
         return Choice(problem=problem, backend="xla", reason=reason, kernel=kernel, config=config)
     if kernel.fused_from is not None:
         choice = costs.by_size(kernel.fused_from, operation.work(problem))
     else:
         choice = costs.compare(estimate(operation, kernel, problem))
-    return Choice(problem=problem, kernel=kernel, config=_best_config(kernel, problem), **choice)
+    return Choice(
+        problem=problem, kernel=kernel, config=_best_config(operation, kernel, problem), **choice
+    )
 
 
 def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
@@ -259,7 +261,7 @@ def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[fl
     if kernel.stands_for is None:
         return costs.estimate(operation.work(problem), problem.machine)
     other, moved = kernel.stands_for(problem)
-    found = _measured(kernel, problem)
+    found = _measured(operation, kernel, problem)
     if found is not None and found.fused_us and found.xla_us:
         fused_us, xla_us = found.fused_us, found.xla_us
     else:
@@ -275,23 +277,32 @@ def _caution(problem: Problem) -> str:
     return "; it was compiled and simulated for such a GPU, but never run on one"
 
 
-def _best_config(kernel: Kernel, problem: Problem) -> Any:
+def _best_config(operation: Operation, kernel: Kernel, problem: Problem) -> Any:
     """The configuration for a problem: what a table has, or the kernel's default.
 
     Without a table there is nothing to warn of: only the configuration is asked for.
     """
-    found = _measured(kernel, problem)
+    found = _measured(operation, kernel, problem)
     return found.config if found is not None else kernel.default(problem)
 
 
-def _measured(kernel: Kernel, problem: Problem) -> Choice | None:
+def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
     """What the table has of `problem`, or of the one that it is the same as."""
     if not tables.exists(problem.machine.kind):
         return None
-    found = tables.look_up(kernel, problem)
+    found = _look_up(operation, kernel, problem)
     if found is None and kernel.stands_for is not None:
+        # Another operation's problem, of which this one's estimate says nothing.
         found = tables.look_up(kernel, kernel.stands_for(problem)[0])
     return found
+
+
+def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
+    """What the table says; where shapes lie between its entries, with the operation's estimate."""
+    if kernel.fused_from is not None:
+        return tables.look_up(kernel, problem)
+    estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
+    return tables.look_up(kernel, problem, estimated)
 
 
 def _unsuitable_devices(problem: Problem) -> str | None:

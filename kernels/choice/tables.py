@@ -16,9 +16,10 @@ import re
 import tomllib
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stretto.kernels.choice import neighbours
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
 from stretto.kernels.problem.machine import HOPPER
@@ -27,10 +28,18 @@ from stretto.kernels.problem.problem import Problem
 SCHEMA = 1
 
 NEAR = 1.0
-"""How far, in doublings summed over the three sizes, an entry speaks for a shape."""
+"""How far, in doublings summed over the three sizes, an entry lends a shape its configuration."""
+
+REACH = 3.0
+"""How far an entry counts in the estimate of a shape. Of entries that were left out, those whose
+neighbours are 2 to 3 doublings away still came out better than by the estimate alone."""
 
 MARGIN = 0.03
-"""An entry of another shape is trusted only where one side won by this share."""
+"""By which share the fused kernel has to win at a shape that was not measured itself."""
+
+
+type Estimate = Callable[[Problem], tuple[float, float]]
+"""(fused, XLA) times of a problem in microseconds, by sizes and rates."""
 
 
 class TableError(ValueError):
@@ -101,10 +110,14 @@ class Table:
     device_kind: str
     entries: tuple[Entry, ...] = ()
 
+    def near(self, problem: Problem) -> list[tuple[float, Entry]]:
+        """The entries within `REACH` of `problem` with their distances, nearest first."""
+        ranked = [(entry.distance(problem), entry) for entry in self.entries]
+        return sorted((p for p in ranked if p[0] <= REACH), key=lambda pair: pair[0])
+
     def nearest(self, problem: Problem) -> tuple[Entry, float] | None:
         """The entry closest to `problem` and its distance; None without one that is `NEAR`."""
-        ranked = [(entry.distance(problem), entry) for entry in self.entries]
-        distance, entry = min(ranked, key=lambda pair: pair[0], default=(math.inf, None))
+        distance, entry = next(iter(self.near(problem)), (math.inf, None))
         return None if entry is None or distance > NEAR else (entry, distance)
 
 
@@ -174,36 +187,80 @@ def table_for(device_kind: str) -> Table:
         return Table(device_kind)
 
 
-def look_up(kernel: Kernel, problem: Problem) -> Choice | None:
+def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) -> Choice | None:
     """What the table of the problem's GPU says of it, None where it says nothing.
 
-    That is where no entry is `NEAR`, where the result's elements are of another width than the
-    operands', where the nearest entry's configuration does not fit the kernel any more, and where
-    it is another shape's and neither side won by `MARGIN`. Times are those of the very shape.
+    That is where no entry is within `REACH`, where the result's elements are of another width than
+    the operands', and where no near entry's configuration fits the kernel any more. Times are those
+    of the very shape. Elsewhere several entries say by how much the estimate is off; the fused
+    kernel has to win by `MARGIN`, and has its default configuration where no entry is `NEAR`.
+
+    Args:
+      kernel: what would serve the problem.
+      problem: the call.
+      estimate: of the fused kernel's time and XLA's; without one the measured ratios are
+        interpolated themselves.
     """
-    nearest = table_for(problem.machine.kind).nearest(problem)
-    if nearest is None or problem.types.out_itemsize != problem.types.itemsize:
+    if problem.types.out_itemsize != problem.types.itemsize:
         return None
-    entry, distance = nearest
+    fitting = [
+        (distance, entry, config)
+        for distance, entry in table_for(problem.machine.kind).near(problem)
+        if (config := _config_of(entry, kernel, problem)) is not None
+    ]
+    if not fitting:
+        return None
+    distance, nearest, config = fitting[0]
+    if distance == 0:
+        return Choice(
+            problem=problem,
+            backend="pallas" if nearest.ratio <= 1 else "xla",
+            reason=f"the fused kernel was measured to take {_percent(nearest.ratio)} of XLA's time",
+            kernel=kernel,
+            config=config,
+            fused_us=nearest.fused_us,
+            xla_us=nearest.xla_us,
+        )
+    near = [(distance, entry) for distance, entry, _ in fitting]
+    ratio = ratio_between(near, problem, estimate)
+    shapes = ", ".join(entry.shape for _, entry in near[: neighbours.COUNT])
+    return Choice(
+        problem=problem,
+        backend="pallas" if ratio <= 1 - MARGIN else "xla",
+        reason=f"the fused kernel should take {_percent(ratio)} of XLA's time, by the nearest"
+        f" shapes in the table, {shapes}",
+        kernel=kernel,
+        config=config if distance <= NEAR else kernel.default(problem),
+    )
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f}%"
+
+
+def ratio_between(
+    near: Sequence[tuple[float, Entry]], problem: Problem, estimate: Estimate | None
+) -> float:
+    """The fused kernel's time over XLA's, by the entries `near`, as (distance, entry)."""
+
+    def estimated(sizes: Mapping[str, int]) -> float:
+        if estimate is None:
+            return 1.0
+        fused_us, xla_us = estimate(dataclasses.replace(problem, sizes=sizes))
+        return fused_us / xla_us
+
+    known = [(distance, estimated(entry.sizes), entry.ratio) for distance, entry in near]
+    return neighbours.corrected(estimated(problem.sizes), known[: neighbours.COUNT])
+
+
+def _config_of(entry: Entry, kernel: Kernel, problem: Problem) -> Any:
+    """An entry's configuration, None if it does not fit the kernel or the problem any more."""
     try:
         config = config_from_data(kernel.Config, entry.config, problem.machine.architecture)
         config.check(problem)
     except (TypeError, ValueError):
         return None
-    choice = Choice(
-        problem=problem,
-        backend="pallas" if entry.ratio <= 1 else "xla",
-        reason=f"the fused kernel was measured to take {100 * entry.ratio:.0f}% of XLA's time",
-        kernel=kernel,
-        config=config,
-    )
-    if distance == 0:
-        return dataclasses.replace(choice, fused_us=entry.fused_us, xla_us=entry.xla_us)
-    if abs(entry.ratio - 1) < MARGIN:
-        return None
-    share = f"the fused kernel takes {100 * entry.ratio:.0f}% of XLA's time"
-    reason = f"at the nearest shape in the table, {entry.shape}, {share}"
-    return dataclasses.replace(choice, reason=reason)
+    return config
 
 
 RENAMED = {"whole": "gather_first", "apart": "unfused"}
