@@ -10,20 +10,54 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 MOST_DIM, DIM_STEP = 256, 8
-_FORWARD = (
-    "query key value bias mask q_seqlen kv_seqlen q_offsets kv_offsets fp8_params scale mask_type"
-    " seed dropout_rate qkv_layout sliding_window_length use_fp8 return_residual"
-).split()
-_BACKWARD = (
-    "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v"
-    " activation fwd_output grad_output scale seed dropout_rate variadic_args mask_type layout"
-    " sliding_window_length"
-).split()
+_FORWARD = [
+    "query",
+    "key",
+    "value",
+    "bias",
+    "mask",
+    "q_seqlen",
+    "kv_seqlen",
+    "q_offsets",
+    "kv_offsets",
+    "fp8_params",
+    "scale",
+    "mask_type",
+    "seed",
+    "dropout_rate",
+    "qkv_layout",
+    "sliding_window_length",
+    "use_fp8",
+    "return_residual",
+]
+_BACKWARD = [
+    "query",
+    "key",
+    "value",
+    "bias",
+    "q_seqlen",
+    "kv_seqlen",
+    "q_offsets",
+    "kv_offsets",
+    "page_table_k",
+    "page_table_v",
+    "activation",
+    "fwd_output",
+    "grad_output",
+    "scale",
+    "seed",
+    "dropout_rate",
+    "variadic_args",
+    "mask_type",
+    "layout",
+    "sliding_window_length",
+]
 
 
 @functools.cache
@@ -32,17 +66,19 @@ def obstacle() -> str | None:
     try:
         from jax._src.cudnn import fused_attention_stablehlo as fused
 
-        found = [
-            list(inspect.signature(function).parameters)
-            for function in (fused.dot_product_attention, fused._dot_product_attention_bwd_impl)
-        ]
-        if found != [_FORWARD, _BACKWARD]:
-            return f"JAX {jax.__version__} has other private functions for cuDNN's attention."
-        fused.check_cudnn_version()
+        functions = fused.dot_product_attention, fused._dot_product_attention_bwd_impl
+        ask_version = fused.check_cudnn_version
     except (ImportError, AttributeError):
         return f"JAX {jax.__version__} has no private functions for cuDNN's attention."
-    except Exception as error:  # Of the extension that asks cuDNN for its version.
-        return f"cuDNN was not found ({error})."
+    if [list(inspect.signature(function).parameters) for function in functions] != [
+        _FORWARD,
+        _BACKWARD,
+    ]:
+        return f"JAX {jax.__version__} has other private functions for cuDNN's attention."
+    try:
+        ask_version()
+    except RuntimeError as error:
+        return f"cuDNN was not found ({error})"
     return None
 
 
@@ -70,7 +106,7 @@ def forward(
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     queries, keys = _lengths(q, keys)
-    return fused.dot_product_attention(
+    out, lse = cast(Any, fused.dot_product_attention)(
         q,
         k,
         v,
@@ -81,6 +117,7 @@ def forward(
         sliding_window_length=window,
         return_residual=True,
     )
+    return out, lse
 
 
 def backward(
@@ -119,7 +156,8 @@ def backward(
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
-    return tuple(bars)
+    q_bar, k_bar, v_bar = bars
+    return q_bar, k_bar, v_bar
 
 
 def _lengths(q: jax.Array, keys: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -130,7 +168,7 @@ def _lengths(q: jax.Array, keys: jax.Array | None) -> tuple[jax.Array | None, ja
     return jnp.full(batch, queries, jnp.int32), jnp.broadcast_to(keys, batch).astype(jnp.int32)
 
 
-def _mask_type(fused, causal: bool, keys: jax.Array | None):
+def _mask_type(fused: Any, causal: bool, keys: jax.Array | None) -> Any:
     types = fused.MaskType
     if keys is None:
         return types.CAUSAL if causal else types.NO_MASK

@@ -27,7 +27,9 @@ TYPES = ("bfloat16", "float16")
 type Pair = tuple[jax.Array, jax.Array]
 
 
-def obstacle(q: jax.Array, mask: Mask, *, segments: bool, devices: int) -> str | None:
+def obstacle(
+    q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, *, segments: bool, devices: int
+) -> str | None:
     """Why cuDNN cannot serve; None if it can.
 
     Args:
@@ -117,27 +119,33 @@ def backward(
 ) -> tuple[jax.Array, Pair | None, Pair | None]:
     """(q_bar, bars of the own keys, bars of the gathered keys); None where there are none."""
     if not mask.causal:
-        q_bar, *bars = cudnn.backward(q, *(keys.before or keys.own), out, lse, out_bar, scale=scale)
-        return (q_bar, tuple(bars), None) if keys.before is None else (q_bar, None, tuple(bars))
+        given = keys.before or keys.own
+        q_bar, k_bar, v_bar = cudnn.backward(q, *given, out, lse, out_bar, scale=scale)
+        bars = k_bar, v_bar
+        return (q_bar, bars, None) if keys.before is None else (q_bar, None, bars)
     chunks = span.chunks
-    folded = [_folded(x, chunks) for x in (q, *keys.own, out, out_bar)]
-    own_bars = cudnn.backward(
-        *folded[:4],
+    queries, k, v, own_out, own_bar = (_folded(x, chunks) for x in (q, *keys.own, out, out_bar))
+    diagonal = cudnn.backward(
+        queries,
+        k,
+        v,
+        own_out,
         _folded_rows(lse, chunks),
-        folded[4],
+        own_bar,
         scale=scale,
         causal=True,
         window=mask.window,
     )
-    q_bar, *own_bars = (_unfolded(x, chunks).astype(jnp.float32) for x in own_bars)
+    q_bar, k_bar, v_bar = (_unfolded(x, chunks).astype(jnp.float32) for x in diagonal)
+    own_bars = k_bar, v_bar
     if keys.before is None:
-        return q_bar, tuple(own_bars), None
+        return q_bar, own_bars, None
     sums = [jnp.zeros(x.shape, jnp.float32) for x in keys.before]
     q_bars = []
     for part in _parts(q, span):
         share = _queries(q_bar, part)
         if part.limit:
-            known = tuple(x[:, : part.limit] for x in keys.before)
+            known = keys.before[0][:, : part.limit], keys.before[1][:, : part.limit]
             rest = (_queries(out, part), _rows(lse, part), _queries(out_bar, part))
             found = cudnn.backward(_queries(q, part), *known, *rest, scale=scale, keys=part.keys)
             share += jnp.where(part.keys > 0, found[0].astype(jnp.float32), 0)
@@ -147,7 +155,7 @@ def backward(
                 for total, x in zip(sums, found[1:], strict=True)
             ]
         q_bars.append(share)
-    return jnp.concatenate(q_bars, 1), tuple(own_bars), tuple(sums)
+    return jnp.concatenate(q_bars, 1), own_bars, (sums[0], sums[1])
 
 
 def merged(first: Pair, second: Pair, counts: jax.Array) -> Pair:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def context_parallel_attention(
     operands = jax.tree.unflatten(tree, typed_alike(axes, leaves))
     if not return_logsumexp:
         return _attend(options, *operands)
-    out, lse = _attend_with_logsumexp(options, *operands)
+    out, lse = cast(Any, _attend_with_logsumexp(options, *operands))
     return out, lse.transpose(0, 2, 1)
 
 
@@ -137,7 +137,7 @@ def _keys(options: _Options, k: jax.Array, v: jax.Array) -> cudnn.Keys:
         return cudnn.Keys(own=(k, v), before=None)
     every = _gathered(options, k, v)
     if options.mask.causal:
-        every = tuple(options.span.in_order(x) for x in every)
+        every = options.span.in_order(every[0]), options.span.in_order(every[1])
     return cudnn.Keys(own=(k, v), before=every)
 
 
@@ -165,9 +165,9 @@ def _backward(options: _Options, kept: Any, out_bar: jax.Array, lse_bar: Any) ->
             mask=mask,
             scale=scale,
         )
-    bars = [_handed_over(options, x, k) for x in every] if every is not None else [0, 0]
-    if own is not None:
-        bars = [x + y for x, y in zip(bars, own, strict=True)]
+    sent = [] if every is None else [_handed_over(options, x, k) for x in every]
+    shares = [found for found in (sent, own) if found]
+    bars = [functools.reduce(jnp.add, of_one) for of_one in zip(*shares, strict=True)]
     return q_bar.astype(q.dtype), *(x.astype(k.dtype) for x in bars), None, None
 
 

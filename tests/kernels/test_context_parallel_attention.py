@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.distributed.private_jax import cudnn_attention
+from stretto.kernels.attention import blockwise, cudnn
+from stretto.kernels.attention.masks import Mask, Tokens
 
 BATCH, TOKENS, HEADS, KV_HEADS, DIM = 2, 24, 4, 2, 8
 
@@ -22,9 +27,9 @@ def drawn(kv_tokens=TOKENS, size=1.0):
     return [x.astype(np.float32) for x in (q, k, v, bar)]
 
 
-def dense(q, k, v, bar, seen):
+def dense(operands, seen):
     """Result, logsumexp `[batch, tokens, heads]` and derivatives, of `seen` [batch, q, k]."""
-    q, k, v, bar = (np.asarray(x, np.float64) for x in (q, k, v, bar))
+    q, k, v, bar = (np.asarray(x, np.float64) for x in operands)
     group = q.shape[2] // k.shape[2]
     wide_k, wide_v = (np.repeat(x, group, 2) for x in (k, v))
     scores = np.einsum("bqhd,bkhd->bhqk", q, wide_k) * q.shape[-1] ** -0.5
@@ -46,7 +51,8 @@ def dense(q, k, v, bar, seen):
     return out, lse, np.einsum("bhqk,bkhd->bqhd", scores_bar, wide_k), k_bar, v_bar
 
 
-def ours(devices, q, k, v, bar, layout="contiguous", segments=None, **options):
+def ours(devices, operands, layout="contiguous", segments=None, logsumexp=True, **options):
+    q, k, v, bar = operands
     mesh = Mesh(np.asarray(jax.devices()[:devices]), ("cp",))
     place = (lambda x: st.to_zigzag(x, devices)) if layout == "zigzag" else (lambda x: x)
     back = (lambda x: st.from_zigzag(x, devices)) if layout == "zigzag" else (lambda x: x)
@@ -57,9 +63,12 @@ def ours(devices, q, k, v, bar, layout="contiguous", segments=None, **options):
 
         def call(q, k, v):
             return st.context_parallel_attention(
-                q, k, v, "cp", layout=layout, return_logsumexp=True, **named, **options
+                q, k, v, "cp", layout=layout, return_logsumexp=logsumexp, **named, **options
             )
 
+        if not logsumexp:
+            out, pull = jax.vjp(call, q, k, v)
+            return out, *pull(bar)
         (out, lse), pull = jax.vjp(call, q, k, v)
         return out, lse, *pull((bar, jnp.zeros_like(lse)))
 
@@ -82,7 +91,7 @@ def places(kv_tokens=TOKENS):
 def test_causal(layout, window):
     operands, d = drawn(), places()
     seen = np.broadcast_to((d >= 0) & (d < (window or TOKENS)), (BATCH, TOKENS, TOKENS))
-    check(ours(2, *operands, layout=layout, causal=True, window=window), dense(*operands, seen))
+    check(ours(2, operands, layout=layout, causal=True, window=window), dense(operands, seen))
 
 
 def test_documents_and_rows_without_keys():
@@ -90,15 +99,15 @@ def test_documents_and_rows_without_keys():
     ids = np.repeat([[0, 0, 1, 2], [3, 3, 3, 4]], TOKENS // 4, 1).astype(np.int32)
     others = np.where(ids == 4, 7, ids)  # Document 4 has no keys.
     seen = (ids[:, :, None] == others[:, None]) & (places() >= 0)
-    found = ours(2, *operands, layout="zigzag", segments=(ids, others), causal=True)
+    found = ours(2, operands, layout="zigzag", segments=(ids, others), causal=True)
     assert np.isneginf(found[1][1, -1]).all() and not found[2][1, -1].any()
-    check(found, dense(*operands, seen))
+    check(found, dense(operands, seen))
 
 
 def test_other_length_of_keys_and_large_scores():
     operands = drawn(kv_tokens=10, size=1e3)
     seen = np.ones((BATCH, TOKENS, 10), bool)
-    for x, y in zip(ours(2, *operands), dense(*operands, seen), strict=True):
+    for x, y in zip(ours(2, operands), dense(operands, seen), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3 * np.abs(y).max())
 
 
@@ -124,9 +133,74 @@ def test_zigzag_is_undone_and_positions_follow_it():
 )
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
-        ours(2, *drawn(), **options)
+        ours(2, drawn(), **options)
 
 
 def test_zigzag_refuses_what_it_cannot_cut():
     with pytest.raises(ValueError, match="must be a multiple of 4, two chunks"):
         st.to_zigzag(jnp.zeros((1, 6)), 2)
+
+
+def known(q, k, keys):
+    """What the mask of a stand-in for cuDNN has to know of a call's queries and keys."""
+    places = jnp.arange(k.shape[1])
+    return Tokens(jnp.arange(q.shape[1])), Tokens(
+        places if keys is None else jnp.where(places < keys, places, -1)
+    )
+
+
+def stand_in_forward(q, k, v, *, scale, causal=False, window=None, keys=None):
+    mask = Mask(causal=causal, window=window)
+    return blockwise.forward(q, k, v, *known(q, k, keys), mask=mask, scale=scale)
+
+
+def stand_in_backward(q, k, v, out, lse, bar, *, scale, causal=False, window=None, keys=None):
+    mask, tokens = Mask(causal=causal, window=window), known(q, k, keys)
+    return blockwise.backward(q, k, v, out, lse, bar, None, *tokens, mask=mask, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout", "causal"),
+    [(3, "zigzag", True), (2, "contiguous", True), (2, "zigzag", False), (1, "zigzag", True)],
+)
+def test_parts_that_cudnn_is_given(monkeypatch, devices, layout, causal):
+    """Diagonals, prefixes of a length known at run time, and how they are merged."""
+    monkeypatch.setattr(cudnn, "obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(cudnn_attention, "forward", stand_in_forward)
+    monkeypatch.setattr(cudnn_attention, "backward", stand_in_backward)
+    operands = drawn()
+    seen = np.broadcast_to((places() >= 0) | (not causal), (BATCH, TOKENS, TOKENS))
+    found = ours(devices, operands, layout=layout, causal=causal, logsumexp=False)
+    out, _, *bars = dense(operands, seen)
+    check(found, [out, *bars])
+
+
+@pytest.mark.parametrize(
+    ("type_", "dim", "segments", "window"),
+    [
+        ("float32", 64, False, None),
+        ("bfloat16", 260, False, None),
+        ("bfloat16", 64, True, None),
+        ("bfloat16", 64, False, 3),
+    ],
+)
+def test_what_cudnn_is_not_given(monkeypatch, type_, dim, segments, window):
+    monkeypatch.setattr(cudnn, "_is_here", lambda: True)
+    monkeypatch.setattr(cudnn.Machine, "of_mesh", lambda: cudnn.Machine.of_kind("gpu", "H200"))
+    monkeypatch.setattr(cudnn_attention, "obstacle", lambda: None)
+    served = jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
+    assert cudnn.obstacle(served, Mask(causal=True), segments=False, devices=2) is None
+    mask, q = Mask(causal=True, window=window), jax.ShapeDtypeStruct((1, 8, 2, dim), type_)
+    assert cudnn.obstacle(q, mask, segments=segments, devices=2)
+
+
+def test_this_version_of_jax_has_the_private_functions():
+    reason = cudnn_attention.obstacle()
+    assert reason is None or "cuDNN was not found" in reason
+
+
+def test_code_of_the_page(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "attention.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out == "True\n"
