@@ -160,6 +160,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "kernels": {
         "problem": set(),
         "xla": {"problem"},
+        "attention": {"problem", "xla"},
         "operation": {"problem"},
         "engine": {"problem"},
         "collectives": {"operation", "problem"},
@@ -167,6 +168,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "nodes": {"fused", "collectives", "operation", "problem", "xla"},
         "choice": {"operation", "problem"},
         "operations": {"choice", "nodes", "fused", "collectives", "operation", "problem", "xla"},
+        "sequence": {"attention", "operations", "problem"},
     },
     "layers": {
         "parallel": set(),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
     from stretto.distributed.memory.mailbox import kernel_errors
     from stretto.distributed.simulator import simulate
+    from stretto.kernels.attention.layouts import from_zigzag, to_zigzag, token_positions
     from stretto.kernels.choice.explain import explain
     from stretto.kernels.operations.collectives import (
         all_gather,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from stretto.kernels.operations.mixture import mixture_of_experts
     from stretto.kernels.operations.sharded import sharded
+    from stretto.kernels.sequence.attention import context_parallel_attention
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
@@ -43,10 +45,12 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "context_parallel_attention",
     "expert_combine",
     "expert_dispatch",
     "explain",
     "explain_sizes",
+    "from_zigzag",
     "grouped_matmul",
     "initialize",
     "kernel_errors",
@@ -56,6 +60,8 @@ __all__ = [
     "reduce_scatter",
     "sharded",
     "simulate",
+    "to_zigzag",
+    "token_positions",
 ]
 
 # Public name: the module it lives in.
@@ -65,10 +71,12 @@ _MODULES = {
     "all_gather_matmul": "stretto.kernels.operations.matmuls",
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_to_all": "stretto.kernels.operations.collectives",
+    "context_parallel_attention": "stretto.kernels.sequence.attention",
     "expert_combine": "stretto.kernels.operations.experts",
     "expert_dispatch": "stretto.kernels.operations.experts",
     "explain": "stretto.kernels.choice.explain",
     "explain_sizes": "stretto.kernels.operations.explain_sizes",
+    "from_zigzag": "stretto.kernels.attention.layouts",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.process.startup",
     "kernel_errors": "stretto.distributed.memory.mailbox",
@@ -78,6 +86,8 @@ _MODULES = {
     "reduce_scatter": "stretto.kernels.operations.collectives",
     "sharded": "stretto.kernels.operations.sharded",
     "simulate": "stretto.distributed.simulator",
+    "to_zigzag": "stretto.kernels.attention.layouts",
+    "token_positions": "stretto.kernels.attention.layouts",
 }
 
 

@@ -1,0 +1,1 @@
+"""Operations over a sequence that is split between devices, made of other operations."""
