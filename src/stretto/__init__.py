@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stretto.distributed.memory.mailbox import kernel_errors
     from stretto.distributed.simulator import simulate
     from stretto.kernels.choice.explain import explain
+    from stretto.kernels.operations import epilogues
     from stretto.kernels.operations.collectives import (
         all_gather,
         all_reduce,
@@ -31,16 +32,19 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from stretto.kernels.operations.sharded import sharded
+    from stretto.kernels.problem.epilogue import Epilogue
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Epilogue",
     "KernelTimeoutError",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "epilogues",
     "explain",
     "explain_sizes",
     "grouped_matmul",
@@ -55,11 +59,13 @@ __all__ = [
 
 # Public name: the module it lives in.
 _MODULES = {
+    "Epilogue": "stretto.kernels.problem.epilogue",
     "KernelTimeoutError": "stretto.distributed.errors",
     "all_gather": "stretto.kernels.operations.collectives",
     "all_gather_matmul": "stretto.kernels.operations.matmuls",
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_to_all": "stretto.kernels.operations.collectives",
+    "epilogues": "stretto.kernels.operations",
     "explain": "stretto.kernels.choice.explain",
     "explain_sizes": "stretto.kernels.operations.explain_sizes",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
