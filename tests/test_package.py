@@ -126,8 +126,8 @@ OPERATIONS: dict[str, tuple[list[str], dict[str, object]]] = {
         {"split_axis": NEEDED, "concat_axis": NEEDED, **BACKEND},
     ),
     "all_gather_matmul": (["lhs", "rhs", "axis_name"], {"epilogue": None, **MATMUL}),
-    "matmul_reduce_scatter": (["lhs", "rhs", "axis_name"], MATMUL),
-    "matmul_all_reduce": (["lhs", "rhs", "axis_name"], MATMUL),
+    "matmul_reduce_scatter": (["lhs", "rhs", "axis_name"], {"epilogue": None, **MATMUL}),
+    "matmul_all_reduce": (["lhs", "rhs", "axis_name"], {"epilogue": None, **MATMUL}),
 }
 
 

@@ -145,7 +145,7 @@ class Epilogue(Protocol):
         ...
 
 
-def elementwise(fun: epilogues.Epilogue | None) -> Epilogue | None:
+def elementwise(fun: epilogues.Function | None) -> Epilogue | None:
     """The epilogue of an elementwise function, which does not see where its elements lie."""
     if fun is None:
         return None

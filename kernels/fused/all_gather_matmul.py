@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -35,6 +36,7 @@ from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fil
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
 
 
@@ -102,16 +104,14 @@ def default_config(problem: Problem) -> Config:
     return Config(tiles=tile, chunk_columns=chunk_columns, gather_first=True)
 
 
-def run(
-    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
 
     And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
     """
     if call.config.unfused:
         return unfused.all_gather_matmul(operands, call)
-    lhs, rhs = operands
+    lhs, rhs, _ = with_arrays(operands)
     options = call.options
     team = Team.along(call.axes)
     m_shard, k = lhs.shape

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -31,6 +32,7 @@ from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
 
 
@@ -67,14 +69,12 @@ def default_config(problem: Problem) -> Config:
     return Config(tiles=tiles.narrowest)
 
 
-def run(
-    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m, k_shard]` times each of `[D * k_shard, n_i]` -> `[m, n_i]`, as the public operation.
 
     And the gathered lhs `[m, D * k_shard]` where `call.options.return_gathered` asks for it.
     """
-    lhs, rhs = operands
+    lhs, rhs, _ = with_arrays(operands)
     options = call.options
     team = Team.along(call.axes)
     m, k_shard = lhs.shape

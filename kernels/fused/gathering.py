@@ -108,7 +108,7 @@ def launch(
             lhs=gather.lhs(refs),
             rhs=streams.along_n(refs.rhs, columns, rhs_window),
             sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
-            epilogue=elementwise(options.epilogue),
+            epilogue=elementwise(options.epilogue and options.epilogue.function),
             transfer=Transfer(
                 run=lambda: pull(
                     gather.fetch,

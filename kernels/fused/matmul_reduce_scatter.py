@@ -52,6 +52,7 @@ from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tile
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products
 from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
 
 
@@ -85,7 +86,7 @@ def sharded(
 
     The rows are dealt out in equal shards, the last ones of padding where they do not divide.
     """
-    lhs, rhs = operands
+    lhs, rhs, _ = with_arrays(operands)
     team = Team.along(call.axes)
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
     m_shard = schedule.ceil_div(m, team.size)

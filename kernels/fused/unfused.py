@@ -12,6 +12,7 @@ order of the devices, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,20 @@ from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.schedule import ceil_div
 from stretto.kernels.collectives import arrays
 from stretto.kernels.operation import Call
+from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.xla.matmul import matmul, sum_of_products
 
 type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
-def all_gather_matmul(
-    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+def all_gather_matmul(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """As `all_gather_matmul.run`."""
-    (lhs, rhs), options = operands, call.options
+    lhs, rhs, more = with_arrays(operands)
+    options = call.options
     gathered = arrays.all_gather(lhs, axes=call.axes, axis=0, interpret=call.interpret)
-    outs = (matmul(gathered, x.T if options.rhs_transposed else x) for x in rhs)
-    outs = (out if options.epilogue is None else options.epilogue(out) for out in outs)
+    outs = tuple(matmul(gathered, x.T if options.rhs_transposed else x) for x in rhs)
+    if options.epilogue is not None:
+        outs = options.epilogue.results(outs, more)
     cast = tuple(out.astype(options.out_dtype) for out in outs)
     return cast, gathered if options.return_gathered else None
 
@@ -53,4 +55,5 @@ def matmul_all_reduce(operands: Pairs, call: Call) -> jax.Array:
 
 
 def _product(operands: Pairs, call: Call) -> jax.Array:
-    return sum_of_products(*operands, call.options.rhs_transposed).astype(call.options.out_dtype)
+    lhs, rhs, _ = with_arrays(operands)
+    return sum_of_products(lhs, rhs, call.options.rhs_transposed).astype(call.options.out_dtype)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 
@@ -27,18 +27,17 @@ from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter
 from stretto.kernels.nodes import nodes, pipelines
 from stretto.kernels.nodes.nodes import Nodes
 from stretto.kernels.operation import Call
+from stretto.kernels.problem.epilogue import with_arrays
 
 type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
-def all_gather_matmul(
-    operands: tuple[jax.Array, Sequence[jax.Array]], call: Call
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+def all_gather_matmul(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
 
     And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
     """
-    lhs, rhs = operands
+    lhs, rhs, _ = with_arrays(operands)
     team, within = _within(call)
     m_shard = lhs.shape[0]
     gathered = pipelines.gather(

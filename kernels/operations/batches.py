@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Call
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.epilogue import with_arrays
 
 type Shape = tuple[int, ...]
 type Matrices = tuple[jax.Array, ...]
@@ -78,10 +79,13 @@ def columns_apart(out: jax.Array, size: int) -> jax.Array:
 
 def of_gather(run: Any, size: int, batched: Any, operands: Any, call: Call) -> Any:
     """The rule of an all-gather matmul's kernel."""
-    (lhs, rhs), (lhs_batched, rhs_batched) = operands, batched
+    lhs, rhs, arrays = with_arrays(operands)
+    lhs_batched, rhs_batched, arrays_batched = with_arrays(batched)
     options = call.options
+    if not are_for_all_rows(arrays, arrays_batched):
+        return None
     if not any(rhs_batched):
-        outs, gathered = run((as_rows(lhs), rhs), call)
+        outs, gathered = run((as_rows(lhs), rhs, arrays), call)
         parts = gathered_parts(lhs, outs[0], options.axis)
 
         def apart(x: jax.Array) -> jax.Array:
@@ -90,13 +94,20 @@ def of_gather(run: Any, size: int, batched: Any, operands: Any, call: Call) -> A
             return in_order(x, lhs.shape[:2], 1, parts)
 
         return tuple(map(apart, outs)), None if gathered is None else apart(gathered)
-    if lhs_batched or not all(rhs_batched):
+    if lhs_batched or arrays or not all(rhs_batched):
         return None
     sides = tuple(columns_together(x, options.rhs_transposed) for x in rhs)
     outs, gathered = run((lhs, sides), call)
     if gathered is not None:
         gathered = jnp.broadcast_to(gathered, (size, *gathered.shape))
     return tuple(columns_apart(out, size) for out in outs), gathered
+
+
+def are_for_all_rows(arrays: Any, batched: Any) -> bool:
+    """Whether an epilogue's arrays are rows `[1, n]`, the same for every matrix of a batch."""
+    return not any(jax.tree.leaves(batched)) and all(
+        x.shape[0] == 1 for x in jax.tree.leaves(arrays)
+    )
 
 
 def gathered_parts(lhs: jax.Array, out: jax.Array, axis: int) -> int:
@@ -115,11 +126,14 @@ def of_reduce(run: Any, size: int, batched: Any, operands: Any, call: Call) -> A
 
 
 def _of_sum(run: Any, size: int, batched: Any, operands: Any, call: Call, parts: int) -> Any:
-    (lhs, rhs), (lhs_batched, rhs_batched) = operands, batched
+    lhs, rhs, arrays = with_arrays(operands)
+    lhs_batched, rhs_batched, arrays_batched = with_arrays(batched)
+    if not are_for_all_rows(arrays, arrays_batched):
+        return None
     if all(lhs_batched) and not any(rhs_batched):
-        out = run((tuple(by_parts(x, 1, parts) for x in lhs), rhs), call)
+        out = run((tuple(by_parts(x, 1, parts) for x in lhs), rhs, arrays), call)
         return out.reshape(size, -1, out.shape[1])
-    if all(rhs_batched) and not any(lhs_batched):
+    if all(rhs_batched) and not any(lhs_batched) and not arrays:
         transposed = call.options.rhs_transposed
         sides = tuple(columns_together(x, transposed) for x in rhs)
         return columns_apart(run((lhs, sides), call), size)

@@ -21,7 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.operations import batches
+from stretto.kernels.operations.with_epilogue import flat_arrays
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.epilogue import Fitted, Form, Shape, with_arrays
 from stretto.kernels.problem.options import GatherOptions
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Traffic, Work
@@ -114,6 +116,10 @@ class Operands:
         n = self.devices if self.gather_axis == "n" else 1
         return [(*self.rows(), n * side.shape[0 if self.transposed else 1]) for side in self.sides]
 
+    def results_shapes(self, form: Form | None) -> list[Shape]:
+        """The same of what an epilogue makes of them."""
+        return self.products()[: 1 if form is not None and form.gated else None]
+
     def copied_elements(self) -> int:
         """Elements of the results that have to be put in order."""
         if self.gather_axis != "m" or not batches.is_reordered(self.lhs.shape, self.axis):
@@ -127,6 +133,17 @@ class Operands:
             (rhs,) = self.sides
             return rhs if self.transposed else rhs.T, (lhs,), True
         return lhs, self.sides, self.transposed
+
+    def arrays_for_kernel(self, found: Fitted) -> tuple[Any, ...]:
+        """The arrays of an epilogue, along the rows and columns of the kernel's results."""
+
+        def by_rows(x: jax.Array) -> jax.Array:
+            if self.gather_axis == "m":
+                return batches.by_parts(x, self.axis, self.devices)
+            return batches.as_rows(x)
+
+        arrays = flat_arrays(found.arrays, self.results_shapes(found.form), by_rows)
+        return jax.tree.map(lambda x: x.T, arrays) if self.gather_axis == "n" else arrays
 
     def results(
         self, outs: Sequence[jax.Array], gathered: Any
@@ -146,22 +163,23 @@ class Operands:
 
 
 def reference(
-    operands: tuple[jax.Array, Matrices], axes: Axes, options: GatherOptions, *, gather_axis: str
+    operands: Any, axes: Axes, options: GatherOptions, *, gather_axis: str
 ) -> tuple[Matrices, jax.Array]:
     """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
 
     lhs `[..., k]` is gathered along `options.axis` ("m", "k"), or the only `x` along its columns
-    ("n").
+    ("n"). The epilogue's arrays, if it has any, come after lhs and rhs.
     """
-    lhs, rhs = operands
+    lhs, rhs, arrays = with_arrays(operands)
     if gather_axis == "n":
         (shard,), axis = rhs, 0 if options.rhs_transposed else 1
     else:
         shard, axis = lhs, options.axis
     gathered = checkpoint_name(collectives.all_gather(shard, axes, axis=axis), "gathered")
     lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
-    outs = (matmul(lhs, x.T if options.rhs_transposed else x) for x in rhs)
-    outs = (out if options.epilogue is None else options.epilogue(out) for out in outs)
+    outs = tuple(matmul(lhs, x.T if options.rhs_transposed else x) for x in rhs)
+    if options.epilogue is not None:
+        outs = options.epilogue.results(outs, arrays)
     return tuple(out.astype(options.out_dtype) for out in outs), gathered
 
 

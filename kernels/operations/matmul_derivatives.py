@@ -8,17 +8,14 @@ get those operations as arguments, with the backend bound that the forward pass 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from stretto.kernels.operation import Arrays, Call
 from stretto.kernels.operations.perform import cotangent_of_replicated, run
-from stretto.kernels.problem.epilogues import Epilogue
 from stretto.kernels.xla.matmul import matmul, matmul_of_columns
 
 type Matrices = tuple[jax.Array, ...]
@@ -31,40 +28,29 @@ def keep_operands(operands: Arrays, call: Call) -> tuple[Arrays, Arrays]:
 
 
 def gather_forward(operands: tuple[jax.Array, Matrices], call: Call) -> tuple[Any, Any]:
-    """The results of an all-gather matmul, and what its derivative needs.
-
-    The epilogue's derivative needs the product, so here the product is what the kernel stores, and
-    the epilogue follows as an operation of its own.
-    """
+    """The results of an all-gather matmul without an epilogue, and what its derivative needs."""
     lhs, rhs = operands
     options = call.options
     kept = options.return_gathered or options.keep_gathered
-    results: Any = run(operands, call.with_options(epilogue=None, return_gathered=kept))
+    results: Any = run(operands, call.with_options(return_gathered=kept))
     products, gathered = results
     named = checkpoint_name(gathered, "gathered") if options.keep_gathered else None
     gathered = gathered if options.return_gathered else None
-    if options.epilogue is None:
-        return (products, gathered), (lhs, rhs, named, None)
-    outs = tuple(_apply(options.epilogue, product) for product in products)
-    return (outs, gathered), (lhs, rhs, named, products)
+    return (products, gathered), (lhs, rhs, named)
 
 
 def gather_tangent(
     call: Call, residuals: Any, dots: tuple[jax.Array, Matrices], *, reference: Public
 ) -> tuple[Matrices, jax.Array | None]:
-    """out_dot = epilogue'(product) * (gathered_dot @ rhs + gathered @ rhs_dot)."""
-    lhs, rhs, _, products = residuals
-    options = call.with_options(epilogue=None).options
+    """out_dot = gathered_dot @ rhs + gathered @ rhs_dot."""
+    lhs, rhs, _ = residuals
+    options = call.options
     gather_axis = "m" if options.axis == 0 else "k"
 
     def product(operands: tuple[jax.Array, Matrices]) -> Any:
         return reference(operands, call.axes, options, gather_axis=gather_axis)
 
     _, (out_dots, gathered_dot) = jax.jvp(product, ((lhs, rhs),), (dots,))
-    if products is not None:
-        epilogue = functools.partial(_apply, call.options.epilogue)
-        pairs = zip(products, out_dots, strict=True)
-        out_dots = tuple(jax.jvp(epilogue, (x,), (dot,))[1] for x, dot in pairs)
     return out_dots, gathered_dot if options.return_gathered else None
 
 
@@ -82,14 +68,9 @@ def gather_backward(
     One reduce-scatter serves all right-hand sides: its kernel adds their products up. `gathered`
     has what the caller made of it besides, which is scattered, too.
     """
-    lhs, rhs, gathered, products = residuals
+    lhs, rhs, gathered = residuals
     out_bars, gathered_bar = bars
     options, axes, backend = call.options, call.axes, call.backend
-    if products is not None:
-        _, pull_back = jax.vjp(
-            lambda xs: tuple(_apply(options.epilogue, product) for product in xs), products
-        )
-        (out_bars,) = pull_back(out_bars)
     product_bars = tuple(x.astype(lhs.dtype) for x in out_bars)
     if options.axis == 0:
         lhs_bar = matmul_reduce_scatter(
@@ -141,7 +122,3 @@ def _rhs_bar(lhs: jax.Array, product_bar: jax.Array, call: Call) -> jax.Array:
     """The derivative by rhs of `lhs @ rhs`, as rhs lies in memory."""
     x, y = (product_bar, lhs) if call.options.rhs_transposed else (lhs, product_bar)
     return matmul_of_columns(x, y).astype(lhs.dtype)
-
-
-def _apply(epilogue: Epilogue, product: jax.Array) -> jax.Array:
-    return epilogue(product.astype(jnp.float32)).astype(product.dtype)

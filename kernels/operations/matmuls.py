@@ -6,6 +6,7 @@ serves within each (`nodes.hierarchical_matmuls`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,17 +22,19 @@ from stretto.kernels.nodes import hierarchical_matmuls
 from stretto.kernels.operation import BetweenNodes, Call, Examples, Kernel, Operation
 from stretto.kernels.operations import (
     batches,
+    epilogues,
     examples,
     gathered,
     layouts,
     matmul_derivatives,
     scattered,
+    with_epilogue,
 )
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
 from stretto.kernels.operations.gathered import GatherAxis, Operands
-from stretto.kernels.operations.perform import decide, perform
-from stretto.kernels.problem import checks, epilogues, node_config
-from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.operations.perform import decide
+from stretto.kernels.problem import checks, node_config
+from stretto.kernels.problem.epilogue import fitted
 from stretto.kernels.problem.options import GatherOptions, ScatterOptions, types_of
 from stretto.kernels.xla.matmul import accumulator_dtype
 
@@ -41,7 +44,7 @@ def all_gather_matmul(
     rhs: jax.Array | Sequence[jax.Array],
     axis_name: AxisNames,
     *,
-    epilogue: Epilogue | None = None,
+    epilogue: epilogues.Like = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
     gather_axis: GatherAxis = "m",
@@ -80,7 +83,10 @@ def all_gather_matmul(
         gathered once for all (queries, keys and values; gate and up). Not for "n".
       axis_name: mesh axis, or tuple of axes, to gather over.
       epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
-        It is applied to pieces of the product, so what looks at several elements is refused.
+        It is applied to pieces of the product, so what looks at several elements is refused. Or
+        a name ("gelu"), `(function, *arrays)`, or a `stretto.Epilogue` (`stretto.epilogues` has the
+        common ones), whose arrays broadcast to the result of one device. With a gated one such as
+        "swiglu", rhs is a pair (gate, up), and out is one matrix.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
       gather_axis: "m", "k" or "n", as above. For "n" XLA transposes the result, and the shard of
@@ -106,18 +112,16 @@ def all_gather_matmul(
     """
     axes = canonical_axes(axis_name)
     operands = Operands.checked(gather_axis, axis, lhs, rhs, rhs_transposed, axis_size(axes))
+    given = epilogues.of(gathered.OP, epilogue)
+    found = fitted(gathered.OP, given, operands.products(), accumulator_dtype(lhs.dtype))
     options = GatherOptions(
         out_dtype=checks.check_out_dtype(gathered.OP, out_dtype, lhs.dtype),
         rhs_transposed=rhs_transposed,
         axis=operands.axis,
-        epilogue=epilogue,
+        epilogue=found.form,
         return_gathered=return_gathered,
         keep_gathered=keep_gathered,
     )
-    obstacle = None
-    if epilogue is not None:
-        wide = accumulator_dtype(lhs.dtype)
-        obstacle = epilogues.obstacle(gathered.OP, epilogue, operands.products(), wide)
     operation = GATHERS[gather_axis]
     types = types_of(lhs, operands.sides[0], options)
     call = decide(
@@ -128,17 +132,21 @@ def all_gather_matmul(
         options,
         backend=backend,
         config=config,
-        obstacle=obstacle,
+        obstacle=with_epilogue.obstacle_of(
+            found, operands.results_shapes(found.form), options.out_dtype
+        ),
         copied=operands.copied_elements() * options.out_dtype.itemsize,
     )
     if call is None:
-        outs, whole = operation.reference((lhs, operands.sides), axes, options)
+        outs, whole = operation.reference((lhs, operands.sides, found.arrays), axes, options)
     else:
         moved, sides, transposed = operands.for_kernel()
         flat = call.with_options(rhs_transposed=transposed, axis=1 if gather_axis == "k" else 0)
-        results = perform((moved, sides), flat)
+        arrays = operands.arrays_for_kernel(found)
+        results = with_epilogue.perform((moved, sides), arrays, flat)
         outs, whole = operands.results(*results)
-    out = outs if isinstance(rhs, tuple | list) else outs[0]
+    several = isinstance(rhs, tuple | list) and not (found.form and found.form.gated)
+    out = outs if several else outs[0]
     return (out, whole) if return_gathered else out
 
 
@@ -147,13 +155,14 @@ def matmul_reduce_scatter(
     rhs: jax.Array | Sequence[jax.Array],
     axis_name: AxisNames,
     *,
+    epilogue: epilogues.Like = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
     axis: int = 0,
     config: matmul_reduce_scatter_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out = reduce_scatter(lhs @ rhs)`, inside `jax.shard_map`; differentiable.
+    """`out = epilogue(reduce_scatter(lhs @ rhs))`, inside `jax.shard_map`; differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
@@ -173,6 +182,8 @@ def matmul_reduce_scatter(
         float16. Or tuples of as many, each pair with a `k_shard` of its own: their products are
         added up, as if they were joined along k, and no copy is made.
       axis_name: mesh axis, or tuple of axes, that the result is scattered over.
+      epilogue: as for `all_gather_matmul`, applied once, to the sum; not a gated one. Its arrays
+        broadcast to the result of one device.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       axis: of lhs and of the result, scattered; may be negative, and not the last one.
@@ -197,6 +208,10 @@ def matmul_reduce_scatter(
     what = "m" if first.ndim == 2 else f"dimension {axis}"
     checks.check_divisible(operation.name, what, size, axis_size(axes))
     sizes = scattered.sizes_of(pairs, axes, options)
+    devices = axis_size(axes)
+    rows = (*first.shape[:axis], size // devices, *first.shape[axis + 1 : -1])
+    found = scattered.fitted(operation.name, epilogue, pairs, (*rows, sizes["n"]))
+    options = dataclasses.replace(options, epilogue=found.form)
     types = types_of(first, pairs[1][0], options)
     moved = sum(x.size for x in pairs[0]) if batches.is_reordered(first.shape, axis) else 0
     call = decide(
@@ -207,15 +222,15 @@ def matmul_reduce_scatter(
         options,
         backend=backend,
         config=config,
+        obstacle=with_epilogue.obstacle_of(found, [(*rows, sizes["n"])], options.out_dtype),
         copied=moved * types.itemsize,
     )
     if call is None:
-        return operation.reference(pairs, axes, options)
-    devices = axis_size(axes)
-    rows = tuple(batches.by_parts(x, axis, devices) for x in pairs[0])
-    out = perform((rows, pairs[1]), call.with_options(axis=0))
-    shape = (*first.shape[:axis], size // devices, *first.shape[axis + 1 : -1], sizes["n"])
-    return out.reshape(shape)
+        return operation.reference((*pairs, found.arrays), axes, options)
+    lhs_rows = tuple(batches.by_parts(x, axis, devices) for x in pairs[0])
+    arrays = with_epilogue.flat_arrays(found.arrays, [(*rows, sizes["n"])], batches.as_rows)
+    out = with_epilogue.perform((lhs_rows, pairs[1]), arrays, call.with_options(axis=0))
+    return out.reshape(*rows, sizes["n"])
 
 
 def matmul_all_reduce(
@@ -223,12 +238,13 @@ def matmul_all_reduce(
     rhs: jax.Array | Sequence[jax.Array],
     axis_name: AxisNames,
     *,
+    epilogue: epilogues.Like = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
     config: matmul_all_reduce_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out = all_reduce(lhs @ rhs)`, inside `jax.shard_map`; differentiable.
+    """`out = epilogue(all_reduce(lhs @ rhs))`, inside `jax.shard_map`; differentiable.
 
     | operand | per device | whole, over a team of D | sharded along |
     |---|---|---|---|
@@ -244,6 +260,7 @@ def matmul_all_reduce(
     Args:
       lhs, rhs: matrices, or tuples of matrices, as for `matmul_reduce_scatter`.
       axis_name: mesh axis, or tuple of axes, to sum over.
+      epilogue: as for `matmul_reduce_scatter`. All devices must hold the same arrays.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
@@ -262,11 +279,24 @@ def matmul_all_reduce(
     pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
     types = types_of(pairs[0][0], pairs[1][0], options)
     sizes = scattered.sizes_of(pairs, axes, options)
-    call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
+    shape = (*pairs[0][0].shape[:-1], sizes["n"])
+    found = scattered.fitted(operation.name, epilogue, pairs, shape, replicated=axes)
+    options = dataclasses.replace(options, epilogue=found.form)
+    call = decide(
+        operation,
+        sizes,
+        types,
+        axes,
+        options,
+        backend=backend,
+        config=config,
+        obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
+    )
     if call is None:
-        return operation.reference(pairs, axes, options)
-    out = perform((tuple(map(batches.as_rows, pairs[0])), pairs[1]), call)
-    return out.reshape(*pairs[0][0].shape[:-1], sizes["n"])
+        return operation.reference((*pairs, found.arrays), axes, options)
+    arrays = with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
+    lhs_rows = tuple(map(batches.as_rows, pairs[0]))
+    return with_epilogue.perform((lhs_rows, pairs[1]), arrays, call).reshape(shape)
 
 
 # --- Records --------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -71,8 +71,10 @@ def decide(
     )
 
 
-def perform(operands: Arrays, call: Call) -> Arrays:
-    """The results of a call that a kernel serves; differentiable in every direction.
+def perform(operands: Arrays, call: Call, by: Callable[..., Arrays] | None = None) -> Arrays:
+    """The results of a call that a kernel serves, by `run`; differentiable in every direction.
+
+    Another `by` may take its place, which is (operands, call) -> results, too.
 
     Operands are typed as varying over the team's axes, and over what any of them varies over: the
     transpose of this cast is the sum that a replicated operand's gradient needs.
@@ -80,7 +82,8 @@ def perform(operands: Arrays, call: Call) -> Arrays:
     leaves, tree = jax.tree.flatten(operands)
     alike = typed_alike(call.axes, leaves)
     typed = any(varying_axes(x) for x in alike)
-    return run(jax.tree.unflatten(tree, alike), dataclasses.replace(call, typed=typed))
+    typed_call = dataclasses.replace(call, typed=typed)
+    return (by or run)(jax.tree.unflatten(tree, alike), typed_call)
 
 
 def typed_alike(axes: Axes, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -98,7 +101,7 @@ def run(operands: Arrays, call: Call) -> Arrays:
     """
     if call.operation.forward is None:
         return linear(
-            lambda _, xs: _launch(xs, call),
+            lambda _, xs: launch(xs, call),
             lambda _, bars: call.operation.backward(call, None, bars),
             (),
             operands,
@@ -106,7 +109,8 @@ def run(operands: Arrays, call: Call) -> Arrays:
     return _run(operands, call)
 
 
-def _launch(operands: Arrays, call: Call) -> Arrays:
+def launch(operands: Arrays, call: Call) -> Arrays:
+    """The kernel's results, without any rule for derivatives."""
     if call.split is not None and call.operation.between_nodes is not None:
         return call.operation.between_nodes.run(operands, call)
     rule = call.operation.batched
@@ -114,12 +118,12 @@ def _launch(operands: Arrays, call: Call) -> Arrays:
         return call.kernel.run(operands, call)
     return mapped(
         lambda operands: call.kernel.run(operands, call),
-        lambda size, batched, operands: rule(_launch, size, batched, operands, call),
+        lambda size, batched, operands: rule(launch, size, batched, operands, call),
         operands,
     )
 
 
-_run = jax.custom_jvp(_launch, nondiff_argnums=(1,))
+_run = jax.custom_jvp(launch, nondiff_argnums=(1,))
 
 
 @_run.defjvp

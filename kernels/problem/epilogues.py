@@ -1,7 +1,7 @@
 """Epilogues: that they are elementwise, and as a kernel can hold them.
 
 A kernel applies an epilogue to pieces of the product, so each element of its result must depend on
-the one element of the product alone.
+the one element of the product alone, and on those of the epilogue's arrays beside it.
 
 Functions such as `jax.nn.relu` carry a rule for their derivative, an operation that Pallas does not
 lower for GPUs (JAX 0.11.2 and 0.12.0.1). Inside a kernel nothing is differentiated, so the function
@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
-type Epilogue = Callable[[jax.Array], jax.Array]
+type Function = Callable[..., jax.Array]
 
 # Operations that call a function, which their parameters hold under one of these names.
 CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
@@ -32,7 +32,10 @@ OTHER_EXAMPLE = (1021, 1031)
 
 
 def obstacle(
-    op: str, epilogue: Epilogue, products: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike
+    op: str,
+    epilogue: Function,
+    products: Sequence[tuple[int, ...]],
+    dtypes: Sequence[jax.typing.DTypeLike],
 ) -> str | None:
     """Why no kernel can hold `epilogue`, None where one can.
 
@@ -40,30 +43,36 @@ def obstacle(
       op: the operation's name, for errors.
       epilogue: the caller's function.
       products: shapes of the results that it is applied to.
-      dtype: that they have before they are rounded.
+      dtypes: of what it takes: the product before it is rounded, or two, and the arrays.
 
     Raises:
-      ValueError: it does not map each element on its own.
+      ValueError: it does not map each element on its own, or does not take so many arrays.
     """
     try:
-        traced = _trace(epilogue, EXAMPLE, dtype)
-    except (TypeError, ValueError, IndexError):  # It fits the shapes of these results, or none.
-        for shape in products:
-            _check(op, epilogue, _trace(epilogue, shape, dtype), shape)
+        traced = _trace(epilogue, EXAMPLE, dtypes)
+    except (TypeError, ValueError, IndexError) as error:
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{op}: the epilogue {name_of(epilogue)} cannot be applied to {len(dtypes)}"
+                f" matrices of one shape, the product and the arrays: {error}"
+            ) from error
+        for shape in products:  # It fits the shapes of these results, or none.
+            _check(op, epilogue, _trace(epilogue, shape, dtypes), shape)
         return (
-            f"the epilogue {_name(epilogue)} fits results of shape {products[0]} only, and a kernel"
-            " applies it to pieces: it uses an array from outside."
+            f"the epilogue {name_of(epilogue)} fits results of shape {products[0]} only, and a"
+            " kernel applies it to pieces: it uses an array from outside. Pass the array beside the"
+            " function: epilogue=(function, array)."
         )
     _check(op, epilogue, traced, EXAMPLE)
     for const in _constants(traced):
         if isinstance(const, Tracer):
-            return f"the epilogue {_name(epilogue)} uses a traced value from outside."
+            return f"the epilogue {name_of(epilogue)} uses a traced value from outside."
         if _shape(const):
-            return f"the epilogue {_name(epilogue)} uses an array from outside."
+            return f"the epilogue {name_of(epilogue)} uses an array from outside."
     numbers = list(_numbers(traced))
-    if numbers != list(_numbers(_trace(epilogue, OTHER_EXAMPLE, dtype))):
+    if numbers != list(_numbers(_trace(epilogue, OTHER_EXAMPLE, dtypes))):
         return (
-            f"the epilogue {_name(epilogue)} depends on the size of the result or on the place in"
+            f"the epilogue {name_of(epilogue)} depends on the size of the result or on the place in"
             " it, and a kernel applies it to pieces."
         )
     return None
@@ -88,23 +97,26 @@ def _constants(traced: Any) -> Iterator[Any]:
             yield from _constants(equation.params[CALLS[equation.primitive.name]])
 
 
-def _trace(epilogue: Epilogue, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    return jax.make_jaxpr(epilogue)(jax.ShapeDtypeStruct(shape, dtype))
+def _trace(
+    epilogue: Function, shape: tuple[int, ...], dtypes: Sequence[jax.typing.DTypeLike]
+) -> Any:
+    return jax.make_jaxpr(epilogue)(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes))
 
 
-def _check(op: str, epilogue: Epilogue, traced: Any, shape: tuple[int, ...]) -> None:
+def _check(op: str, epilogue: Function, traced: Any, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless `epilogue`, traced for products of a shape, is elementwise."""
     shapes = [_shape(aval) for aval in traced.out_avals]
     mixing = "" if shapes == [shape] else "its result has another shape"
     mixing = mixing or _what_mixes(traced.jaxpr, shape, traced.jaxpr.invars)
     if mixing:
         raise ValueError(
-            f"{op}: epilogue={_name(epilogue)} must be elementwise, and {mixing}; it is applied to"
-            " pieces of the product. Apply the function to the result instead."
+            f"{op}: epilogue={name_of(epilogue)} must be elementwise, and {mixing}; it is applied"
+            " to pieces of the product. Apply the function to the result instead."
         )
 
 
-def _name(epilogue: Epilogue) -> str:
+def name_of(epilogue: Function) -> str:
+    """What errors call it."""
     return getattr(epilogue, "__name__", repr(epilogue))
 
 
@@ -134,13 +146,13 @@ def _shape(aval: Any) -> tuple[int, ...] | None:
     return getattr(aval, "shape", None)  # Tokens have none.
 
 
-def without_derivatives(epilogue: Epilogue) -> Epilogue:
+def without_derivatives(epilogue: Function) -> Function:
     """`epilogue`, of the same values, with every call in it replaced by what is called."""
 
     @functools.wraps(epilogue)
-    def plain(x: jax.Array) -> jax.Array:
-        traced = jax.make_jaxpr(epilogue)(x)
-        (out,) = _evaluate(traced.jaxpr, traced.consts, [x])
+    def plain(*xs: jax.Array) -> jax.Array:
+        traced = jax.make_jaxpr(epilogue)(*xs)
+        (out,) = _evaluate(traced.jaxpr, traced.consts, xs)
         return out
 
     return plain

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.epilogue import Form
 from stretto.kernels.problem.problem import Types
 
 
@@ -18,10 +18,12 @@ class MatmulOptions:
     Attributes:
       out_dtype: type of the result.
       rhs_transposed: rhs is given as `[n, k]`.
+      epilogue: what is made of the float32 product; its arrays are operands.
     """
 
     out_dtype: Any
     rhs_transposed: bool = False
+    epilogue: Form | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +43,11 @@ class GatherOptions(MatmulOptions):
 
     Attributes:
       axis: of lhs, along which it is gathered.
-      epilogue: elementwise function of the float32 product.
       return_gathered: whether the gathered operand is a result.
       keep_gathered: whether the backward pass keeps it, in place of gathering it again.
     """
 
     axis: int = 0
-    epilogue: Epilogue | None = None
     return_gathered: bool = False
     keep_gathered: bool = False
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stretto.distributed.simulator import simulate
     from stretto.kernels.attention.layouts import from_zigzag, to_zigzag, token_positions
     from stretto.kernels.choice.explain import explain
+    from stretto.kernels.operations import epilogues
     from stretto.kernels.operations.collectives import (
         all_gather,
         all_reduce,
@@ -34,18 +35,21 @@ if TYPE_CHECKING:
     )
     from stretto.kernels.operations.mixture import mixture_of_experts
     from stretto.kernels.operations.sharded import sharded
+    from stretto.kernels.problem.epilogue import Epilogue
     from stretto.kernels.sequence.attention import context_parallel_attention
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Epilogue",
     "KernelTimeoutError",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "context_parallel_attention",
+    "epilogues",
     "expert_combine",
     "expert_dispatch",
     "explain",
@@ -66,6 +70,7 @@ __all__ = [
 
 # Public name: the module it lives in.
 _MODULES = {
+    "Epilogue": "stretto.kernels.problem.epilogue",
     "KernelTimeoutError": "stretto.distributed.errors",
     "all_gather": "stretto.kernels.operations.collectives",
     "all_gather_matmul": "stretto.kernels.operations.matmuls",
@@ -74,6 +79,7 @@ _MODULES = {
     "context_parallel_attention": "stretto.kernels.sequence.attention",
     "expert_combine": "stretto.kernels.operations.experts",
     "expert_dispatch": "stretto.kernels.operations.experts",
+    "epilogues": "stretto.kernels.operations",
     "explain": "stretto.kernels.choice.explain",
     "explain_sizes": "stretto.kernels.operations.explain_sizes",
     "from_zigzag": "stretto.kernels.attention.layouts",

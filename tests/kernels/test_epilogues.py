@@ -12,7 +12,7 @@ from stretto.kernels.problem.epilogues import without_derivatives
 
 
 def obstacle(epilogue):
-    return epilogues.obstacle("op", epilogue, [(6, 8)], jnp.float32)
+    return epilogues.obstacle("op", epilogue, [(6, 8)], [jnp.float32])
 
 
 FUNCTIONS = {

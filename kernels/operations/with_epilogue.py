@@ -1,0 +1,123 @@
+"""Calls of a kernel that applies an epilogue: what it can hold, its arrays, and the derivative.
+
+The derivative is that of the kernel's plain product, rounded, and of the function, which XLA
+applies to it: so the product is what the forward pass keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.kernels.operation import Arrays, Call
+from stretto.kernels.operations import perform as performing
+from stretto.kernels.problem.epilogue import Fitted, Shape, kind_of, with_arrays
+from stretto.kernels.problem.machine import BLACKWELL, Machine
+
+LARGEST_ITEM = 4  # bytes
+
+
+def obstacle_of(found: Fitted, results: Sequence[Shape], out_dtype: Any) -> str | None:
+    """Why no kernel can apply an epilogue to results of such shapes, None where one can."""
+    if found.form is None or found.obstacle is not None:
+        return found.obstacle
+    operands = bool(found.arrays) or found.form.gated
+    if operands and Machine.of_mesh().architecture == BLACKWELL:
+        return "an epilogue with arrays, or of two products, is built for Hopper GPUs only."
+    whole = 0
+    for array in found.arrays:
+        apart = isinstance(array, tuple)
+        for one in array if apart else [array]:
+            if one.dtype.itemsize > LARGEST_ITEM:
+                return f"an array of the epilogue is {one.dtype}, and kernels take up to 32 bits."
+        first = array[0] if apart else array
+        kind = kind_of(first.shape, results[0])
+        if kind == "elements":
+            whole += 1
+            if first.dtype.itemsize > jnp.dtype(out_dtype).itemsize:
+                return (
+                    f"an array of the epilogue is as large as the result, and of {first.dtype},"
+                    f" which is wider than the result's {jnp.dtype(out_dtype)}."
+                )
+        if len(results) > 1 and (kind == "elements" or (kind == "rows" and apart)):
+            return "an array of the epilogue has rows, and there are several right-hand sides."
+    if whole > 1:
+        return f"{whole} arrays of the epilogue are as large as the result; a kernel takes one."
+    return None
+
+
+def flat_arrays(
+    arrays: Sequence[Any], results: Sequence[Shape], by_rows: Callable[[jax.Array], jax.Array]
+) -> tuple[Any, ...]:
+    """Arrays as a kernel takes them: `[1, n]`, `[rows, 1]` or `[rows, n]`, rows as it has them.
+
+    Args:
+      arrays: of the epilogue; an array, or a tuple of one for each result.
+      results: shapes `[..., n]`.
+      by_rows: `[..., n]` of a result -> `[rows, n]`, in the order of the kernel's.
+    """
+
+    def flat(array: jax.Array, result: Shape) -> jax.Array:
+        array = array.reshape((1,) * (len(result) - array.ndim) + array.shape)
+        if kind_of(array.shape, result) == "columns":
+            return array.reshape(1, array.shape[-1])
+        return by_rows(jnp.broadcast_to(array, (*result[:-1], array.shape[-1])))
+
+    return tuple(
+        tuple(flat(x, result) for x, result in zip(array, results, strict=True))
+        if isinstance(array, tuple)
+        else flat(array, results[0])
+        for array in arrays
+    )
+
+
+def perform(operands: Arrays, arrays: tuple[Any, ...], call: Call) -> Arrays:
+    """The results of a call, with its epilogue, if it has one; differentiable in every direction.
+
+    `operands` are lhs and rhs; `arrays` are the epilogue's (`flat_arrays`).
+    """
+    if call.options.epilogue is None:
+        return performing.perform(operands, call)
+    return performing.perform(operands, call, by=lambda xs, call: run((*xs, arrays), call))
+
+
+def run(operands: Arrays, call: Call) -> Arrays:
+    """The results of a kernel that applies `call.options.epilogue`, or of one and XLA after it.
+
+    Over several nodes XLA applies what has arrays, since the kernels there make parts of the
+    result, and what comes after a sum, since the kernels there do not finish it.
+    """
+    lhs, rhs, arrays = with_arrays(operands)
+    is_sum = isinstance(lhs, tuple)
+    if arrays or is_sum or call.options.epilogue.gated:
+        return _composed((lhs, rhs, arrays), call)
+    return _run((lhs, rhs, arrays), call)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _run(operands: Arrays, call: Call) -> Arrays:
+    leaves, tree = jax.tree.flatten(operands)
+    return performing.launch(
+        jax.tree.unflatten(tree, performing.typed_alike(call.axes, leaves)), call
+    )
+
+
+@_run.defjvp
+def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
+    return jax.jvp(functools.partial(_composed, call=call), primals, tangents)
+
+
+def _composed(operands: Arrays, call: Call) -> Arrays:
+    """The plain kernel's results, and the epilogue by XLA after it."""
+    lhs, rhs, arrays = operands
+    form = call.options.epilogue
+    results: Any = performing.run((lhs, rhs), call.with_options(epilogue=None))
+    if isinstance(results, tuple):  # With what was gathered.
+        products, gathered = results
+        return form.after(products, arrays), gathered
+    (out,) = form.after((results,), arrays)
+    return out
