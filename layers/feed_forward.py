@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.epilogues import Function as Epilogue
 from stretto.layers import products
 from stretto.layers.linear import (
     ColumnParallelLinear,

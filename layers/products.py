@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from stretto.kernels.operations import matmuls
-from stretto.kernels.problem.epilogues import Epilogue
+from stretto.kernels.problem.epilogues import Function as Epilogue
 from stretto.kernels.xla.matmul import matmul
 from stretto.layers.parallel import Parallel
 

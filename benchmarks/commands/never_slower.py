@@ -20,7 +20,7 @@ from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Draw, Results
 from stretto.benchmarks.never_slower import candidates, summary
-from stretto.benchmarks.never_slower.draw import cases
+from stretto.benchmarks.never_slower.draw import cases, drawable
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.sweeps.expand import Task
@@ -116,11 +116,18 @@ def draw_of(options: NeverSlowerOptions, devices: int) -> Draw:
     """
     if options.devices is not None and not 1 <= options.devices <= devices:
         raise BenchmarkError(f"--devices {options.devices} must be from 1 to {devices}, all here.")
-    names = tuple(OPERATIONS) if options.kernels == "all" else split(options.kernels)
+    all_of_them = tuple(name for name, operation in OPERATIONS.items() if drawable(operation))
+    names = all_of_them if options.kernels == "all" else split(options.kernels)
     try:
         operations = [operation_named(name) for name in names]
     except ValueError as error:
         raise BenchmarkError(str(error)) from None
+    for operation in operations:
+        if not drawable(operation):
+            raise BenchmarkError(
+                f"{operation.name} has sizes {', '.join(operation.sizes)}, and only rows, columns,"
+                f" contractions and groups are drawn: take some of {', '.join(all_of_them)}."
+            )
     return Draw(
         count=options.random,
         seed=options.seed,

@@ -19,6 +19,11 @@ KINDS = {"odd": 2, "even": 2, "eights": 8}
 TRIES = 1000
 
 
+def drawable(operation: Operation) -> bool:
+    """Whether its sizes are rows, columns and a contraction (and a number of groups)."""
+    return set(operation.sizes) <= set("mkng")
+
+
 def cases(draw: Draw) -> list[Case]:
     """The cases, in a random order, so that those that come first are of all kinds.
 

@@ -15,7 +15,14 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "reference" / "commands.md"
 COMMANDS = (
     *("run", "doctor", "simulate", "compile", "explain", "bench"),
-    *("bench show", "bench compare", "bench document", "bench links", "bench predicted"),
+    *(
+        "bench show",
+        "bench compare",
+        "bench document",
+        "bench links",
+        "bench never-slower",
+        "bench predicted",
+    ),
     *("tune", "plan"),
 )
 WIDTH = 100

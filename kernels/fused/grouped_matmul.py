@@ -149,7 +149,7 @@ def grouped(
                 refs.rhs,
                 lambda tile, k: (group(tile), *rhs_window(tiles, k, tile.n, rhs_transposed)),
             ),
-            sink=Sink(store=store, rows=lambda tile: tile.facts[2:]),
+            sink=Sink(store=store, rows=lambda tile: (tile.facts[2], tile.facts[3])),
         )
 
     product = Product(
@@ -184,7 +184,7 @@ def contracted(
         """An operand's rows, `tile_k` at a time: where they lie, then those that are copied."""
 
         def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            first_row, where_they_lie, _ = tile.facts
+            first_row, where_they_lie = tile.facts[:2]
 
             @pl.when(k < where_they_lie)
             def _():

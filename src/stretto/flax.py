@@ -1,7 +1,7 @@
 """Layers of Flax NNX that overlap a model's communication with its products.
 
-`pip install 'stretto[flax]'` brings Flax. docs/models/from_your_model.md has the way from a model's own
-layers to these.
+`pip install 'stretto[flax]'` brings Flax. docs/models/from_your_model.md has the way from a
+model's own layers to these.
 """
 
 try:

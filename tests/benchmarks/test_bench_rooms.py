@@ -22,6 +22,7 @@ FLOORS = (
     "scaling",
     "pages",
     "sweeps",
+    "never_slower",
     "commands",
 )
 LOWEST = {"errors"}

@@ -129,7 +129,8 @@ def test_a_case_is_the_problem_that_its_call_is(kernel):
         dtype="bfloat16",
         devices=4 if operation.communicates else 1,
     )
-    keywords = operation.examples.keywords
+    passed = {name: case.sizes[name] for name in operation.examples.passed}
+    keywords = {**operation.examples.keywords, **passed}
     operands = [jax.ShapeDtypeStruct(one.shape, one.dtype or case.dtype) for one in case.operands]
     choices = []
 

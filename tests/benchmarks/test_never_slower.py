@@ -20,13 +20,14 @@ from stretto.benchmarks.never_slower.candidates import DRAWN
 from stretto.benchmarks.never_slower.draw import (
     cases,
     decade_of,
+    drawable,
     kind_of,
     sizes_of_a_device,
 )
 from stretto.benchmarks.never_slower.verdicts import verdict
 from stretto.kernels.operations import OPERATIONS
 
-EVERY = tuple(OPERATIONS)
+EVERY = tuple(name for name, operation in OPERATIONS.items() if drawable(operation))
 
 
 def draw_of(count=200, seed=0, devices=2, **more) -> Draw:

@@ -200,7 +200,7 @@ def test_this_version_of_jax_has_the_private_functions():
 
 
 def test_code_of_the_page(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "models" / "attention.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     exec(compile(code, "attention.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out == "True\n"

@@ -23,7 +23,8 @@ def test_swap(title: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert blocks
     exec(
-        compile("".join([SETUP, *blocks]), "docs/models/from_your_model.md", "exec"), {"__name__": "page"}
+        compile("".join([SETUP, *blocks]), "from_your_model.md", "exec"),
+        {"__name__": "page"},
     )
     wanted = len(re.findall(r"^same\(", "".join(blocks), re.MULTILINE))
     assert wanted and capsys.readouterr().out.splitlines().count("same") == wanted
