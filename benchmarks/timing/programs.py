@@ -112,18 +112,14 @@ def traced(
 
 
 def run_once(candidate: Candidate, mesh: Mesh, operands: tuple[jax.Array, ...]) -> jax.Array:
-    """One call's result, as a global array, the devices' results joined."""
-    body = candidate.body
+    """One call's result, the first if it has several, as a global array: the devices' joined."""
+
+    def body(*operands: jax.Array) -> jax.Array:
+        return jax.tree.leaves(candidate.body(*operands))[0]
+
     if candidate.manual:
         rows = joined(mesh)
-
-        def at_least_rows(*operands: jax.Array) -> Any:  # Each device has its own numbers, too.
-            out = candidate.body(*operands)
-            return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, out)
-
-        body = jax.shard_map(
-            at_least_rows, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
-        )
+        body = jax.shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
     return jax.jit(body)(*operands)
 
 
