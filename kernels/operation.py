@@ -35,7 +35,8 @@ class Kernel:
       default: the configuration for a problem that no table has.
       candidates: what the tuner tries for a problem, or for all, given None; likely ones first.
       fused_from: bytes of one device's operand from which on the kernel is the faster one, for a
-        kernel that only moves; None where `choice.costs` estimates both times.
+        kernel that only moves, infinite while nobody has measured it; None where `choice.costs`
+        estimates both times.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
     """
@@ -45,7 +46,7 @@ class Kernel:
     obstacle: Callable[[Problem], str | None]
     default: Callable[[Problem], Any]
     candidates: Callable[[Problem | None], Iterator[Any]]
-    fused_from: int | None = None
+    fused_from: float | None = None
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
 
 

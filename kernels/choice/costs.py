@@ -6,6 +6,7 @@ the slow side: a call goes to XLA unless the fused kernel is clearly faster.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from stretto.distributed.schedule import ceil_div
@@ -56,11 +57,14 @@ def compare(times: tuple[float, float]) -> dict[str, Any]:
     )
 
 
-def by_size(fused_from: int, work: Work) -> dict[str, Any]:
+def by_size(fused_from: float, work: Work) -> dict[str, Any]:
     """What the size of a collective's operand says: fields of a `Choice`."""
     if work.traffic is None:
         raise ValueError("only operations that communicate are chosen by what they send.")
     rows, columns = work.traffic.shape
+    if math.isinf(fused_from):
+        reason = "nobody has measured the fused kernel on such GPUs; `stretto tune` writes a table"
+        return dict(backend="xla", reason=reason)
     limit = f"{fused_from / 2**20:g} MiB"
     if rows * columns * work.traffic.itemsize < fused_from:
         return dict(backend="xla", reason=f"XLA is faster for operands below {limit}")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import collectives, grouped_matmul, matmuls
+from stretto.kernels.operations import collectives, grouped_matmul, matmuls, summed_norm
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -19,5 +19,6 @@ OPERATIONS: dict[str, Operation] = {
         collectives.REDUCE_SCATTER,
         collectives.ALL_REDUCE,
         collectives.ALL_TO_ALL,
+        summed_norm.ALL_REDUCE_RMS_NORM,
     )
 }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from stretto.kernels.operations.sharded import sharded
+    from stretto.kernels.operations.summed_norm import all_reduce_rms_norm
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_rms_norm",
     "all_to_all",
     "explain",
     "explain_sizes",
@@ -59,6 +61,7 @@ _MODULES = {
     "all_gather": "stretto.kernels.operations.collectives",
     "all_gather_matmul": "stretto.kernels.operations.matmuls",
     "all_reduce": "stretto.kernels.operations.collectives",
+    "all_reduce_rms_norm": "stretto.kernels.operations.summed_norm",
     "all_to_all": "stretto.kernels.operations.collectives",
     "explain": "stretto.kernels.choice.explain",
     "explain_sizes": "stretto.kernels.operations.explain_sizes",
