@@ -18,7 +18,7 @@ class Candidate:
     """One function to time.
 
     Attributes:
-      body: maps operands to one array.
+      body: maps operands to an array, or to a tree of some.
       operands: of one device.
       manual: whether `body` is called inside `shard_map`, on each device's operands; if not, on
         global arrays, for XLA to partition.

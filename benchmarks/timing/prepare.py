@@ -52,7 +52,7 @@ class _Lowered:
     compiled: Future[Any]
     backend: str
     config: str
-    out: jax.ShapeDtypeStruct
+    out: Any
 
 
 def _config(candidate: Candidate, fused: Choice | None) -> str:
@@ -82,7 +82,7 @@ class Bench:
         self._pending: dict[str, list[_Lowered | Exception] | Exception] = {}
         self._fused: dict[Any, _Lowered] = {}
         self._error_program: Future[Any] | None = None
-        self._reference: jax.Array | None = None
+        self._reference: Any = None
 
     def begin(self, peers: Sequence[Peer], out_of_time: Callable[[], bool], check: bool) -> None:
         """Traces the peers' candidates and begins to compile them.
@@ -135,14 +135,16 @@ class Bench:
         compiled = self._compiler.submit(
             program, candidate.compiler_options, by_xla=by_xla, text=text
         )
-        out = program.out_info[1]
         sharding = NamedSharding(self.mesh, joined(self.mesh))
         found = _Lowered(
             candidate=candidate,
             compiled=compiled,
             backend="pallas" if "mosaic_gpu" in text else "xla",
             config=_config(candidate, fused),
-            out=jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding),
+            out=jax.tree.map(
+                lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding),
+                program.out_info[1],
+            ),
         )
         if key is not None:
             self._fused[key] = found

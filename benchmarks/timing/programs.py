@@ -60,10 +60,10 @@ def looped(
 
     # One function for all calls, so that it is traced and lowered once and not for each set.
     @jax.jit
-    def operation(*operands: jax.Array) -> jax.Array:
-        return candidate.body(*operands)
+    def operation(*operands: jax.Array) -> Any:
+        return _as_arrays(candidate.body(*operands))
 
-    def call(token: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+    def call(token: jax.Array, operands: Any) -> tuple[jax.Array, Any]:
         operands, token = lax.optimization_barrier((operands, token))
         out = lax.optimization_barrier(operation(*operands))
         return token + element(out), out
@@ -80,19 +80,29 @@ def looped(
 
     def element(out: Any) -> jax.Array:
         if candidate.manual:
-            return _corner(out)
+            return _corners(out)
         # Each device's own corner, so that no collective is added.
         out_spec = joined(mesh, candidate.out_joins)
-        return jax.shard_map(_corner, mesh=mesh, in_specs=out_spec, out_specs=rows)(out)
+        return jax.shard_map(_corners, mesh=mesh, in_specs=out_spec, out_specs=rows)(out)
 
     if not candidate.manual:
         return loop
     return jax.shard_map(loop, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
 
 
-def _corner(out: Any) -> jax.Array:
-    """The first element, `[1, 1]`, of an array with any number of dimensions, the first of some."""
-    out = jax.tree.leaves(out)[0]
+def _as_arrays(out: Any) -> Any:
+    """Results with a dimension at least, along which those of devices can be joined."""
+    return jax.tree.map(lambda x: x.reshape(1) if x.ndim == 0 else x, out)
+
+
+def _corners(out: Any) -> jax.Array:
+    """The sum of the results' first elements, `[1, 1]`, so that none of them may be left out."""
+    first, *others = map(_corner, jax.tree.leaves(out))
+    return sum(others, first)
+
+
+def _corner(out: jax.Array) -> jax.Array:
+    """The first element, `[1, 1]`, of an array with any number of dimensions."""
     first = lax.slice(out, (0,) * out.ndim, (1,) * out.ndim)
     return first.reshape(1, 1).astype(jnp.float32)
 
@@ -123,11 +133,16 @@ def run_once(candidate: Candidate, mesh: Mesh, operands: tuple[jax.Array, ...]) 
     return jax.jit(body)(*operands)
 
 
-def error_program(mesh: Mesh, out: jax.ShapeDtypeStruct) -> Any:
+def error_program(mesh: Mesh, out: Any) -> Any:
     """Lowered: (ours, theirs) -> the largest over devices of `|ours - theirs| / |theirs|`.
 
-    In the Frobenius norm, NaN counted as infinite. Both are as `out` says.
+    In the Frobenius norm, NaN counted as infinite. Both are as `out` says: an array, or a tree of
+    some, of which the largest error counts.
     """
+
+    def largest(ours: Any, theirs: Any) -> jax.Array:
+        errors = jax.tree.leaves(jax.tree.map(error_of_one, ours, theirs))
+        return jnp.max(jnp.stack(errors))
 
     def error_of_one(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -136,6 +151,6 @@ def error_program(mesh: Mesh, out: jax.ShapeDtypeStruct) -> Any:
         return lax.pmax(jnp.where(jnp.isnan(error), jnp.inf, error), mesh.axis_names)
 
     error = jax.shard_map(
-        error_of_one, mesh=mesh, in_specs=joined(mesh), out_specs=PartitionSpec(), check_vma=False
+        largest, mesh=mesh, in_specs=joined(mesh), out_specs=PartitionSpec(), check_vma=False
     )
     return jax.jit(error).lower(out, out)

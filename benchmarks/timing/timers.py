@@ -86,10 +86,10 @@ class LoopTimer:
         """Calls that one sample is the mean of."""
         return self._calls
 
-    def result(self) -> jax.Array:
+    def result(self) -> Any:
         """What a call returns: the result of one run's last call, on the first set of operands."""
         self._token, out = self.program(self._token, *self._operands)
-        return out.block_until_ready()
+        return jax.block_until_ready(out)
 
     def visit(self, samples: int) -> list[float]:
         """`samples` times of one call, in microseconds, the maximum over processes."""

@@ -6,7 +6,14 @@
 from __future__ import annotations
 
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import collectives, experts, grouped_matmul, matmuls, mixture
+from stretto.kernels.operations import (
+    collectives,
+    experts,
+    grouped_matmul,
+    matmuls,
+    mixture,
+    summed_norm,
+)
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -22,5 +29,6 @@ OPERATIONS: dict[str, Operation] = {
         collectives.REDUCE_SCATTER,
         collectives.ALL_REDUCE,
         collectives.ALL_TO_ALL,
+        summed_norm.ALL_REDUCE_RMS_NORM,
     )
 }

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from stretto.kernels.operations.mixture import mixture_of_experts
     from stretto.kernels.operations.sharded import sharded
+    from stretto.kernels.operations.summed_norm import all_reduce_rms_norm
     from stretto.kernels.problem.epilogue import Epilogue
     from stretto.kernels.sequence.attention import context_parallel_attention
     from stretto.launch.process.startup import initialize
@@ -47,6 +48,7 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_rms_norm",
     "all_to_all",
     "context_parallel_attention",
     "epilogues",
@@ -75,6 +77,7 @@ _MODULES = {
     "all_gather": "stretto.kernels.operations.collectives",
     "all_gather_matmul": "stretto.kernels.operations.matmuls",
     "all_reduce": "stretto.kernels.operations.collectives",
+    "all_reduce_rms_norm": "stretto.kernels.operations.summed_norm",
     "all_to_all": "stretto.kernels.operations.collectives",
     "context_parallel_attention": "stretto.kernels.sequence.attention",
     "expert_combine": "stretto.kernels.operations.experts",

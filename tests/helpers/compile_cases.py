@@ -228,6 +228,32 @@ def collectives(target: str = "h100") -> Iterator[Program]:
         )
 
 
+def sums_and_norms() -> Iterator[Program]:
+    """In one shot and in two, of few devices and of many, and of a residual of another type."""
+    for label, devices, shape, residual in (
+        ("one shot", 2, (6, 6144), "bfloat16"),
+        ("two shots", 4, (512, 6144), "bfloat16"),
+        ("two shots of eight", 8, (512, 7168), "bfloat16"),
+        ("float32", 4, (138, 2816), "float32"),
+    ):
+        mesh = aot.mesh_of_gpus((devices,), ("x",))
+        call = jax.shard_map(
+            functools.partial(st.all_reduce_rms_norm, axis_name="x", backend="pallas"),
+            mesh=mesh,
+            in_specs=(P("x"), P(), P()),
+            out_specs=P(),
+        )
+        structs = [
+            jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+            for size, dtype, spec in (
+                ((devices * shape[0], shape[1]), "bfloat16", P("x")),
+                (shape, residual, P()),
+                (shape[1:], "float32", P()),
+            )
+        ]
+        yield label, call, structs
+
+
 def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
     """The first of an operation's examples in bfloat16, or its derivatives."""
     record, mesh = OPERATIONS[name], aot.mesh_of_gpus((4,), ("x",))
@@ -435,6 +461,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "collectives": collectives,
     "Blackwell collectives": functools.partial(collectives, "b200"),
     "Blackwell blocks alone": blackwell_alone,
+    "sums and norms": sums_and_norms,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)
         for name in subjects.HIERARCHICAL
@@ -457,6 +484,7 @@ COMPILED_BY: dict[str, str] = {
     **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
     "grouped_matmul": "example of grouped_matmul",
     **{name: f"example of {name}" for name in EXPERTS},
+    "all_reduce_rms_norm": "sums and norms",
 }
 
 
