@@ -35,7 +35,7 @@ from stretto.distributed import settings
 from stretto.distributed.devices import clique
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
-from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, NARROW_BLOCKS
+from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, BLOCKS
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config
@@ -346,7 +346,7 @@ def fp8() -> Iterator[Program]:
     for label, config, shapes, rhs in (
         ("rows", LARGE_FP8, of_rows, e4m3),
         ("rows, mixed", LARGE_FP8, of_rows, e5m2),
-        ("blocks", NARROW_BLOCKS, of_blocks, e4m3),
+        ("blocks", BLOCKS, of_blocks, e4m3),
     ):
         operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)

@@ -17,15 +17,15 @@ from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper import scaling
 from stretto.kernels.engine.hopper.tile_config import (
-    BLOCKS,
     LARGE_FP8,
-    NARROW_BLOCKS,
+    BLOCKS,
     TileConfig,
 )
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.problem import scales
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+HIGH_BLOCKS = TileConfig(tile_m=256, tile_n=128, tile_k=128, num_stages=3, store_buffers=2)
 SMALL = TileConfig(tile_n=64, tile_k=128, num_stages=2, store_buffers=1)
 
 
@@ -71,8 +71,8 @@ def simulated(lhs, rhs, lhs_scale, rhs_scale, *, dtypes=(E4M3, E4M3), seed=0, **
         ("row", LARGE_FP8, (E4M3, E4M3), (136, 256, 320), F32),
         ("row", SMALL, (E5M2, E4M3), (264, 384, 192), BF16),
         ("tensor", SMALL, (E4M3, E5M2), (136, 128, 128), BF16),
-        ("block", BLOCKS, (E4M3, E4M3), (264, 384, 320), F32),
-        ("block", NARROW_BLOCKS, (E4M3, E5M2), (136, 128, 192), BF16),
+        ("block", HIGH_BLOCKS, (E4M3, E4M3), (264, 384, 320), F32),
+        ("block", BLOCKS, (E4M3, E5M2), (136, 128, 192), BF16),
         ("block", dataclasses.replace(SMALL, tile_m=256), (E5M2, E5M2), (272, 256, 192), F32),
     ],
 )
@@ -109,7 +109,7 @@ def kinds_found(granularity, seed):
     """What the simulator finds in a kernel from which a step has been left out."""
     m, k, n = 256, 128 if granularity == "row" else 256, 256  # Of "row", less than the ring holds.
     lhs, rhs = whole_numbers(0, m, k), whole_numbers(1, n, k)
-    config = SMALL if granularity == "row" else dataclasses.replace(NARROW_BLOCKS, num_stages=2)
+    config = SMALL if granularity == "row" else dataclasses.replace(BLOCKS, num_stages=2)
     given = scales_of(granularity, m, k, n)
     try:
         _, report = simulated(lhs, rhs, *given, config=config, seed=seed, out_dtype=F32)
