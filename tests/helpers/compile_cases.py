@@ -35,7 +35,7 @@ from stretto.distributed import settings
 from stretto.distributed.devices import clique
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
-from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, BLOCKS
+from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config

@@ -17,8 +17,8 @@ from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper import scaling
 from stretto.kernels.engine.hopper.tile_config import (
-    LARGE_FP8,
     BLOCKS,
+    LARGE_FP8,
     TileConfig,
 )
 from stretto.kernels.fused.local_matmul import local_matmul
