@@ -9,6 +9,7 @@ geometric mean), or of their differences.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,8 +63,9 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def visits(samples: Sequence[float], per_visit: int) -> np.ndarray:
     """The median of each visit, of which a sample list has one after another."""
-    found = [samples[at : at + per_visit] for at in range(0, len(samples), per_visit)]
-    return np.array([np.median(visit) for visit in found])
+    whole, rest = np.split(np.asarray(samples), [len(samples) // per_visit * per_visit])
+    found = np.median(whole.reshape(-1, per_visit), axis=1)
+    return np.append(found, np.median(rest)) if len(rest) else found
 
 
 def interval(values: Sequence[float] | np.ndarray) -> Interval | None:
@@ -107,8 +109,14 @@ def ratio_of_runs(
 
 
 def _around(mean: float, variance: float, freedom: float) -> Interval:
-    half = np.sqrt(variance) * stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+    half = np.sqrt(variance) * _quantile(float(freedom))
     return Interval(float(mean), float(mean - half), float(mean + half))
+
+
+@functools.cache
+def _quantile(freedom: float) -> float:
+    """Of Student's t: thousands of intervals of one report have the same degrees of freedom."""
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
 def _exponential(found: Interval | None) -> Interval | None:

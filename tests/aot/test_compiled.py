@@ -170,7 +170,11 @@ def test_a_kernel_whose_result_a_loop_stacks_runs_once(tmp_path):
         pytest.param(f"{case} of", name, marks=marks)
         for name, by in COMPILED_BY.items()
         if by.startswith("example of ")
-        for case, marks in (("example", ()), ("derivatives", pytest.mark.slow))
+        for case, marks in (
+            # The layer is made of kernels that are compiled alone as well.
+            ("example", pytest.mark.slow if name == "mixture_of_experts" else ()),
+            ("derivatives", pytest.mark.slow),
+        )
     ],
 )
 def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):

@@ -39,12 +39,11 @@ def check_for_blackwell(compiled):
     "case", ["Blackwell", pytest.param("Blackwell, the others", marks=pytest.mark.slow)]
 )
 def test_fused_matmuls(case, tmp_path):
-    check_for_blackwell(compile_case(case, tmp_path))
-
-
-def test_pairs_of_blocks_where_rows_fill_their_tiles(tmp_path):
-    for program in compile_case("Blackwell", tmp_path):
-        for kernel in program["kernels"]:
+    """Of the first case rows fill the tiles that two blocks make together."""
+    compiled = compile_case(case, tmp_path)
+    check_for_blackwell(compiled)
+    if case == "Blackwell":
+        for kernel in (kernel for program in compiled for kernel in program["kernels"]):
             assert "cta_group::2" in kernel["ptx"] and ".reqnctapercluster" in kernel["ptx"]
 
 
@@ -56,6 +55,7 @@ def test_blocks_alone(tmp_path):
         assert all("cta_group::2" not in kernel["ptx"] for kernel in program["kernels"])
 
 
+@pytest.mark.slow
 def test_collectives(tmp_path):
     """They have no products: for a B200 they are compiled as for an H100."""
     for program in compile_case("Blackwell collectives", tmp_path):

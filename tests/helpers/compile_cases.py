@@ -320,8 +320,8 @@ def parts() -> Iterator[Program]:
             [*shapes, shapes[-1], addend],
         ),
     )
-    fp8 = jnp.float8_e4m3fn
-    scaled = [((4096, 4096), fp8), ((4096, 4096), fp8), ((32, 32), jnp.float32)]
+    e4m3 = jnp.float8_e4m3fn
+    scaled = [((4096, 4096), e4m3), ((4096, 4096), e4m3), ((32, 32), jnp.float32)]
     yield "scaled", *on_one(scaled_matmul.scaled_matmul, mesh, scaled)
     yield from fp8()
 

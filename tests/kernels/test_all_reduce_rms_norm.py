@@ -178,6 +178,7 @@ def test_derivatives_are_those_of_xla(check_vma):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_derivative_may_be_taken_again():
     operands = drawn(2, 2, 256, "float32", "float32", "float32")
 

@@ -63,7 +63,7 @@ def layer(devices: int, biases: bool, **options):
 @pytest.mark.parametrize(
     ("gated", "biases", "activation"),
     [
-        (True, False, None),
+        pytest.param(True, False, None, marks=pytest.mark.slow),
         pytest.param(False, False, None, marks=pytest.mark.slow),
         (True, True, ClampedSwiglu(limit=0.5)),
     ],
