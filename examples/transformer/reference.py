@@ -34,16 +34,13 @@ def _attention(layer: Tree, x: jax.Array, sizes: config.Sizes) -> jax.Array:
     """Head by head, with the whole matrix of scores."""
     sequence, head_dim = x.shape[1], sizes.head_dim
     may_see = jnp.tril(jnp.ones((sequence, sequence), bool))
-    queries, keys, values = (
-        jnp.split(x @ layer[name]["kernel"], heads, axis=-1)  # [batch, sequence, head_dim] each
-        for name, heads in [
-            ("query", sizes.heads),
-            ("key", sizes.kv_heads),
-            ("value", sizes.kv_heads),
-        ]
-    )
+
+    def heads(name: str, count: int) -> list[jax.Array]:  # [batch, sequence, head_dim] each
+        return jnp.split(x @ layer[name]["kernel"], count, axis=-1)
+
+    keys, values = heads("key", sizes.kv_heads), heads("value", sizes.kv_heads)
     outs = []
-    for number, query in enumerate(queries):
+    for number, query in enumerate(heads("query", sizes.heads)):
         kv_head = number * sizes.kv_heads // sizes.heads
         k, v = _rotate(keys[kv_head]), values[kv_head]
         scores = jnp.einsum("bqd,bkd->bqk", _rotate(query), k).astype(jnp.float32)
