@@ -93,6 +93,8 @@ class Examples:
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
+      defined: one device's results -> the same with zeros in place of what the operation leaves
+        undefined, so that two programs can be compared.
     """
 
     shapes: Callable[[str, int], Sequence[Sizes]]
@@ -102,6 +104,7 @@ class Examples:
     passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
+    defined: Callable[[Arrays], Arrays] = lambda results: results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

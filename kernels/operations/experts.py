@@ -344,6 +344,7 @@ EXPERT_DISPATCH = Operation(
         operands=examples.dispatch_operands,
         needs=examples.needs,
         passed=("num_experts",),
+        defined=examples.routed_rows,
     ),
 )
 EXPERT_COMBINE = Operation(
