@@ -40,6 +40,9 @@ class Kernel:
         says that it is faster.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
+      beside: (configuration, options, how each array lies and its type) -> why XLA has to apply an
+        epilogue with arrays, or of two products, after the kernel; None where the kernel does. None
+        for a kernel that applies none of those.
     """
 
     Config: type
@@ -50,6 +53,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -136,6 +136,9 @@ def all_gather_matmul(
             found, operands.results_shapes(found.form), options.out_dtype
         ),
         copied=operands.copied_elements() * options.out_dtype.itemsize,
+        remark=functools.partial(
+            with_epilogue.remark, found, operands.results_shapes(found.form), options
+        ),
     )
     if call is None:
         outs, whole = operation.reference((lhs, operands.sides, found.arrays), axes, options)
