@@ -227,6 +227,7 @@ def matmul_reduce_scatter(
         config=config,
         obstacle=with_epilogue.obstacle_of(found, [(*rows, sizes["n"])], options.out_dtype),
         copied=moved * types.itemsize,
+        remark=functools.partial(with_epilogue.remark, found, [(*rows, sizes["n"])], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
@@ -294,6 +295,7 @@ def matmul_all_reduce(
         backend=backend,
         config=config,
         obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
+        remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
