@@ -119,7 +119,7 @@ def parts_of(
       leading: the indices of a tile's matrix in a result of more than two dimensions.
     """
 
-    def vector(kind: Kind, refs: Sequence[Ref]) -> Load:
+    def vector(kind: str, refs: Sequence[Ref]) -> Load:
         if kind == "rows":
             return scales.load_rows(lambda tile: refs[0].at[leading(tile)], shape)
         return scales.load_columns(refs, segments, shape, "row")

@@ -153,11 +153,18 @@ def leave_out(monkeypatch, name: str) -> None:
     monkeypatch.setattr(applying.Applying, name, lambda *_: None)
 
 
-@pytest.mark.parametrize("step", ["begin", pytest.param("wait_for_buffer", marks=pytest.mark.slow)])
-def test_a_dropped_wait_is_found(monkeypatch, step):
-    leave_out(monkeypatch, step)
+@pytest.mark.slow
+def test_vectors_are_waited_for(monkeypatch):
+    leave_out(monkeypatch, "begin")
     found, expected, _, report = both(CASES[QUICK[0]], on_finding="record")
     assert not report.ok or not np.array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_a_buffer_is_not_written_before_the_matrix_is_in_it(monkeypatch):
+    leave_out(monkeypatch, "wait_for_buffer")
+    with pytest.raises(DeadlockError, match="race on out_smem"):
+        both(CASES[QUICK[0]], on_finding="record")
 
 
 @pytest.mark.slow
