@@ -122,6 +122,8 @@ class Operation:
       forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
         None for an operation that is linear in its operands: it has no residuals, and its tangent
         is the operation itself.
+      residuals_of: of an operation that is linear in either operand: operands -> the residuals of
+        `backward`, nothing computed before. None where `jax.linear_transpose` is not served.
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
@@ -146,6 +148,7 @@ class Operation:
     kernels: tuple[Kernel, ...]
     examples: Examples
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
+    residuals_of: Callable[[Arrays], Any] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
     layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None

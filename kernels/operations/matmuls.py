@@ -325,6 +325,7 @@ def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> 
         sizes=("m", "k", "n"),
         reference=functools.partial(gathered.reference, gather_axis=gather_axis),
         forward=matmul_derivatives.gather_forward,
+        residuals_of=lambda operands: (*operands, None),
         tangent=functools.partial(matmul_derivatives.gather_tangent, reference=gathered.reference),
         backward=_gather_backward,
         batched=batches.of_gather,
@@ -359,6 +360,7 @@ MATMUL_REDUCE_SCATTER = Operation(
     sizes=("m", "k", "n"),
     reference=scattered.reduce_scatter_reference,
     forward=matmul_derivatives.keep_operands,
+    residuals_of=lambda operands: operands,
     backward=functools.partial(
         matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
     ),
@@ -381,6 +383,7 @@ MATMUL_ALL_REDUCE = Operation(
     sizes=("m", "k", "n"),
     reference=scattered.all_reduce_reference,
     forward=matmul_derivatives.keep_operands,
+    residuals_of=lambda operands: operands,
     backward=matmul_derivatives.reduce_backward,
     batched=batches.of_reduce,
     layout=layouts.of_reduce,

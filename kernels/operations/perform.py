@@ -124,7 +124,19 @@ def launch(operands: Arrays, call: Call) -> Arrays:
         lambda operands: call.kernel.run(operands, call),
         lambda size, batched, operands: rule(launch, size, batched, operands, call),
         operands,
+        _transpose_of(call),
     )
+
+
+def _transpose_of(call: Call) -> Callable[[Arrays, Arrays], Arrays] | None:
+    """The transpose by either operand, for `jax.linear_transpose`; None of what is not linear.
+
+    Derivatives have no need of it: they transpose the tangent (`_run_jvp`).
+    """
+    residuals = call.operation.residuals_of
+    if residuals is None or getattr(call.options, "epilogue", None) is not None:
+        return None
+    return lambda operands, bars: call.operation.backward(call, residuals(operands), bars)
 
 
 _run = jax.custom_jvp(launch, nondiff_argnums=(1,))
