@@ -34,9 +34,9 @@ def gather_forward(operands: tuple[jax.Array, Matrices], call: Call) -> tuple[An
     kept = options.return_gathered or options.keep_gathered
     results: Any = run(operands, call.with_options(return_gathered=kept))
     products, gathered = results
-    named = named(gathered, "gathered") if options.keep_gathered else None
+    for_later = named(gathered, "gathered") if options.keep_gathered else None
     gathered = gathered if options.return_gathered else None
-    return (products, gathered), (lhs, rhs, named)
+    return (products, gathered), (lhs, rhs, for_later)
 
 
 def gather_tangent(

@@ -111,6 +111,7 @@ class Case:
       dtype: of the operands.
       empty: whether x has no rows.
       only: the subject that it is for, or all.
+      heavy: it has several kernels, and takes long to compile or to simulate.
     """
 
     make: Callable[[OneDevice, Subject, Mesh], Whole]
@@ -118,6 +119,7 @@ class Case:
     dtype: Any = jnp.bfloat16
     empty: bool = False
     only: str | None = None
+    heavy: bool = False
 
 
 def mapped(call: OneDevice, subject: Subject, mesh: Mesh, **options: Any) -> Whole:
@@ -368,7 +370,7 @@ CASES: dict[str, Case] = {
     "export": Case(make=exported, reason="known when the program runs"),
     "linear_transpose": Case(make=transposed, only="all_reduce"),
     **{
-        f"linear_transpose of {name}": Case(make=transposed, only=name)
+        f"linear_transpose of {name}": Case(make=transposed, only=name, heavy=True)
         for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     },
     "weak types": Case(make=weak, dtype=F32),
