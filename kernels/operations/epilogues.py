@@ -7,7 +7,6 @@ residual `[m, n]`. A bias of None adds nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,7 @@ def mask(keep: Any) -> Epilogue:
 
 def gelu(bias: Any = None) -> Epilogue:
     """`gelu(product + bias)`, by the tanh approximation, as `jax.nn.gelu`."""
-    return _with_bias(_gelu, bias)
+    return _with_bias(jax.nn.gelu, bias)
 
 
 def silu(bias: Any = None) -> Epilogue:
@@ -68,7 +67,7 @@ def swiglu(gate_bias: Any = None, up_bias: Any = None) -> Epilogue:
 
 def geglu(gate_bias: Any = None, up_bias: Any = None) -> Epilogue:
     """`gelu(gate + gate_bias) * (up + up_bias)` of the products with a pair of matrices."""
-    return gated(_gelu, gate_bias, up_bias)
+    return gated(jax.nn.gelu, gate_bias, up_bias)
 
 
 def gated(
@@ -120,7 +119,7 @@ def of(op: str, given: Like) -> Epilogue | None:
         function: Any = given[0]
         return Epilogue(function, *given[1:])
     if callable(given):
-        return Epilogue(_gelu if given is jax.nn.gelu else given)
+        return Epilogue(given)
     raise TypeError(
         f"{op}: epilogue={given!r:.60} is of type {type(given).__name__}; pass a function, a name"
         " such as 'gelu', a tuple (function, *arrays), or a stretto.Epilogue."
@@ -138,15 +137,6 @@ def is_gated(given: Like) -> bool:
 
 def _itself(product: jax.Array) -> jax.Array:
     return product
-
-
-def _gelu(product: jax.Array) -> jax.Array:
-    """`jax.nn.gelu`, whose tanh is written as a logistic function: a kernel takes half the time.
-
-    `(1 + tanh(u)) / 2` is `logistic(2 u)`, which is also exact where tanh is near -1.
-    """
-    inner = product + 0.044715 * product * product * product
-    return product * jax.lax.logistic((8 / math.pi) ** 0.5 * inner)
 
 
 def _add(product: jax.Array, array: jax.Array) -> jax.Array:
