@@ -40,6 +40,9 @@ class Kernel:
         says that it is faster.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
+      beside: (configuration, options, how each array lies and its type) -> why XLA has to apply an
+        epilogue with arrays, or of two products, after the kernel; None where the kernel does. None
+        for a kernel that applies none of those.
     """
 
     Config: type
@@ -50,6 +53,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +125,8 @@ class Operation:
       forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
         None for an operation that is linear in its operands: it has no residuals, and its tangent
         is the operation itself.
+      residuals_of: of an operation that is linear in either operand: operands -> the residuals of
+        `backward`, nothing computed before. None where `jax.linear_transpose` is not served.
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
@@ -145,6 +151,7 @@ class Operation:
     kernels: tuple[Kernel, ...]
     examples: Examples
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
+    residuals_of: Callable[[Arrays], Any] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
     layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None

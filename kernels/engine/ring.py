@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.kernels.engine.pairs import copies_of_pair
 from stretto.kernels.engine.parts import Product, Ref
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
 from stretto.kernels.engine.stages import Halves
@@ -96,10 +97,13 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
             lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
         )
+    copies = 4 if blocks else 2
+    if product.beside is not None and product.beside.gated:
+        copies += copies_of_pair(shape, product.rhs_transposed) - 1
     return dict(
         lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
         rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
         **scales,
-        full=plgpu.Barrier(num_arrivals=4 if blocks else 2, num_barriers=num_stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
         empty=empty,
     )

@@ -127,8 +127,11 @@ def test_gathers_along_another_dimension(axis, tmp_path):
         assert not COPIED.search(program["hlo"]), f"{program['label']}:\n{program['hlo']}"
 
 
-def test_an_epilogue_costs_no_spills(tmp_path):
-    check(compile_case("epilogue", tmp_path), warpgroups=3, local=True)
+@pytest.mark.parametrize(
+    "case", ["epilogue", pytest.param("epilogues with arrays", marks=pytest.mark.slow)]
+)
+def test_an_epilogue_costs_no_spills(case, tmp_path):
+    check(compile_case(case, tmp_path), warpgroups=3, local=True)
 
 
 def test_other_parts_cost_no_spills(tmp_path):

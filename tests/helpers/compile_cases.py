@@ -44,6 +44,7 @@ from stretto.kernels.problem.problem import Problem, Types
 
 EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
+README = (1024, 512, 2048)  # On its first page.
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
 
@@ -92,6 +93,32 @@ def epilogue() -> Iterator[Program]:
     yield "gelu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.gelu)
     # It comes with a rule for its derivative.
     yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
+    yield "gelu, a short contraction", *fused("all_gather_matmul", mesh, README, epilogue="gelu")
+
+
+def epilogues_with_arrays() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    yield "bias and residual", *with_arrays(mesh, gated=False)
+    yield "two products", *with_arrays(mesh, gated=True)
+
+
+def with_arrays(mesh: Mesh, *, gated: bool) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """An all-gather matmul whose epilogue has a bias and a residual, of one product or of two."""
+    (m, k, n), rows, columns = MIDDLING, P("x"), P(None, "x")
+    make = st.epilogues.swiglu if gated else st.epilogues.gelu
+
+    def call(lhs, first, second, bias, residual):
+        epilogue = st.epilogues.chain(make(bias), st.epilogues.residual(residual))
+        rhs = (first, second) if gated else first
+        return st.all_gather_matmul(lhs, rhs, "x", epilogue=epilogue, backend="pallas")
+
+    specs = (rows, columns, columns, rows, columns)
+    shapes = [(m, k), (k, n), (k, n), (n,), (m, n)]
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
+    return mapped, [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
 
 
 def gathers(name: str) -> Iterator[Program]:
@@ -440,6 +467,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
     "epilogue": epilogue,
+    "epilogues with arrays": epilogues_with_arrays,
     "no limit": no_limit,
     "stacked": stacked,
     "tests on GPUs": gpu_tests,

@@ -34,7 +34,8 @@ def pairs(subject: str, *matmuls: str) -> list:
         for name in SUBJECTS:
             if case.only not in (None, name):
                 continue
-            gather = name == "all_gather_matmul" and (label in matmuls or case.only)
+            quick = label in matmuls or (case.only and not case.heavy)
+            gather = name == "all_gather_matmul" and quick
             marks = () if gather or name == subject else (pytest.mark.slow,)
             found.append(pytest.param(label, name, marks=marks, id=f"{name}-{label}"))
     return found
