@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def only_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         from stretto.distributed.private_jax import lowering
 
         monkeypatch.setattr(lowering, "is_possible", lambda: False)
+
+
+@pytest.fixture
+def traces_apart() -> Iterator[None]:
+    """The test's traces are its own: nothing traced with a bug is used without it, nor otherwise."""
+    import traces
+
+    with traces.apart():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
