@@ -58,6 +58,7 @@ def test_each_call_adds_its_results_corner_to_the_token(mesh):
     np.testing.assert_allclose(np.asarray(out), 2 * np.asarray(sets[0][0]), rtol=1e-5)
 
 
+@pytest.mark.optimised
 @pytest.mark.skipif(not aot.is_available(), reason="needs the aot dependency group")
 @pytest.mark.parametrize("peer", ["xla", "matmul", "xla-windowed"])
 def test_on_a_gpu_calls_follow_each_other_and_copy_no_operand(peer):

@@ -74,12 +74,10 @@ def every_device(devices, operands):
 
 
 @pytest.fixture
-def two_shots(monkeypatch):
-    """Whatever the size, of more than two devices."""
+def two_shots(monkeypatch, traces_apart):
+    """Whatever the size, of more than two devices; a program on three, which is traced once."""
     monkeypatch.setattr(summed_norm, "ONE_SHOT_BYTES", 0)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    return jax.jit(mapped(3, check_vma=False))
 
 
 def check(devices, operands, seed=0, **simulation):
@@ -223,14 +221,12 @@ def test_every_device_need_not_hold_the_same_other_axes():
 # --- Each step is needed --------------------------------------------------------------------------
 
 
-def broken(two_shots, seed=0, core_count=2, **simulation):
-    """Runs it; returns whether the numbers are right, and the report."""
+def broken(program, seed=0, core_count=2, **simulation):
+    """Runs `two_shots`; returns whether the numbers are right, and the report."""
     operands = drawn(3, 7, 256, seed=seed)
     settings = dict(seed=seed, core_count=core_count, on_finding="record") | simulation
-    jax.clear_caches()
     with st.simulate(**settings) as report:
-        found = jax.jit(mapped(3, check_vma=False))(*operands)
-    jax.clear_caches()
+        found = program(*operands)
     return np.array_equal(found[0].astype(np.float64), expected(*operands)[0]), report
 
 

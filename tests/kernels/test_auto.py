@@ -40,10 +40,8 @@ def pairs(subject: str, *matmuls: str) -> list:
     return found
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    """A function that JAX has traced before makes no choice again."""
-    jax.clear_caches()
+# A function that JAX has traced before makes no choice again.
+pytestmark = pytest.mark.usefixtures("traces_apart")
 
 
 def operands(case: Case) -> list[jax.Array]:

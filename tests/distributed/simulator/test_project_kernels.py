@@ -104,16 +104,10 @@ def left_out(monkeypatch, method, name):
             original(self, *args, **kwargs)
 
     monkeypatch.setattr(Semaphore, method, maybe)
-    jax.clear_caches()
 
 
-@pytest.fixture
-def fresh_caches():
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.usefixtures("fresh_caches")
+@pytest.mark.slow  # The quick run has them in tests/kernels/test_fused_seeded_bugs.py.
+@pytest.mark.usefixtures("traces_apart")
 class TestSteps:
     """Each synchronisation of the all-gather matmul is needed, and its absence is found."""
 
