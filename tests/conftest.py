@@ -102,7 +102,7 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def traces_apart() -> Iterator[None]:
-    """The test's traces are its own: nothing traced with a bug is used without it, nor otherwise."""
+    """The test's traces are its own: what is traced with a bug is used by no other test."""
     import traces
 
     with traces.apart():

@@ -1,4 +1,4 @@
-"""Traces that no other test uses, without emptying JAX's caches, which takes longer than most tests."""
+"""Traces that no other test uses; emptying JAX's caches does it, too, and takes far longer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _group = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def apart() -> Generator[None]:
-    """What is traced inside is used nowhere else, and nothing that was traced before is used inside.
+    """What is traced inside is used nowhere else, nor is anything inside that was traced before.
 
     For kernels that a test changes, such as by a bug, and for what JAX would not trace again.
     """

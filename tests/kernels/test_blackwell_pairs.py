@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import pytest
 from blackwell_cases import (
     PAIR,
