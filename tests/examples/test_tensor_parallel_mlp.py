@@ -124,7 +124,9 @@ def test_simulated_job_of_several_processes_is_refused() -> None:
     assert "--processes-per node" in done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "processes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 2]
+)
 def test_job_learns_and_gives_the_same_numbers(
     example: ModuleType, on_one: list, processes: int
 ) -> None:

@@ -93,14 +93,27 @@ def check(devices, operands, seed=0, **simulation):
         assert found[device].tobytes() == found[0].tobytes()
 
 
-@pytest.mark.parametrize("core_count", [2, 4])  # Without room to meet by itself, and with it.
-@pytest.mark.parametrize(("devices", "m", "n"), [(2, 5, 256), (3, 1, 768)])
+# Without room to meet by itself, and with it.
+@pytest.mark.parametrize(
+    ("devices", "m", "n", "core_count"),
+    [
+        (2, 5, 256, 2),
+        (3, 1, 768, 4),
+        pytest.param(2, 5, 256, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_one_shot(devices, m, n, core_count):
     check(devices, drawn(devices, m, n), core_count=core_count)
 
 
-@pytest.mark.parametrize("core_count", [2, 4])
-@pytest.mark.parametrize(("devices", "m", "n"), [(3, 7, 256), (4, 3, 1024), (5, 2, 512)])
+@pytest.mark.parametrize(
+    ("devices", "m", "n", "core_count"),
+    [
+        (3, 7, 256, 4),
+        (4, 3, 1024, 2),
+        *(pytest.param(5, 2, 512, cores, marks=pytest.mark.slow) for cores in (2, 4)),
+    ],
+)
 def test_two_shots(two_shots, devices, m, n, core_count):
     check(devices, drawn(devices, m, n), seed=1, core_count=core_count)
 

@@ -24,6 +24,25 @@ CASES = {
     "no rows": (64, 64, 64, (0, 0)),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# With groups of every kind, and with none.
+SOME = ("uneven", "no rows")
+
+
+def some_cases(*transposed: bool):
+    """(case, transposed): slow where the case is not one of `SOME`, or the layout not named."""
+    return pytest.mark.parametrize(
+        ("case", "transposed"),
+        [
+            pytest.param(
+                case,
+                turned,
+                id=f"{name}-{turned}",
+                marks=() if name in SOME and turned in transposed else pytest.mark.slow,
+            )
+            for name, case in CASES.items()
+            for turned in (False, True)
+        ],
+    )
 
 
 def operands(case, transposed: bool):
@@ -64,8 +83,7 @@ def test_product(case, transposed):
     np.testing.assert_array_equal(out, product(lhs, rhs, case[3]))
 
 
-@every_case
-@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@some_cases(False)
 def test_derivatives(case, transposed):
     lhs, rhs, arrays = operands(case, transposed)
     bar = whole_numbers(5, case[0], case[2], largest=1)
