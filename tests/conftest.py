@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -123,6 +124,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("real") and config.getoption("--rehearse"):
             item.add_marker(pytest.mark.skip(reason="needs real GPUs; cannot be rehearsed"))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all modules stay: no collection of garbage need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _only_gpu_tests(config: pytest.Config) -> bool:
