@@ -94,9 +94,11 @@ def check(compiled: list[dict], **expected) -> None:
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        ("configs of", "all_gather_matmul"),
-        ("configs of", "matmul_reduce_scatter"),
+        ("some configs of", "all_gather_matmul"),
+        ("some configs of", "matmul_reduce_scatter"),
         ("variants of", "all_gather_matmul"),
+        pytest.param("configs of", "all_gather_matmul", marks=pytest.mark.slow),
+        pytest.param("configs of", "matmul_reduce_scatter", marks=pytest.mark.slow),
         # Those of the all-reduce are the reduce-scatter's, and variants are made by one function.
         pytest.param("configs of", "matmul_all_reduce", marks=pytest.mark.slow),
         pytest.param("variants of", "matmul_reduce_scatter", marks=pytest.mark.slow),
@@ -199,8 +201,16 @@ def test_collectives(tmp_path):
     assert {"all_gather", "all_to_all", "all_reduce in one shot"} <= alone
 
 
-# All are lowered, so that each has kernels: two for each type that is gathered and exchanged.
-@pytest.mark.parametrize(("case", "kernels"), [("types", 2 * 7), ("x64", 5 + 2 + 2 * 3)])
+# All are lowered, so that each has kernels: one for each type that is gathered, or exchanged.
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        ("types", 7 + 2),
+        ("x64", 2 + 1 + 2),
+        pytest.param("exchanges", 7, marks=pytest.mark.slow),
+        pytest.param("more x64", 3 + 1 + 2 * 2, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_lowered(case, kernels, tmp_path):
     lowered = compile_case(case, tmp_path, script=SCRIPT.with_name("lower_cases.py"))
     assert sum(program["hlo"].count("@mosaic_gpu_v2") for program in lowered) == kernels
@@ -276,10 +286,10 @@ def overlaps(hlo: str) -> list[int]:
     "name",
     [
         "all_gather_matmul",
-        "all_reduce",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
+                "all_reduce",
                 "matmul_reduce_scatter",
                 "matmul_all_reduce",
                 "all_gather",
