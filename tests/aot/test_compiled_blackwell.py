@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_compiled import COPIED, check, compile_case
+from aot_checks import COPIED, check, compile_case
 
 from stretto.distributed.tools import aot
 

@@ -68,6 +68,12 @@ def configs(name: str) -> Iterator[Program]:
             yield f"{name} {config}", *fused(name, mesh, config=config)
 
 
+def some_configs(name: str) -> Iterator[Program]:
+    """The first and the last of them: the largest tiles, and the other way to gather or store."""
+    first, *_, last = configs(name)
+    yield from (first, last)
+
+
 def variants(name: str) -> Iterator[Program]:
     """The default configuration where it is hardest: many peers, sizes that fit no tile."""
     yield "eight devices", *fused(name, aot.mesh_of_gpus((8,), ("x",)))
@@ -463,6 +469,10 @@ def on_scalars(body: Callable, mesh: Mesh, count: int) -> tuple:
 
 CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"configs of {name}": functools.partial(configs, name) for name in cases.OPERATIONS},
+    **{
+        f"some configs of {name}": functools.partial(some_configs, name)
+        for name in cases.OPERATIONS
+    },
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},

@@ -84,11 +84,9 @@ BARRIERS = ("full", "empty", "made", "drained", "filled", "free", "loaded", "add
 
 
 @pytest.fixture
-def barriers(monkeypatch):
+def barriers(monkeypatch, traces_apart):
     """Leaves out the waits on the barriers of a name, or the arrivals at them."""
-    jax.clear_caches()  # Nothing that was traced with a bug is used without it.
-    yield replacing(monkeypatch)
-    jax.clear_caches()
+    return replacing(monkeypatch)
 
 
 def adding(seed: int = 1):
@@ -135,14 +133,13 @@ def test_another_step_that_is_left_out_is_found(monkeypatch, barriers, function)
     assert found in report.kinds(), str(report)
 
 
+@pytest.mark.usefixtures("traces_apart")
 def test_a_tile_without_a_contraction_needs_its_zeros(monkeypatch):
     from stretto.kernels.engine.blackwell.accumulators import Accumulators
 
-    jax.clear_caches()
     monkeypatch.setattr(Accumulators, "clear", lambda self, half, columns: None)
     with pytest.raises(SimulationError, match="uninitialised"):
         group_product(0, transposed=False)
-    jax.clear_caches()
 
 
 # --- What may be asked for ------------------------------------------------------------------------
