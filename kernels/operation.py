@@ -122,6 +122,8 @@ class Operation:
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
         outside `shard_map`; None where the caller has to say.
+      joined: (results, operands, specs of the operands, axes) -> results of a device in such a
+        call, with what is added up over other axes that whole arrays lie along; None for nothing.
       batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
         `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
         where `vmap` takes a launch for each.
@@ -144,6 +146,7 @@ class Operation:
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
     layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
+    joined: Callable[[Arrays, Arrays, Sequence[Any], Axes], Arrays] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True

@@ -14,6 +14,7 @@ from stretto.kernels.collectives import combine as combine_kernel
 from stretto.kernels.collectives import dispatch as dispatch_kernel
 from stretto.kernels.operation import Axes, Call, Examples, Kernel, Operation
 from stretto.kernels.operations import expert_examples as examples
+from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations.perform import decide, perform, run
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.problem import Types
@@ -336,6 +337,8 @@ EXPERT_DISPATCH = Operation(
     forward=_dispatch_forward,
     tangent=_dispatch_tangent,
     backward=_dispatch_backward,
+    layout=layouts.of_dispatch,
+    joined=layouts.whole_counts,
     work=examples.moved,
     kernels=(dispatch_kernel.KERNEL,),
     examples=Examples(
@@ -354,6 +357,7 @@ EXPERT_COMBINE = Operation(
     forward=_combine_forward,
     tangent=_combine_tangent,
     backward=_combine_backward,
+    layout=layouts.of_combine,
     work=examples.moved,
     kernels=(combine_kernel.KERNEL,),
     examples=Examples(

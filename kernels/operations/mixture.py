@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.operation import Axes, Examples, Operation
 from stretto.kernels.operations import expert_examples as examples
+from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations import experts, mixture_rules
 from stretto.kernels.operations.mixture_rules import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
@@ -57,7 +58,8 @@ def mixture_of_experts(
 
     Products are summed in float32 and rounded to x's type once; the activation gets float32. Tokens
     move as by `expert_dispatch` and `expert_combine`. Where the experts' `f` lies along another
-    axis of the mesh (tensor parallelism), `out` is one device's addend: sum it over that axis.
+    axis of the mesh (tensor parallelism), `out` is one device's addend: sum it over that axis, and
+    give b_out to one device of it only.
 
     Args:
       x, expert_index, weights: the device's own tokens.
@@ -180,6 +182,8 @@ MIXTURE_OF_EXPERTS = Operation(
     forward=mixture_rules.forward,
     tangent=mixture_rules.tangent,
     backward=mixture_rules.backward,
+    layout=layouts.of_layer,
+    joined=layouts.whole_layer,
     work=examples.layer,
     kernels=(mixture_rules.KERNEL,),
     examples=Examples(
