@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from stretto.kernels.collectives import combine as combine_kernel
 from stretto.kernels.collectives import dispatch as dispatch_kernel
@@ -173,8 +174,8 @@ def apply(operands: Operands, call: Call) -> jax.Array:
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
     """The layer; what the derivative needs are the dispatched rows and the first product."""
     layer = _Layer(operands, call)
-    rows = layer.dispatch(operands.x)
-    zs = layer.first(rows)
+    rows = checkpoint_name(layer.dispatch(operands.x), "dispatched")
+    zs = tuple(checkpoint_name(z, "experts") for z in layer.first(rows))
     out = layer.combine(layer.second(layer.hidden(zs)), operands.weights)
     return out, (operands, rows, zs)
 
