@@ -159,6 +159,8 @@ def dispatch(
         for i in range(slots):
             pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     (out,) = kernel.launch(
         body,
