@@ -92,6 +92,7 @@ class Examples:
       keywords: what else the public function takes.
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
+      values: other operands, by the name of how they are drawn; each as `operands`.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
     """
 
@@ -101,6 +102,9 @@ class Examples:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
+    values: Mapping[str, Callable[[Sizes, int], tuple[Operand, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.operation import Axes, Examples, Operation
@@ -95,7 +96,8 @@ def mixture_of_experts(
     gated = _check_matrices(x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
     rows = experts.room_for(tokens, top_k, devices, capacity)
-    routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
+    tables = route(expert_index, axes, num_experts=num_experts, rows=rows)
+    routing = Routing(*(checkpoint_name(table, "dispatched") for table in tables))
     options = Options(
         rows=rows,
         wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
@@ -190,6 +192,7 @@ MIXTURE_OF_EXPERTS = Operation(
         sets=examples.SETS,
         shapes=examples.layer_shapes,
         operands=examples.layer_operands,
+        values=examples.LAYERS,
         needs=examples.needs,
     ),
 )
