@@ -94,6 +94,8 @@ class Examples:
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       values: other operands, by the name of how they are drawn; each as `operands`.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
+      defined: one device's results -> the same with zeros in place of what the operation leaves
+        undefined, so that two programs can be compared.
     """
 
     shapes: Callable[[str, int], Sequence[Sizes]]
@@ -106,6 +108,7 @@ class Examples:
         default_factory=dict
     )
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
+    defined: Callable[[Arrays], Arrays] = lambda results: results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from stretto.kernels.operation import Operand, Sizes
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.routing import Routing
 from stretto.kernels.problem.work import Traffic, Work
 
 # Layers of published models: width, width of an expert, experts, choices of a token.
@@ -69,6 +70,13 @@ def dispatch_operands(sizes: Sizes, devices: int, skew: float = 0.0) -> tuple[Op
     shape = tokens, sizes["top_k"]
     draw = functools.partial(chosen, shape=shape, num_experts=sizes["num_experts"], skew=skew)
     return Operand(shape=(tokens, sizes["d"])), Operand(shape=shape, dtype="int32", draw=draw)
+
+
+def routed_rows(results: tuple[jax.Array, Routing]) -> tuple[jax.Array, Routing]:
+    """What `expert_dispatch` gave, with zeros in the rows beyond those of the experts."""
+    rows, routing = results
+    is_routed = jnp.arange(rows.shape[0]) < routing.group_sizes.sum()
+    return jnp.where(is_routed[:, None], rows, jnp.zeros((), rows.dtype)), routing
 
 
 def combine_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:

@@ -348,6 +348,7 @@ EXPERT_DISPATCH = Operation(
         values=examples.DISPATCHES,
         needs=examples.needs,
         passed=("num_experts",),
+        defined=examples.routed_rows,
     ),
 )
 EXPERT_COMBINE = Operation(

@@ -24,6 +24,7 @@ from stretto.benchmarks.timing.operands import Operands
 from stretto.distributed.tools import aot
 from stretto.kernels.operation import Operand
 from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.routing import Routing
 
 DEVICES = 4
 BLOCK = (8, 16)
@@ -38,6 +39,29 @@ def relative_error(ours, theirs, mesh) -> float:
     out = jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=NamedSharding(mesh, joined(mesh)))
     error = programs.error_program(mesh, out).compile()
     return float(error(*(jax.device_put(x, out.sharding) for x in (ours, theirs))))
+
+
+def test_rows_that_no_expert_has_are_not_compared(mesh):
+    """`expert_dispatch` leaves them undefined: here NaN in one program's result."""
+    sizes = np.array([2, 0, 3, 1], np.int32)
+    rows = np.arange(DEVICES * 4.0, dtype=np.float32).reshape(-1, 1)
+    unrouted = np.concatenate([np.arange(4) >= size for size in sizes])
+
+    def results(fill: float, shift: float = 0.0):
+        one = np.where(unrouted[:, None], np.float32(fill), rows + np.float32(shift))
+        counts = np.zeros(DEVICES, np.int32)
+        return one, Routing(counts, sizes, counts, counts, counts)
+
+    sharding = NamedSharding(mesh, joined(mesh))
+    ours, theirs, shifted = (
+        jax.tree.map(lambda x: jax.device_put(x, sharding), results(*how))
+        for how in ((np.nan,), (7.0,), (7.0, 1.0))
+    )
+    out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), ours)
+    defined = OPERATIONS["expert_dispatch"].examples.defined
+    error = programs.error_program(mesh, out, defined).compile()
+    assert float(error(ours, theirs)) == 0.0
+    assert float(error(shifted, theirs)) > 0.05
 
 
 @pytest.fixture
