@@ -106,8 +106,8 @@ def obstacle(x: jax.Array, rhs: jax.Array, rows: int, tiles: TileConfig) -> str 
     """Why the kernel does not take such operands of a grouped matmul; None if it does."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {x.dtype}."
-    if x.shape[1] % tiles.tile_k:
-        return f"rows of d={x.shape[1]} are no multiple of {tiles.tile_k}."
+    if x.shape[1] % tiles.tile_k or x.shape[1] < 2 * tiles.tile_k:
+        return f"rows of d={x.shape[1]} are no multiple of {tiles.tile_k}, or just one."
     if rows % ALIGNED or rows < 2 * ALIGNED or 0 in (*x.shape, *rhs.shape):
         return f"room for {rows} rows is no multiple of {ALIGNED}, or there is nothing to do."
     return None
