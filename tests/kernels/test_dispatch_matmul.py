@@ -17,6 +17,7 @@ from stretto.kernels.engine import gates
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.operations import mixture_rules
+from stretto.kernels.operations.experts import room_for
 from stretto.kernels.xla import experts as xla
 from stretto.kernels.xla.routing import route
 
@@ -28,7 +29,7 @@ def dispatched_product(devices: int, *, transposed: bool = False):
     """`(x, index, rhs)` -> rows, product and group sizes."""
 
     def body(x, index, rhs):
-        rows = max(16, devices * index.size)
+        rows = room_for(*index.shape, devices, None)
         routing = route(index, ("x",), num_experts=EXPERTS, rows=rows)
         found, out = dispatch_matmul.dispatch_matmul(
             x,
@@ -72,12 +73,15 @@ def check(devices, x, index, rhs, found, out, sizes):
     ],
 )
 def test_rows_and_products(devices, seed, width):
-    """Of each routing in turn by one program, also where a device has rows of no expert."""
+    """Of each routing in turn by one program, also where a device has rows of no expert.
+
+    With rhs transposed at one of the widths.
+    """
     cases = routings(devices, seed)
     names = ["zipf", "all to one"] if seed == 0 else list(cases)
     x = whole_numbers(seed, len(cases["any"]), width, largest=1)
     rhs = whole_numbers(seed + 1, EXPERTS, width, 72, largest=1)
-    program = dispatched_product(devices)
+    program = dispatched_product(devices, transposed=width == 192)
     for name in names:
         with st.simulate(seed=seed, core_count=3) as report:
             given = (
@@ -85,7 +89,7 @@ def test_rows_and_products(devices, seed, width):
                 jnp.asarray(cases[name], jnp.int32),
                 jnp.asarray(rhs, BF16),
             )
-            found = jax.tree.map(np.asarray, program(*given))
+            found = jax.tree.map(np.asarray, program(*map(jnp.asarray, given)))
         assert report.ok and report.launches == 1, str(report)
         check(devices, x, cases[name], rhs, *found)
 
