@@ -96,6 +96,7 @@ class Examples:
       keywords: what else the public function takes.
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
+      values: other operands, by the name of how they are drawn; each as `operands`.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
       defined: one device's results -> the same with zeros in place of what the operation leaves
         undefined, so that two programs can be compared.
@@ -107,6 +108,9 @@ class Examples:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
+    values: Mapping[str, Callable[[Sizes, int], tuple[Operand, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
     defined: Callable[[Arrays], Arrays] = lambda results: results
 
@@ -131,6 +135,8 @@ class Operation:
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
         outside `shard_map`; None where the caller has to say.
+      joined: (results, operands, specs of the operands, axes) -> results of a device in such a
+        call, with what is added up over other axes that whole arrays lie along; None for nothing.
       batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
         `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
         where `vmap` takes a launch for each.
@@ -154,6 +160,7 @@ class Operation:
     residuals_of: Callable[[Arrays], Any] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
     layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
+    joined: Callable[[Arrays, Arrays, Sequence[Any], Axes], Arrays] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True

@@ -122,6 +122,10 @@ def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
             assert not kernel["warnings"], kernel["name"]
 
 
+def test_a_dispatch_under_a_product(tmp_path):
+    check(compile_case("dispatch under a product", tmp_path), warpgroups=3, local=True)
+
+
 def test_collectives(tmp_path):
     compiled = compile_case("collectives", tmp_path)
     alone = set()

@@ -33,9 +33,11 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import settings
 from stretto.distributed.devices import clique
+from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
+from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import node_config
@@ -307,6 +309,35 @@ def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
     yield name, *on_one(pulled if derivatives else call, mesh, shapes)
 
 
+def dispatch_under_a_product() -> Iterator[Program]:
+    """The first product of a layer of experts, and the transposed one of its backward pass."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, rows, experts = 256, 2048, 8
+
+    def body(x, sources, sizes, rhs, *, transposed):
+        return dispatch_matmul.dispatch_matmul(
+            x,
+            sources,
+            sizes,
+            rhs,
+            Team.along(("x",)),
+            config=dispatch_matmul.Config(),
+            rhs_transposed=transposed,
+            interpret=None,
+        )[1]
+
+    for transposed, width in ((False, 2048), (True, 2880)):
+        rhs = (1536, width) if transposed else (width, 1536)
+        shapes = [
+            ((tokens, width), jnp.bfloat16),
+            ((rows,), jnp.int32),
+            ((experts,), jnp.int32),
+            ((experts, *rhs), jnp.bfloat16),
+        ]
+        program = functools.partial(body, transposed=transposed)
+        yield f"transposed={transposed}", *on_one(program, mesh, shapes)
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -507,6 +538,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
+    "dispatch under a product": dispatch_under_a_product,
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
