@@ -29,6 +29,7 @@ class Tiles(NamedTuple):
         way to each.
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
+      fp8, fp8_blocks: of operands in 8 bits with a scale for each row and column, and for blocks.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
     """
@@ -38,6 +39,8 @@ class Tiles(NamedTuple):
     narrowest: TileConfig
     adding: tuple[TileConfig, ...]
     adding_wide: TileConfig
+    fp8: TileConfig
+    fp8_blocks: TileConfig
     paired: TileConfig | None = None
     paired_adding: TileConfig | None = None
 
@@ -70,6 +73,8 @@ TILES = {
         narrowest=hopper_tiles.NARROWEST,
         adding=(hopper_tiles.NARROW, hopper_tiles.LARGE),
         adding_wide=hopper_tiles.WIDE_RESULT,
+        fp8=hopper_tiles.LARGE_FP8,
+        fp8_blocks=hopper_tiles.BLOCKS,
     ),
     BLACKWELL: Tiles(
         large=blackwell_tiles.LARGE,
@@ -77,6 +82,8 @@ TILES = {
         narrowest=blackwell_tiles.NARROWEST,
         adding=(blackwell_tiles.ADDING, blackwell_tiles.LARGE, blackwell_tiles.PAIR_ADDING),
         adding_wide=blackwell_tiles.LARGE,
+        fp8=blackwell_tiles.LARGE_FP8,
+        fp8_blocks=blackwell_tiles.BLOCKS,
         paired=blackwell_tiles.PAIR,
         paired_adding=blackwell_tiles.PAIR_ADDING,
     ),

@@ -17,19 +17,37 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.engine.parts import Product, Ref
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.parts import SCALE_COPIES, Product, Ref, Scales, Tile
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
 from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
 
 class RingScales(NamedTuple):
-    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies."""
+    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies.
+
+    `full[stage]` says that they are there, and `empty[stage]` that they may be overwritten: None
+    where whoever releases the stage has read them.
+    """
 
     lhs: Ref
     rhs: Ref
+    full: Ref
+    empty: Ref | None = None
+
+    def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array) -> None:
+        """Called in the loading warp: starts the copies of a stage's scales."""
+        if self.empty is not None:
+            # Whoever scales has read what lay here.
+            plgpu.barrier_wait(self.empty.at[stage])
+        # Each copy, once complete, publishes its scales.
+        full = self.full.at[stage]
+        scales.lhs(tile, k, self.lhs.at[stage], full)
+        scales.rhs(tile, k, self.rhs.at[stage, pl.ds(0, SCALE_COPIES)], full)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +92,14 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[stage])
 
 
-def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> dict[str, Any]:
+def scratch(
+    shape: TileShape,
+    num_stages: int,
+    product: Product,
+    empty: Any,
+    *,
+    scales_with_tiles: bool = True,
+) -> dict[str, Any]:
     """The ring's memory and barriers, by name, for `kernel.launch`.
 
     Args:
@@ -82,6 +107,8 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
       num_stages: how many there are.
       product: the types of the operands, and how they lie.
       empty: the barriers of that name, one for each stage.
+      scales_with_tiles: the scales of blocks arrive at `full`, as the tiles do, and not at barriers
+        of their own.
     """
     lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
     rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
@@ -100,6 +127,8 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
         lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
         rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
         **scales,
-        full=plgpu.Barrier(num_arrivals=4 if blocks else 2, num_barriers=num_stages),
+        full=plgpu.Barrier(
+            num_arrivals=4 if blocks and scales_with_tiles else 2, num_barriers=num_stages
+        ),
         empty=empty,
     )

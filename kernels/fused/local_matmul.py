@@ -15,9 +15,8 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.kernels.engine import padding, sinks, streams, tiles
 from stretto.kernels.engine import scales as engine_scales
-from stretto.kernels.engine.architectures import TILES, mainloop_of
+from stretto.kernels.engine.architectures import TILES, TileConfig, mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8, TileConfig
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Scales, Tile
@@ -139,17 +138,19 @@ def _checked_sizes(lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool) -> tupl
 
 def _default_config(granularity: scales.Granularity | None) -> TileShape:
     """Large tiles for the devices' architecture."""
-    if granularity is not None:
-        return BLOCKS if granularity == "block" else LARGE_FP8
-    return TILES.get(Machine.of_mesh().architecture, TILES[HOPPER]).large
+    tiles = TILES.get(Machine.of_mesh().architecture, TILES[HOPPER])
+    if granularity is None:
+        return tiles.large
+    return tiles.fp8_blocks if granularity == "block" else tiles.fp8
 
 
 def _check_fp8_tiles(config: TileShape, granularity: scales.Granularity) -> None:
     """Raises NotImplementedError or ValueError for tiles that scaled products do not have."""
     if not isinstance(config, TileConfig):
         raise NotImplementedError(
-            f"scales are built for Hopper alone, and config={config!r:.60} is not for it; pass a"
-            " stretto.kernels.engine.hopper.tile_config.TileConfig."
+            f"scales are built for Hopper and Blackwell, and config={config!r:.60} is for neither;"
+            " pass a TileConfig of stretto.kernels.engine.hopper or of"
+            " stretto.kernels.engine.blackwell."
         )
     if config.tile_k != scales.BLOCK:
         raise ValueError(

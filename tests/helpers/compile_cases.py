@@ -35,6 +35,7 @@ from stretto.distributed import settings
 from stretto.distributed.devices import clique
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
+from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
@@ -392,6 +393,32 @@ def problem_on(mesh: Mesh, name: str) -> Problem:
     )
 
 
+def blackwell_fp8() -> Iterator[Program]:
+    """Operands in 8 bits with scales on B200s, by one block and by pairs."""
+    mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
+    e4m3, e5m2, f32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
+
+    def call(lhs, rhs, lhs_scale, rhs_scale, *, config):
+        return local_matmul(
+            lhs,
+            rhs,
+            config=config,
+            rhs_transposed=True,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+        )
+
+    of_rows, of_blocks = [(4096, 1)] * 2, [(4096, 32), (32, 32)]
+    for label, config, shapes, rhs in (
+        ("rows", blackwell_tiles.LARGE_FP8, of_rows, e4m3),
+        ("rows, mixed", blackwell_tiles.PAIR_FP8, of_rows, e5m2),
+        ("blocks", blackwell_tiles.BLOCKS, of_blocks, e4m3),
+        ("blocks, pairs", blackwell_tiles.PAIR_BLOCKS, of_blocks, e5m2),
+    ):
+        operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
+        yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
+
+
 def blackwell_groups(which: str) -> Iterator[Program]:
     """Rows in groups on B200s: the product, or both derivatives as well."""
     mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
@@ -461,6 +488,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "collectives": collectives,
     "Blackwell collectives": functools.partial(collectives, "b200"),
     "Blackwell blocks alone": blackwell_alone,
+    "Blackwell fp8": blackwell_fp8,
     "sums and norms": sums_and_norms,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)

@@ -101,7 +101,9 @@ class Matmul:
             rhs=scratch["rhs_smem"],
             full=scratch["full"],
             empty=scratch["empty"],
-            scales=RingScales(scratch["lhs_scales_smem"], scratch["rhs_scales_smem"])
+            scales=RingScales(
+                scratch["lhs_scales_smem"], scratch["rhs_scales_smem"], scratch["full"]
+            )
             if blocks
             else None,
         )
