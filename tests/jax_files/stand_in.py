@@ -5,6 +5,7 @@ these for H100s or B200s:
 
 - `jax._src.test_util`: the device is a GPU of CUDA, of the target's capability, with CUDA 13. The
   files of the interpreter are for a CPU, and do not get this.
+- Devices say how much shared memory a block may have.
 - `jax._src.lib.cuda_versions`: it can multicast, and its runtime is 13.0.
 - The extension of Mosaic GPU, which is asked to wait for output, has nothing to wait for.
 - `interpret=InterpretParams(...)` and `force_gpu_interpret_mode(...)` of a test do nothing, since
@@ -22,6 +23,7 @@ import unittest
 from collections.abc import Callable, Generator
 from typing import Any
 
+import jax
 import jax._src.lib
 from jax._src import test_util
 from jax._src.lib import mosaic_gpu
@@ -35,6 +37,7 @@ from stretto.distributed.simulator.machine import Machine
 
 CAPABILITIES = {"h100": 9.0, "b200": 10.0}
 CORES = 4  # Blocks of a B200 that run at once; tests that claim others count on that.
+SMEM_BYTES = 232_448
 MAX_STEPS = 200_000
 
 _reports: list[Report] = []
@@ -56,6 +59,7 @@ def install(*, as_gpu: bool, target: str) -> None:
     test_util.is_cuda_version_at_least = lambda major, minor: (major, minor) <= (13, 0)
     has_tensor_memory = as_gpu and target == "b200"
     test_util.CudaArchSpecificTest.skip_unless_tcgen05 = _nothing if has_tensor_memory else _skip
+    type(jax.local_devices()[0]).shared_memory_per_block_optin = SMEM_BYTES
     jax._src.lib.cuda_versions = types.SimpleNamespace(
         cuda_supports_multicast=lambda device: True, cuda_runtime_get_version=lambda: 13000
     )
