@@ -30,6 +30,7 @@ class Tiles(NamedTuple):
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
       fp8, fp8_blocks: of operands in 8 bits with a scale for each row and column, and for blocks.
+      mx: of those with scales that the tensor cores apply. None where they do not.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
     """
@@ -43,6 +44,7 @@ class Tiles(NamedTuple):
     fp8_blocks: TileConfig
     paired: TileConfig | None = None
     paired_adding: TileConfig | None = None
+    mx: TileConfig | None = None
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
@@ -86,6 +88,7 @@ TILES = {
         fp8_blocks=blackwell_tiles.BLOCKS,
         paired=blackwell_tiles.PAIR,
         paired_adding=blackwell_tiles.PAIR_ADDING,
+        mx=blackwell_tiles.BLOCKS,
     ),
 }
 

@@ -12,7 +12,7 @@ rhs; `full` is then the first block's (`stages.Halves`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,14 @@ from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
 
+class StageScales(Protocol):
+    """Scales that come with each stage."""
+
+    def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array, /) -> None:
+        """Called in the loading warp: starts the copies of a stage's scales."""
+        ...
+
+
 class RingScales(NamedTuple):
     """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies.
 
@@ -37,7 +45,7 @@ class RingScales(NamedTuple):
     lhs: Ref
     rhs: Ref
     full: Ref
-    empty: Ref | None = None
+    empty: Ref = None
 
     def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array) -> None:
         """Called in the loading warp: starts the copies of a stage's scales."""
@@ -54,7 +62,7 @@ class RingScales(NamedTuple):
 class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
-    And the scales of blocks, where the product has such.
+    And the scales of blocks (`scales`), where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
     """
 
@@ -62,7 +70,7 @@ class Ring:
     rhs: Ref
     full: Ref
     empty: Ref
-    scales: RingScales | None = None
+    scales: StageScales | None = None
     halved: tuple[int, int] | None = None
 
     @property
@@ -98,7 +106,7 @@ def scratch(
     product: Product,
     empty: Any,
     *,
-    scales_with_tiles: bool = True,
+    copies: int = 2,
 ) -> dict[str, Any]:
     """The ring's memory and barriers, by name, for `kernel.launch`.
 
@@ -107,8 +115,7 @@ def scratch(
       num_stages: how many there are.
       product: the types of the operands, and how they lie.
       empty: the barriers of that name, one for each stage.
-      scales_with_tiles: the scales of blocks arrive at `full`, as the tiles do, and not at barriers
-        of their own.
+      copies: that arrive at `full`: those of both tiles, and of scales that come with them.
     """
     lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
     rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
@@ -117,8 +124,8 @@ def scratch(
     if product.rhs_transposed:
         rhs_tile = rhs_tile[::-1]
     lhs, rhs = (num_stages, *lhs_tile), (num_stages, *rhs_tile)
-    blocks, scales = product.scales == "block", {}
-    if blocks:
+    scales = {}
+    if product.scales == "block":
         scales = dict(
             lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
@@ -127,8 +134,6 @@ def scratch(
         lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
         rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
         **scales,
-        full=plgpu.Barrier(
-            num_arrivals=4 if blocks and scales_with_tiles else 2, num_barriers=num_stages
-        ),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
         empty=empty,
     )

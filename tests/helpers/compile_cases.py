@@ -396,7 +396,9 @@ def problem_on(mesh: Mesh, name: str) -> Problem:
 def blackwell_fp8() -> Iterator[Program]:
     """Operands in 8 bits with scales on B200s, by one block and by pairs."""
     mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
-    e4m3, e5m2, f32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
+    e4m3, e5m2, f32, e8 = (
+        jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.float8_e8m0fnu
+    )  # fmt: skip
 
     def call(lhs, rhs, lhs_scale, rhs_scale, *, config):
         return local_matmul(
@@ -408,14 +410,17 @@ def blackwell_fp8() -> Iterator[Program]:
             rhs_scale=rhs_scale,
         )
 
-    of_rows, of_blocks = [(4096, 1)] * 2, [(4096, 32), (32, 32)]
-    for label, config, shapes, rhs in (
+    of_rows = [((4096, 1), f32)] * 2
+    of_blocks, of_32 = [((4096, 32), f32), ((32, 32), f32)], [((4096, 128), e8)] * 2
+    for label, config, scales, rhs in (
         ("rows", blackwell_tiles.LARGE_FP8, of_rows, e4m3),
-        ("rows, mixed", blackwell_tiles.PAIR_FP8, of_rows, e5m2),
+        ("rows, pairs, mixed", blackwell_tiles.PAIR_FP8, of_rows, e5m2),
         ("blocks", blackwell_tiles.BLOCKS, of_blocks, e4m3),
         ("blocks, pairs", blackwell_tiles.PAIR_BLOCKS, of_blocks, e5m2),
+        ("blocks of 32", blackwell_tiles.BLOCKS, of_32, e5m2),
+        ("blocks of 32, pairs", blackwell_tiles.PAIR_BLOCKS, of_32, e4m3),
     ):
-        operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
+        operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *scales]
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 

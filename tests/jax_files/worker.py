@@ -1,6 +1,6 @@
 """Runs a part of one test file of JAX's, in a process of its own: `run.py` starts it.
 
-Usage: worker.py FILE DEVICES TARGET PART PARTS PATTERN OUT, where OUT gets an outcome a line, as JSON.
+Usage: worker.py FILE DEVICES TARGET PART PARTS PATTERN OUT. OUT gets an outcome a line, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ LEFT_OUT = {
 }
 
 
-def main(file: str, devices: str, target: str, part: str, parts: str, pattern: str, out: str) -> None:
+def main(
+    file: str, devices: str, target: str, part: str, parts: str, pattern: str, out: str
+) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(devices))
     module = _imported(Path(file), target)

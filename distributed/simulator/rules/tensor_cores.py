@@ -119,7 +119,7 @@ def _product(regions: dict[str, list[Region]], accumulate: bool) -> Callable[[Op
 
 
 def _of_columns(scales: np.ndarray, columns: int) -> np.ndarray:
-    """Of `SCALES_M64_COLLECTIVE_LAYOUT` those that are not filled up: each half begins at a lane."""
+    """Of `SCALES_M64_COLLECTIVE_LAYOUT`, whose halves are filled up to 128 rows, those in use."""
     if scales.shape[0] != 2 * LANES:
         return scales
     halves = np.split(scales, 2)

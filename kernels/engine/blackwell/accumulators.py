@@ -2,7 +2,7 @@
 
 | barrier | arrives | waits | proves |
 |---|---|---|---|
-| `made[half]` | the tensor cores | draining warpgroup | the accumulator holds a tile's total, or a product |
+| `made[half]` | the tensor cores | draining warpgroup | it holds a tile's total, or a product |
 | `drained[half]` | draining warpgroups | issuing warp | the accumulator has been read |
 
 Of a tile that a pair of blocks makes each has its rows in its own tensor memory. The first one's

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import block_in_cluster
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
-from stretto.kernels.engine.blackwell import accumulators, adding, pieces, scaling
+from stretto.kernels.engine.blackwell import accumulators, adding, mx, pieces, scaling
 from stretto.kernels.engine.blackwell.accumulators import Accumulators
 from stretto.kernels.engine.blackwell.adding import Adding
 from stretto.kernels.engine.blackwell.draining import Summed, Totals, drain
@@ -35,7 +35,7 @@ from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.loading import load
 from stretto.kernels.engine.mainloop import Role
 from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum, Tile
-from stretto.kernels.engine.ring import Ring
+from stretto.kernels.engine.ring import Ring, RingScales, StageScales
 from stretto.kernels.engine.storing import store
 
 # Registers of a thread that (drains, does anything else) where totals are added up in registers.
@@ -77,8 +77,11 @@ class Matmul:
         config, product = self.config, self.product
         empty = plgpu.Barrier(num_barriers=config.num_stages, orders_tensor_core=True)
         return {
-            **ring.scratch(config, config.num_stages, product, empty, scales_with_tiles=False),
+            **ring.scratch(
+                config, config.num_stages, product, empty, copies=4 if product.scales == "mx" else 2
+            ),
             **scaling.scratch(config, product),
+            **mx.scratch(config, product),
             **accumulators.scratch(config),
             **pieces.scratch(config, product),
             **(adding.scratch(product) if product.fold is Addends else {}),
@@ -93,7 +96,7 @@ class Matmul:
             rhs=scratch["rhs_smem"],
             full=scratch["full"],
             empty=scratch["empty"],
-            scales=scaling.ring_scales(scratch) if self.product.scales == "block" else None,
+            scales=self._stage_scales(scratch),
             halved=self._halved(),
         )
         halves = Accumulators(
@@ -124,6 +127,15 @@ class Matmul:
         ]
         return roles if addends is None else [*roles, Role(addends.bring)]
 
+    def _stage_scales(self, scratch: Mapping[str, Ref]) -> StageScales | None:
+        """Scales that come with each stage."""
+        match self.product.scales:
+            case "block":
+                return scaling.ring_scales(scratch)
+            case "mx":
+                return mx.of(self.config, scratch)
+        return None
+
     def _totals(
         self,
         block: Block,
@@ -133,12 +145,18 @@ class Matmul:
         scratch: Mapping[str, Ref],
     ) -> Totals:
         """What makes totals out of the accumulators."""
-        common = dict(block=block, accumulators=halves, pieces=buffers)
-        if stages.scales is not None:
-            return ScaledByStage(**common, ring=stages, scales=stages.scales)
+        if isinstance(stages.scales, RingScales):
+            return ScaledByStage(
+                block=block,
+                accumulators=halves,
+                pieces=buffers,
+                ring=stages,
+                scales=stages.scales,
+            )
         if self.product.scales == "row":
-            return ScaledByTile(**common, scales=scaling.tile_scales(scratch))
-        return Summed(**common)
+            scales = scaling.tile_scales(scratch)
+            return ScaledByTile(block=block, accumulators=halves, pieces=buffers, scales=scales)
+        return Summed(block=block, accumulators=halves, pieces=buffers)
 
     def _load_of_tile(
         self, block: Block, halves: Accumulators, scratch: Mapping[str, Ref]

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import CLUSTER_AXIS, block_in_cluster
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.blackwell.accumulators import Accumulators
+from stretto.kernels.engine.blackwell.mx import MxScales
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Product
 from stretto.kernels.engine.ring import Ring
@@ -96,13 +97,17 @@ class Issuing:
 
     def _issue(self, half: Int, stage: jax.Array, *, accumulate: Any) -> None:
         """Starts the product of a stage."""
-        # Both copies into the stage are complete.
+        # All copies into the stage are complete.
         plgpu.barrier_wait(self.ring.full.at[stage])
         lhs, rhs = self.ring.lhs.at[stage], self.ring.rhs.at[stage]
         if self.product.lhs_transposed:
             lhs = lhs.transpose((1, 0))
         if self.product.rhs_transposed:
             rhs = rhs.transpose((1, 0))
+        scales = self.ring.scales
+        of_blocks = {}
+        if isinstance(scales, MxScales):
+            of_blocks = scales.in_tensor_memory(stage, self.pair)
         # Publishes to the loading warps, once done, that the stage has been read.
         plgpu.tcgen05_mma(
             self.accumulators.whole(half),
@@ -111,6 +116,7 @@ class Issuing:
             self.ring.empty.at[stage],
             accumulate=accumulate,
             collective_axis=self.pair,
+            **of_blocks,
         )
 
     def _commit(self, half: Int) -> None:

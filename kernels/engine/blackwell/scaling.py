@@ -1,4 +1,4 @@
-"""Products of operands in 8 bits, times their scales (`parts.Scales`), on Blackwell.
+"""Products of operands in 8 bits, times their scales in float32 (`parts.Scales`), on Blackwell.
 
 | granularity | where the scales are applied | a product takes an accumulator for |
 |---|---|---|
@@ -151,8 +151,9 @@ class ScaledByStage:
 
     def _joined(self, totals: Sequence[jax.Array]) -> Iterator[jax.Array]:
         """Totals, put together to pieces."""
-        for piece in itertools.batched(totals, self.pieces.columns // COLUMNS_AT_ONCE):
-            yield jnp.concatenate(piece, axis=1) if len(piece) > 1 else piece[0]
+        in_a_row = self.pieces.columns // COLUMNS_AT_ONCE
+        for row in itertools.batched(totals, in_a_row):
+            yield jnp.concatenate(row, axis=1) if in_a_row > 1 else row[0]
 
     def _add_product(
         self, totals: Sequence[jax.Array], stage: jax.Array, half: jax.Array
@@ -212,7 +213,7 @@ def ring_scales(scratch: Mapping[str, Ref]) -> RingScales:
 
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     """Memory and barriers beside those of the ring, by name, for `kernel.launch`."""
-    if product.scales is None:
+    if product.scales not in ("row", "block"):
         return {}
     slots, memory = config.num_stages, {}
     if product.scales == "row":

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, SWIZZLE_BYTES
 from stretto.kernels.problem.machine import BLACKWELL
-from stretto.kernels.problem.scales import BLOCK, Granularity
+from stretto.kernels.problem.scales import BLOCK, MX_BLOCK, Granularity
 
 ACCUMULATORS = 2  # in tensor memory: one is drained while the next total is made
 LANES = 128  # of tensor memory: the rows of an accumulator
@@ -78,6 +78,8 @@ class TileConfig:
         """Shared memory of scales of a granularity, in bytes."""
         if scales == "block":
             return self.num_stages * (self.tile_m + ALIGNED_SCALES) * SCALE_BYTES
+        if scales == "mx":
+            return self.num_stages * 2 * LANES * BLOCK // MX_BLOCK
         tiles = ACCUMULATORS * (self.tile_m + self.tile_n) * SCALE_BYTES
         return tiles if scales == "row" else 0
 
@@ -86,6 +88,14 @@ class TileConfig:
         if BLOCK % self.tile_n:
             raise ValueError(
                 f"tile_n={self.tile_n} must divide {BLOCK}, the columns that share a scale."
+            )
+
+    def check_mx(self) -> None:
+        """Raises ValueError for a tile that has no room for scales in tensor memory."""
+        if self.tile_n != LANES:
+            raise ValueError(
+                f"tile_n={self.tile_n} must be {LANES} for scales in float8_e8m0fnu, which lie"
+                " beside the accumulators in tensor memory."
             )
 
 
@@ -97,6 +107,7 @@ ADDING = TileConfig(tile_n=128, num_stages=4)
 PAIR_ADDING = dataclasses.replace(PAIR, num_stages=4)
 LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3)
 PAIR_FP8 = dataclasses.replace(PAIR, tile_k=128)
-# Of 8 bits with a scale for each block: totals of 128 columns are in registers.
+# Of 8 bits with a scale for each block: totals of 128 columns are in registers. Of "mx": scales are
+# in tensor memory.
 BLOCKS = TileConfig(tile_n=128, tile_k=128, num_stages=5)
 PAIR_BLOCKS = TileConfig(blocks=2, tile_m=2 * LANES, tile_n=128, tile_k=128, num_stages=6)

@@ -85,6 +85,7 @@ class Matmul:
                 empty=plgpu.Barrier(
                     num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=self.config.num_stages
                 ),
+                copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
             **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
