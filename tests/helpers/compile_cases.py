@@ -393,8 +393,8 @@ def problem_on(mesh: Mesh, name: str) -> Problem:
     )
 
 
-def blackwell_fp8() -> Iterator[Program]:
-    """Operands in 8 bits with scales on B200s, by one block and by pairs."""
+def blackwell_fp8(*labels: str) -> Iterator[Program]:
+    """Operands in 8 bits with scales on B200s, by one block and by pairs: those of `labels`."""
     mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
     e4m3, e5m2, f32, e8 = (
         jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.float8_e8m0fnu
@@ -421,7 +421,8 @@ def blackwell_fp8() -> Iterator[Program]:
         ("blocks of 32, pairs", blackwell_tiles.PAIR_BLOCKS, of_32, e4m3),
     ):
         operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *scales]
-        yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
+        if label in labels:
+            yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 
 def blackwell_groups(which: str) -> Iterator[Program]:
@@ -493,7 +494,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "collectives": collectives,
     "Blackwell collectives": functools.partial(collectives, "b200"),
     "Blackwell blocks alone": blackwell_alone,
-    "Blackwell fp8": blackwell_fp8,
+    "Blackwell fp8": functools.partial(blackwell_fp8, "rows, pairs, mixed", "blocks"),
+    "Blackwell fp8, the others": functools.partial(blackwell_fp8, "rows", "blocks, pairs"),
+    "Blackwell fp8, scales of the tensor cores": functools.partial(
+        blackwell_fp8, "blocks of 32", "blocks of 32, pairs"
+    ),
     "sums and norms": sums_and_norms,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)
