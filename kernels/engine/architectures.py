@@ -16,6 +16,7 @@ from stretto.kernels.engine.parts import Product
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import Granularity
 
 TileConfig = hopper_tiles.TileConfig | blackwell_tiles.TileConfig
 
@@ -29,8 +30,6 @@ class Tiles(NamedTuple):
         way to each.
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
-      fp8, fp8_blocks: of operands in 8 bits with a scale for each row and column, and for blocks.
-      mx: of those with scales that the tensor cores apply. None where they do not.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
     """
@@ -40,11 +39,8 @@ class Tiles(NamedTuple):
     narrowest: TileConfig
     adding: tuple[TileConfig, ...]
     adding_wide: TileConfig
-    fp8: TileConfig
-    fp8_blocks: TileConfig
     paired: TileConfig | None = None
     paired_adding: TileConfig | None = None
-    mx: TileConfig | None = None
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
@@ -75,8 +71,6 @@ TILES = {
         narrowest=hopper_tiles.NARROWEST,
         adding=(hopper_tiles.NARROW, hopper_tiles.LARGE),
         adding_wide=hopper_tiles.WIDE_RESULT,
-        fp8=hopper_tiles.LARGE_FP8,
-        fp8_blocks=hopper_tiles.BLOCKS,
     ),
     BLACKWELL: Tiles(
         large=blackwell_tiles.LARGE,
@@ -84,13 +78,21 @@ TILES = {
         narrowest=blackwell_tiles.NARROWEST,
         adding=(blackwell_tiles.ADDING, blackwell_tiles.LARGE, blackwell_tiles.PAIR_ADDING),
         adding_wide=blackwell_tiles.LARGE,
-        fp8=blackwell_tiles.LARGE_FP8,
-        fp8_blocks=blackwell_tiles.BLOCKS,
         paired=blackwell_tiles.PAIR,
         paired_adding=blackwell_tiles.PAIR_ADDING,
-        mx=blackwell_tiles.BLOCKS,
     ),
 }
+
+
+LARGE_SCALED: dict[str, dict[Granularity, TileConfig]] = {
+    HOPPER: {"row": hopper_tiles.LARGE_FP8, "block": hopper_tiles.BLOCKS},
+    BLACKWELL: {
+        "row": blackwell_tiles.LARGE_FP8,
+        "block": blackwell_tiles.BLOCKS,
+        "mx": blackwell_tiles.BLOCKS,
+    },
+}
+"""Of operands in 8 bits, by the granularity of their scales."""
 
 
 def tiles_for(problem: Problem | None) -> Tiles:

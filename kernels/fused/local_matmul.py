@@ -15,7 +15,7 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.kernels.engine import padding, sinks, streams, tiles
 from stretto.kernels.engine import scales as engine_scales
-from stretto.kernels.engine.architectures import TILES, TileConfig, mainloop_of
+from stretto.kernels.engine.architectures import LARGE_SCALED, TILES, TileConfig, mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import ShardOrder
@@ -158,13 +158,13 @@ def _checked_sizes(lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool) -> tupl
 
 def _default_config(granularity: scales.Granularity | None) -> TileShape:
     """Large tiles for the devices' architecture."""
-    tiles = TILES.get(Machine.of_mesh().architecture, TILES[HOPPER])
+    architecture = Machine.of_mesh().architecture
+    if architecture not in TILES:
+        architecture = HOPPER
     if granularity is None:
-        return tiles.large
-    if granularity == "mx":
-        # Tiles of Hopper say why there are none.
-        return tiles.fp8_blocks if tiles.mx is None else tiles.mx
-    return tiles.fp8_blocks if granularity == "block" else tiles.fp8
+        return TILES[architecture].large
+    large = LARGE_SCALED[architecture]
+    return large.get(granularity, large["block"])  # Its `check_mx` says why there are none.
 
 
 def _check_fp8_tiles(config: TileShape, granularity: scales.Granularity) -> None:
