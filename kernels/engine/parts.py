@@ -119,15 +119,17 @@ class Addends(Fold):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """What products are multiplied by before they are added to anything else, in float32.
+    """What products are multiplied by before they are added to anything else.
 
     Both are loaded into shared memory: for granularity "row" once for each tile, at `k` 0; for
-    "block" with each tile along the contraction.
+    "block" and "mx" with each tile along the contraction.
 
     Attributes:
       lhs: the scales of the tile's rows, float32 `[tile_m]`.
       rhs: of "row" those of its columns, float32 `[tile_n]`; of "block" that of all its columns,
         `SCALE_COPIES` times over.
+
+    Of "mx" both are float8_e8m0fnu, `[rows / 128, 1, 32, 16]`, and loaded by `stages.fill`.
     """
 
     lhs: Load

@@ -36,6 +36,7 @@ from stretto.distributed.devices import clique
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
+from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
 from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
@@ -441,7 +442,8 @@ def blackwell_configs(name: str) -> Iterator[Program]:
     yield "eight devices", *fused(name, eight, cases.whole(name, 8, 65, 72, 136))
     yield "float32 out of float16", *fused(name, mesh, dtype=jnp.float16, out_dtype=jnp.float32)
     if name == "all_gather_matmul":
-        yield "gelu", *fused(name, mesh, epilogue=jax.nn.gelu, rhs_transposed=True)
+        square = 2048, 512, 2048  # Of a device: k rows and n columns of rhs, or the reverse.
+        yield "gelu", *fused(name, mesh, square, epilogue=jax.nn.gelu, rhs_transposed=True)
 
 
 def problem_on(mesh: Mesh, name: str) -> Problem:
@@ -454,6 +456,38 @@ def problem_on(mesh: Mesh, name: str) -> Problem:
         devices=mesh.size,
         machine=Machine.of_kind("gpu", device.device_kind),
     )
+
+
+def blackwell_fp8(*labels: str) -> Iterator[Program]:
+    """Operands in 8 bits with scales on B200s, by one block and by pairs: those of `labels`."""
+    mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
+    e4m3, e5m2, f32, e8 = (
+        jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.float8_e8m0fnu
+    )  # fmt: skip
+
+    def call(lhs, rhs, lhs_scale, rhs_scale, *, config):
+        return local_matmul(
+            lhs,
+            rhs,
+            config=config,
+            rhs_transposed=True,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+        )
+
+    of_rows = [((4096, 1), f32)] * 2
+    of_blocks, of_32 = [((4096, 32), f32), ((32, 32), f32)], [((4096, 128), e8)] * 2
+    for label, config, scales, rhs in (
+        ("rows", blackwell_tiles.LARGE_FP8, of_rows, e4m3),
+        ("rows, pairs, mixed", blackwell_tiles.PAIR_FP8, of_rows, e5m2),
+        ("blocks", blackwell_tiles.BLOCKS, of_blocks, e4m3),
+        ("blocks, pairs", blackwell_tiles.PAIR_BLOCKS, of_blocks, e5m2),
+        ("blocks of 32", blackwell_tiles.BLOCKS, of_32, e5m2),
+        ("blocks of 32, pairs", blackwell_tiles.PAIR_BLOCKS, of_32, e4m3),
+    ):
+        operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *scales]
+        if label in labels:
+            yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 
 def blackwell_groups(which: str) -> Iterator[Program]:
@@ -530,6 +564,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "collectives": collectives,
     "Blackwell collectives": functools.partial(collectives, "b200"),
     "Blackwell blocks alone": blackwell_alone,
+    "Blackwell fp8": functools.partial(blackwell_fp8, "rows, pairs, mixed", "blocks"),
+    "Blackwell fp8, the others": functools.partial(blackwell_fp8, "rows", "blocks, pairs"),
+    "Blackwell fp8, scales of the tensor cores": functools.partial(
+        blackwell_fp8, "blocks of 32", "blocks of 32, pairs"
+    ),
     "sums and norms": sums_and_norms,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)

@@ -94,6 +94,7 @@ class Matmul:
                 empty=plgpu.Barrier(
                     num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=self.config.num_stages
                 ),
+                copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
             **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
@@ -121,7 +122,9 @@ class Matmul:
             rhs=scratch["rhs_smem"],
             full=scratch["full"],
             empty=scratch["empty"],
-            scales=RingScales(scratch["lhs_scales_smem"], scratch["rhs_scales_smem"])
+            scales=RingScales(
+                scratch["lhs_scales_smem"], scratch["rhs_scales_smem"], scratch["full"]
+            )
             if blocks
             else None,
         )
