@@ -131,7 +131,6 @@ def scratch(
             lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
         )
-    copies = 4 if blocks else 2
     if product.beside is not None and product.beside.gated:
         copies += copies_of_pair(shape, product.rhs_transposed) - 1
     return dict(
