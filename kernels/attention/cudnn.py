@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from stretto.distributed.private_jax import cudnn_attention as cudnn
 from stretto.kernels.attention.layouts import Span
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.attention.shares import Share, counted, joined, merged
 from stretto.kernels.problem.machine import Machine
 
 TYPES = ("bfloat16", "float16")
@@ -83,10 +84,10 @@ class _Part(NamedTuple):
     keys: jax.Array  # how many do on this one
 
 
-def forward(q: jax.Array, keys: Keys, span: Span, mask: Mask, scale: float) -> Pair:
-    """(out `[batch, queries, heads, dim]` of q's type, lse `[batch, heads, queries]`)."""
+def forward(q: jax.Array, keys: Keys, span: Span, mask: Mask, scale: float) -> Share:
+    """Attention to all keys, of q's type."""
     if not mask.causal:
-        return cudnn.forward(q, *(keys.before or keys.own), scale=scale)
+        return Share(*cudnn.forward(q, *(keys.before or keys.own), scale=scale))
     chunks = span.chunks
     out, lse = cudnn.forward(
         *(_folded(x, chunks) for x in (q, *keys.own)),
@@ -95,16 +96,15 @@ def forward(q: jax.Array, keys: Keys, span: Span, mask: Mask, scale: float) -> P
         window=mask.window,
     )
     out, lse = _unfolded(out, chunks), _unfolded_rows(lse, chunks)
-    outs, lses = [], []
+    shares = []
     for part in _parts(q, span):
-        own = _queries(out, part), _rows(lse, part)
+        own = Share(_queries(out, part), _rows(lse, part))
         if keys.before is not None and part.limit:
             known = tuple(x[:, : part.limit] for x in keys.before)
             found = cudnn.forward(_queries(q, part), *known, scale=scale, keys=part.keys)
-            own = merged(own, found, part.keys > 0)
-        outs.append(own[0])
-        lses.append(own[1])
-    return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+            own = merged([own, counted(Share(*found), part.keys)], q.dtype)
+        shares.append(own)
+    return joined(shares)
 
 
 def backward(
@@ -156,23 +156,6 @@ def backward(
             ]
         q_bars.append(share)
     return jnp.concatenate(q_bars, 1), own_bars, (sums[0], sums[1])
-
-
-def merged(first: Pair, second: Pair, counts: jax.Array) -> Pair:
-    """Attention to two sets of keys, of (out, lse) of each; the second's only where it `counts`.
-
-    In float32, and rounded once more than attention to all keys at a time.
-    """
-    out, lse = first
-    other = jnp.where(counts, second[1], -jnp.inf)
-    both = jnp.logaddexp(lse, other)
-    base = jnp.where(both == -jnp.inf, 0, both)
-
-    def weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
-        weight = jnp.exp(lse - base).transpose(0, 2, 1)[..., None]
-        return jnp.where(weight > 0, weight * out.astype(jnp.float32), 0)
-
-    return (weighted(out, lse) + weighted(second[0], other)).astype(out.dtype), both
 
 
 def _parts(q: jax.Array, span: Span) -> Iterator[_Part]:

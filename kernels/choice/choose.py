@@ -49,6 +49,7 @@ def choose(
     *,
     axes: Axes = (),
     obstacle: str | None = None,
+    note: str = "",
 ) -> Choice:
     """Decides the implementation of `problem`.
 
@@ -59,6 +60,7 @@ def choose(
       config: the caller's configuration of the fused kernel, or None.
       axes: of the enclosing mesh, which the team lies along.
       obstacle: why no kernel can serve this call, as far as its operation knows.
+      note: what else the operation has chosen, and why; it follows the reason.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
@@ -70,6 +72,8 @@ def choose(
     if problem.copied and choice.backend != "xla":
         said = f"{choice.reason}; {problem.copied / 2**20:.3g} MiB are copied to put rows in order"
         choice = dataclasses.replace(choice, reason=said)
+    if note:
+        choice = dataclasses.replace(choice, reason=f"{choice.reason}; {note}")
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)

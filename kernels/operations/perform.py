@@ -31,6 +31,7 @@ def decide(
     config: Any,
     obstacle: str | None = None,
     copied: int = 0,
+    note: str = "",
 ) -> Call | None:
     """The call of the kernel that serves, None where XLA does.
 
@@ -43,6 +44,7 @@ def decide(
       backend, config: what the caller asked for.
       obstacle: why no kernel can serve the call, where the operation found a reason.
       copied: bytes that a kernel's call copies beside it.
+      note: what else the operation has chosen, and why, for `stretto.explain`.
 
     Raises:
       ValueError: `backend` is unknown or cannot serve, or `config` does not fit.
@@ -55,7 +57,9 @@ def decide(
         machine=Machine.of_mesh(),
         copied=copied,
     )
-    choice = choose.choose(operation, problem, backend, config, axes=axes, obstacle=obstacle)
+    choice = choose.choose(
+        operation, problem, backend, config, axes=axes, obstacle=obstacle, note=note
+    )
     if choice.backend == "xla" or choice.kernel is None:
         return None
     return Call(

@@ -56,17 +56,19 @@ class Work:
       product: (m, k, n) of the matmul on one device; None for a plain collective.
       matrices: right-hand sides that the rows of the product are shared out among.
       traffic: the collective inside; None for an operation on one device.
+      attention: floating-point operations of attention on one device, of what the mask leaves.
     """
 
     product: tuple[int, int, int] | None = None
     matrices: int = 1
     traffic: Traffic | None = None
+    attention: int = 0
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the matmul, two for each multiply-add."""
+        """Floating-point operations, two for each multiply-add."""
         if self.product is None:
-            return 0
+            return self.attention
         m, k, n = self.product
         return 2 * m * k * n
 
