@@ -91,6 +91,7 @@ class Examples:
       needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
       keywords: what else the public function takes.
       keywords_of: sizes -> what it takes that depends on them, where `passed` does not say it.
+      timed: (sizes, the call) -> what benchmarks time: the call, or its derivative with it.
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
@@ -101,6 +102,7 @@ class Examples:
     needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keywords_of: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
+    timed: Callable[[Sizes, Callable], Callable] = lambda sizes, call: call
     passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes

@@ -58,10 +58,11 @@ class Case:
     def call(
         self, backend: str, config: Any = None, *, axes: AxisNames = AXIS
     ) -> Callable[..., jax.Array]:
-        """The public operation as `call_of` has it."""
+        """What is timed of the public operation as `call_of` has it."""
         passed: dict[str, Any] = {n: self.sizes[n] for n in self.operation.examples.passed}
         passed |= self.operation.examples.keywords_of(self.sizes)
-        return call_of(self.operation, backend, config, axes=axes, **passed)
+        call = call_of(self.operation, backend, config, axes=axes, **passed)
+        return self.operation.examples.timed(self.sizes, call)
 
     @functools.cached_property
     def operands(self) -> tuple[Operand, ...]:

@@ -196,5 +196,6 @@ CONTEXT_PARALLEL_ATTENTION = Operation(
         operands=examples.operands,
         needs=examples.needs,
         keywords_of=examples.keywords_of,
+        timed=examples.timed,
     ),
 )

@@ -185,6 +185,12 @@ def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
             assert not kernel["warnings"], kernel["name"]
 
 
+@pytest.mark.slow
+def test_attention_beside_its_collectives(tmp_path):
+    for program in compile_case("attention", tmp_path):
+        assert not any(kernel["spill_bytes"] or kernel["warnings"] for kernel in program["kernels"])
+
+
 def test_collectives(tmp_path):
     compiled = compile_case("collectives", tmp_path)
     alone = set()
