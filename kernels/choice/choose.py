@@ -73,7 +73,7 @@ def choose(
         said = f"{choice.reason}; {problem.copied / 2**20:.3g} MiB are copied to put rows in order"
         choice = dataclasses.replace(choice, reason=said)
     if note:
-        choice = dataclasses.replace(choice, reason=f"{choice.reason}; {note}")
+        choice = dataclasses.replace(choice, reason=f"{choice.reason.removesuffix('.')}; {note}")
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)
