@@ -69,7 +69,7 @@ def ring(case: Case, mesh: Mesh) -> list[Candidate]:
 
     @jax.custom_vjp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return ring.forward(q, k, v)[0]
+        return ring.forward(q, k, v).out
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, Any]:
         share = ring.forward(*operands)
@@ -77,7 +77,8 @@ def ring(case: Case, mesh: Mesh) -> list[Candidate]:
 
     def backward(kept: Any, bar: jax.Array) -> Any:
         operands, share = kept
-        return ring.backward(*operands, share, bar)
+        q, k, v = operands
+        return ring.backward(q, k, v, share, bar)
 
     attend.defvjp(forward, backward)
     return [Candidate(body=_timed(case, attend), operands=case.operands)]

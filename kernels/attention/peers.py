@@ -109,12 +109,14 @@ class Queries:
         if not self.by_cudnn or lse_bar is not None:
             tokens = self._tokens(keys, device)
             return blockwise.backward(
-                *(self.q, keys.k, keys.v, *whole, out_bar, lse_bar, *tokens),
+                *(self.q, keys.k, keys.v),
+                *(whole.out, whole.lse, out_bar, lse_bar),
+                *tokens,
                 mask=self.mask,
                 scale=self.scale,
             )
         if device is None or not self.mask.causal:
-            given = self.q, keys.k, keys.v, *whole, out_bar
+            given = self.q, keys.k, keys.v, whole.out, whole.lse, out_bar
             return cudnn.backward(*given, **self._of_own(device))
         q_bars, k_bars, v_bars = [], [], []
         for chunk in self._chunks(keys, device):

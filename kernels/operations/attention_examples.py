@@ -1,8 +1,8 @@
 """Sizes, operands and work of `context_parallel_attention`, for tests, benchmarks and the tuner.
 
 Tokens (`t`, `kv_t`) are those of all devices together. `masking` says what a query sees, and how
-the tokens are split: `FULL`, `ZIGZAG` or `CONTIGUOUS`, the last two under a causal mask. `passes` is
-`FORWARD`, or `BOTH` where benchmarks time the derivative as well.
+the tokens are split: `FULL`, `ZIGZAG` or `CONTIGUOUS`, the last two under a causal mask. `passes`
+is `FORWARD`, or `BOTH` where benchmarks time the derivative as well.
 """
 
 from __future__ import annotations

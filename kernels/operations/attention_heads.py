@@ -85,7 +85,7 @@ def derived(
     bar = _ordered(_to_heads(out_bar.astype(local.q.dtype), call), call)
     if lse_bar is not None:
         lse_bar = all_to_all(lse_bar, call.axes, split_axis=1, concat_axis=2, backend="xla")
-        lse_bar = _ordered(lse_bar, call, axis=2)
+        lse_bar = _ordered(jnp.asarray(lse_bar), call, axis=2)
     queries, keys = _queries(local, call), Keys(local.k, local.v, local.kv_segments)
     q_bar, k_bar, v_bar = (
         _to_tokens(_by_device(x, call).astype(local.q.dtype), call)

@@ -3,7 +3,7 @@
 | method | crosses, forward | crosses, backward |
 |---|---|---|
 | gather | k and v, to all | k and v again, their derivatives to their owners |
-| heads | q, k and v: tokens for heads; the result back | the result's cotangent, and those of q, k, v |
+| heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
 
 With keys by peer, every peer's are attended as they come, and their derivatives leave as they come
 to be: nothing but the order of XLA's program is between a transfer and the attention beside it.
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -203,8 +202,9 @@ def _derived_together(
     span, mask, scale = options.span(call.axes), options.mask, options.scale
     keys = _gathered(operands, call)
     if options.by_cudnn and lse_bar is None:
-        given = operands.q, keys, *share, out_bar
-        q_bar, own, every = cudnn.backward(*given, span, mask, scale)
+        q_bar, own, every = cudnn.backward(
+            operands.q, keys, share.out, share.lse, out_bar, span, mask, scale
+        )
         if every is not None and mask.causal:
             every = span.by_device(every[0]), span.by_device(every[1])
     else:
@@ -212,8 +212,14 @@ def _derived_together(
             keys = dataclasses.replace(
                 keys, before=(span.by_device(keys.before[0]), span.by_device(keys.before[1]))
             )
-        given = operands.q, *(keys.before or keys.own), *share, out_bar, lse_bar
-        q_bar, *every = blockwise.backward(*given, *_tokens(operands, call), mask=mask, scale=scale)
+        q_bar, *every = blockwise.backward(
+            operands.q,
+            *(keys.before or keys.own),
+            *(share.out, share.lse, out_bar, lse_bar),
+            *_tokens(operands, call),
+            mask=mask,
+            scale=scale,
+        )
     sent = [] if every is None else [_handed_over(x, operands.k.dtype, call) for x in every]
     shares = [found for found in (sent, own) if found]
     k_bar, v_bar = (sum_of(of_one) for of_one in zip(*shares, strict=True))

@@ -1,4 +1,4 @@
-"""`context_parallel_attention`: attention over a sequence whose tokens are split between devices."""
+"""`context_parallel_attention`: attention over a sequence that is split between devices."""
 
 from __future__ import annotations
 

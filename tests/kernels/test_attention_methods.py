@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
 from attention_cases import stand_in
@@ -15,12 +17,14 @@ from stretto.kernels.attention.masks import Mask
 from stretto.kernels.operations import OPERATIONS, attention_heads, attention_methods
 from stretto.kernels.operations.attention_rules import Config
 
+TOKENS = 8192  # of a device
 
-def explained(devices, heads, kv_heads, tokens=8192, **options):
+
+def explained(devices, heads, kv_heads, **options: Any):
     """The reason of a call of bfloat16, head size 128."""
     found = []
     q, k = (
-        jax.ShapeDtypeStruct((1, devices * tokens, count, 128), "bfloat16")
+        jax.ShapeDtypeStruct((1, devices * TOKENS, count, 128), "bfloat16")
         for count in (heads, kv_heads)
     )
 
