@@ -41,7 +41,9 @@ class Silent:
     def context_parallel_attention(query, key, value, axis_name, **_):
         """Attention without a mask to as many keys of this device's as a causal mask leaves."""
         share = jax.lax.axis_size(axis_name) * key.shape[1] // 2
-        repeated = [jnp.tile(x, (1, share // x.shape[1] + 1, 1, 1))[:, :share] for x in (key, value)]
+        repeated = [
+            jnp.tile(x, (1, share // x.shape[1] + 1, 1, 1))[:, :share] for x in (key, value)
+        ]
         by_cudnn = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
         return jax.nn.dot_product_attention(
             query, *repeated, implementation="cudnn" if by_cudnn else "xla"

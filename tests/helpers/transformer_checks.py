@@ -40,9 +40,7 @@ def put(mesh: jax.sharding.Mesh, sizes: config.Sizes, weights: parallel.Tree) ->
     return jax.device_put(weights, parallel.shardings(mesh, parallel.structure(sizes)[2]))
 
 
-def on_mesh(
-    dp: int, tp: int, sizes: config.Sizes, how: config.Execution, batch: int, cp: int = 1
-):
+def on_mesh(dp: int, tp: int, sizes: config.Sizes, how: config.Execution, batch: int, cp: int = 1):
     """(loss, gradients) of the first devices, as numpy."""
     mesh = parallel.make_mesh(dp, tp, cp)
     rows = [parallel.put_rows(mesh, x) for x in random_bytes(sizes, batch)]
