@@ -10,8 +10,8 @@ weights in 16 bits, "remat" the same with whole layers computed again in the bac
 all of training with weights in float32.
 
 Backends take turns in random order within each round, so that clocks and temperature weigh on all
-alike. The backend "silent" sends nothing for the projections and attention: it computes on as much data of its
-own. What the others take longer is communication that they have not hidden.
+alike. The backend "silent" sends nothing for the projections and attention: it computes on as much
+data of its own. What the others take longer is communication that they have not hidden.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Sizes:
         return self.hidden // self.heads
 
     def check_fits(self, dp: int, tp: int, batch: int, cp: int = 1) -> None:
-        """Raises ValueError unless `batch` sequences can be computed on a `dp` x `cp` x `tp` mesh."""
+        """Raises ValueError unless a `dp` x `cp` x `tp` mesh can compute `batch` sequences."""
         for name in ("kv_heads", "feed_forward"):
             if getattr(self, name) % tp:
                 raise ValueError(

@@ -1,8 +1,8 @@
 """The model on a mesh: how arrays are split, and the one `shard_map` that everything runs in.
 
 The mesh has two axes, or three. Along "dp" groups of devices work on different sequences with the
-same weights; along "tp" the devices of a group share each sequence and split the weights; along "cp",
-between the two, devices with the same weights have some bytes of each sequence. Written out:
+same weights; along "tp" the devices of a group share each sequence and split the weights; along
+"cp" devices with the same weights have some bytes of each sequence. Written out:
 
     array                whole                   split over
     bytes, logits        [batch * sequence, …]   rows, over ("dp", "tp") or ("dp", "cp", "tp")

@@ -199,8 +199,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     run = make_run(args, process.process_id, process.num_processes)
     mesh, how = run.mesh, run.how
     weights = sum(math.prod(w.shape) for w in jax.tree.leaves(parallel.structure(run.sizes)[1]))
+    shape, axes = " x ".join(map(str, mesh.devices.shape)), " x ".join(mesh.axis_names)
     run.say(
-        f"mesh: {' x '.join(map(str, mesh.devices.shape))} ({' x '.join(mesh.axis_names)}), devices:"
+        f"mesh: {shape} ({axes}), devices:"
         f" {mesh.devices.flat[0].device_kind}, processes: {process.num_processes},"
         f" type: {how.dtype}, backend: {how.backend}"
     )

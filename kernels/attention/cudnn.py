@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.private_jax import cudnn_attention as cudnn
+from stretto.kernels.attention.folding import folded, folded_rows, unfolded, unfolded_rows
 from stretto.kernels.attention.layouts import Span
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.attention.shares import Share, counted, joined, merged
@@ -90,12 +91,12 @@ def forward(q: jax.Array, keys: Keys, span: Span, mask: Mask, scale: float) -> S
         return Share(*cudnn.forward(q, *(keys.before or keys.own), scale=scale))
     chunks = span.chunks
     out, lse = cudnn.forward(
-        *(_folded(x, chunks) for x in (q, *keys.own)),
+        *(folded(x, chunks) for x in (q, *keys.own)),
         scale=scale,
         causal=True,
         window=mask.window,
     )
-    out, lse = _unfolded(out, chunks), _unfolded_rows(lse, chunks)
+    out, lse = unfolded(out, chunks), unfolded_rows(lse, chunks)
     shares = []
     for part in _parts(q, span):
         own = Share(_queries(out, part), _rows(lse, part))
@@ -124,19 +125,19 @@ def backward(
         bars = k_bar, v_bar
         return (q_bar, bars, None) if keys.before is None else (q_bar, None, bars)
     chunks = span.chunks
-    queries, k, v, own_out, own_bar = (_folded(x, chunks) for x in (q, *keys.own, out, out_bar))
+    queries, k, v, own_out, own_bar = (folded(x, chunks) for x in (q, *keys.own, out, out_bar))
     diagonal = cudnn.backward(
         queries,
         k,
         v,
         own_out,
-        _folded_rows(lse, chunks),
+        folded_rows(lse, chunks),
         own_bar,
         scale=scale,
         causal=True,
         window=mask.window,
     )
-    q_bar, k_bar, v_bar = (_unfolded(x, chunks).astype(jnp.float32) for x in diagonal)
+    q_bar, k_bar, v_bar = (unfolded(x, chunks).astype(jnp.float32) for x in diagonal)
     own_bars = k_bar, v_bar
     if keys.before is None:
         return q_bar, own_bars, None
@@ -170,29 +171,3 @@ def _queries(x: jax.Array, part: _Part) -> jax.Array:
 
 def _rows(x: jax.Array, part: _Part) -> jax.Array:
     return x[:, :, part.start : part.start + part.size]
-
-
-def _folded(x: jax.Array, chunks: int) -> jax.Array:
-    """`[batch, tokens, ...]` -> `[batch * chunks, tokens / chunks, ...]`."""
-    batch, tokens, *rest = x.shape
-    return x.reshape(batch * chunks, tokens // chunks, *rest)
-
-
-def _unfolded(x: jax.Array, chunks: int) -> jax.Array:
-    """The inverse of `_folded`."""
-    batch, tokens, *rest = x.shape
-    return x.reshape(batch // chunks, tokens * chunks, *rest)
-
-
-def _folded_rows(x: jax.Array, chunks: int) -> jax.Array:
-    """`[batch, heads, tokens]` -> `[batch * chunks, heads, tokens / chunks]`."""
-    batch, heads, tokens = x.shape
-    x = x.reshape(batch, heads, chunks, tokens // chunks).transpose(0, 2, 1, 3)
-    return x.reshape(batch * chunks, heads, tokens // chunks)
-
-
-def _unfolded_rows(x: jax.Array, chunks: int) -> jax.Array:
-    """The inverse of `_folded_rows`."""
-    batch, heads, tokens = x.shape
-    x = x.reshape(batch // chunks, chunks, heads, tokens).transpose(0, 2, 1, 3)
-    return x.reshape(batch // chunks, heads, chunks * tokens)

@@ -5,7 +5,8 @@ the order of the sequence, so that a causal mask over the own keys is a causal m
 the arrays. Of a peer's keys a chunk of queries sees the chunks before it, whole: the first ones of
 the peer. How many depends on both devices, and one program serves all, so cuDNN reads the number
 when it runs. All shares are merged once, at the end; derivatives are taken share by share, from the
-logsumexp of all keys.
+logsumexp of all keys. Where keys have fewer heads than queries, the two chunks are one call of a
+batch of two, on the keys twice: that copies less than cutting the queries does.
 
     zigzag, own chunks i and 2n - 1 - i | peer j < i | peer j > i
     the early one sees                  | chunk j    | none
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 
 from stretto.distributed.private_jax import cudnn_attention as cudnn
 from stretto.kernels.attention import blockwise
+from stretto.kernels.attention.folding import folded, folded_rows, unfolded, unfolded_rows
 from stretto.kernels.attention.layouts import Span
 from stretto.kernels.attention.masks import Mask, Tokens
 from stretto.kernels.attention.shares import Share, counted, joined, sum_of
@@ -84,6 +86,8 @@ class Queries:
             return Share(*found)
         if device is None or not self.mask.causal:
             return Share(*cudnn.forward(self.q, keys.k, keys.v, **self._of_own(device)))
+        if self._folds(keys):
+            return self._attend_folded(keys, device)
         shares = []
         for chunk in self._chunks(keys, device):
             known = keys.k[:, : chunk.limit], keys.v[:, : chunk.limit]
@@ -118,6 +122,8 @@ class Queries:
         if device is None or not self.mask.causal:
             given = self.q, keys.k, keys.v, whole.out, whole.lse, out_bar
             return cudnn.backward(*given, **self._of_own(device))
+        if self._folds(keys):
+            return self._derive_folded(keys, whole, out_bar, device)
         q_bars, k_bars, v_bars = [], [], []
         for chunk in self._chunks(keys, device):
             known = keys.k[:, : chunk.limit], keys.v[:, : chunk.limit]
@@ -132,6 +138,42 @@ class Queries:
                 bar = jnp.where(within, bar, 0).astype(jnp.float32)
                 bars.append(jnp.pad(bar, ((0, 0), (0, missing), (0, 0), (0, 0))))
         return jnp.concatenate(q_bars, 1), sum_of(k_bars), sum_of(v_bars)
+
+    def _folds(self, keys: Keys) -> bool:
+        return self.span.chunks > 1 and self.q.shape[2] > keys.k.shape[2]
+
+    def _folded_keys(
+        self, keys: Keys, device: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """k and v for every chunk, and how many of them each chunk of each sequence sees."""
+        seen = jnp.stack([chunk.keys for chunk in self._chunks(keys, device)])
+        k, v = (jnp.repeat(x, self.span.chunks, axis=0) for x in (keys.k, keys.v))
+        return k, v, jnp.tile(seen, len(keys.k))
+
+    def _attend_folded(self, keys: Keys, device: jax.Array | int) -> Share:
+        chunks = self.span.chunks
+        k, v, seen = self._folded_keys(keys, device)
+        out, lse = cudnn.forward(folded(self.q, chunks), k, v, scale=self.scale, keys=seen)
+        out, lse = counted(Share(out, lse), seen[:, None, None])
+        return Share(unfolded(out, chunks), unfolded_rows(lse, chunks))
+
+    def _derive_folded(
+        self, keys: Keys, whole: Share, out_bar: jax.Array, device: jax.Array | int
+    ) -> Bars:
+        chunks = self.span.chunks
+        k, v, seen = self._folded_keys(keys, device)
+        q, out, bar = (folded(x, chunks) for x in (self.q, whole.out, out_bar))
+        rest = out, folded_rows(whole.lse, chunks), bar
+        found = cudnn.backward(q, k, v, *rest, scale=self.scale, keys=seen)
+        seen = seen[:, None, None, None]
+        q_bar = jnp.where(seen > 0, found[0], 0)
+        within = jnp.arange(k.shape[1])[:, None, None] < seen
+
+        def of_keys(bar: jax.Array) -> jax.Array:
+            bar = jnp.where(within, bar, 0).astype(jnp.float32)
+            return bar.reshape(-1, chunks, *bar.shape[1:]).sum(1)
+
+        return unfolded(q_bar, chunks), of_keys(found[1]), of_keys(found[2])
 
     def _of_own(self, device: jax.Array | int | None) -> dict:
         """What cuDNN is told of keys that come whole, or under the mask of the own ones."""

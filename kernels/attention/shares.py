@@ -36,11 +36,14 @@ def merged(shares: Sequence[Share], dtype: Any) -> Share:
     lse = functools.reduce(jnp.logaddexp, (share.lse for share in shares))
     base = jnp.where(lse == -jnp.inf, 0, lse)
 
-    def weighted(share: Share) -> jax.Array:
-        weight = jnp.exp(share.lse - base).transpose(0, 2, 1)[..., None]
-        return jnp.where(weight > 0, weight * share.out.astype(lse.dtype), 0)
-
-    return Share(sum_of([weighted(share) for share in shares]).astype(dtype), lse)
+    weights = [jnp.exp(share.lse - base).transpose(0, 2, 1)[..., None] for share in shares]
+    # Without the barrier XLA compares first, and turns what it has compared: a kernel a share.
+    weights = jax.lax.optimization_barrier(weights)
+    terms = [
+        jnp.where(weight > 0, weight * share.out.astype(lse.dtype), 0)
+        for weight, share in zip(weights, shares, strict=True)
+    ]
+    return Share(sum_of(terms).astype(dtype), lse)
 
 
 def joined(shares: Sequence[Share]) -> Share:

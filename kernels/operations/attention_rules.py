@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -252,10 +253,20 @@ def _queries(operands: Operands, call: Call) -> tuple[Queries, Keys]:
 
 
 def _peers(own: Keys, call: Call) -> Iterator[tuple[int, jax.Array, Keys]]:
-    """(distance along the axes, the peer, its keys); each comes straight from its owner."""
+    """(distance along the axes, the peer, its keys); each comes straight from its owner.
+
+    Keys and values come as one array: XLA runs one transfer at a time beside other work, and others
+    alone (seen in JAX 0.11.2's schedules for H200s). A transfer starts when the one before has
+    ended, under the attention to what that brought.
+    """
     devices, device = axis_size(call.axes), lax.axis_index(call.axes)
+    sent, came = jnp.stack([own.k, own.v]), None
     for distance in range(1, devices):
-        yield distance, (device + distance) % devices, shifted(own, call.axes, -distance)
+        if came is not None:
+            sent, _ = lax.optimization_barrier((sent, came))
+        came = shifted(sent, call.axes, -distance)
+        segments = shifted(own.segments, call.axes, -distance)
+        yield distance, (device + distance) % devices, Keys(came[0], came[1], segments)
 
 
 def shifted(x: Any, axes: Axes, distance: int) -> Any:
@@ -285,7 +296,7 @@ def _derived_by_peer(
     for distance, peer, keys in _peers(own, call):
         q_bar, *found = queries.derive(keys, share, out_bar, lse_bar, peer)
         q_bars.append(q_bar)
-        narrow = [bar.astype(operands.k.dtype) for bar in found]
+        narrow = jnp.stack(found).astype(operands.k.dtype)
         kv_bars.append(shifted(narrow, call.axes, distance))
     k_bar, v_bar = (sum_of(bars, wide) for bars in zip(*kv_bars, strict=True))
     return sum_of(q_bars, wide), k_bar, v_bar

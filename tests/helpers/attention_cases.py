@@ -91,6 +91,11 @@ def places(kv_tokens=TOKENS):
 def known(q, k, keys):
     """What the mask of a stand-in for cuDNN has to know of a call's queries and keys."""
     places = jnp.arange(k.shape[1])
+    if keys is not None and keys.ndim:  # a number for each sequence of the batch
+        seen = jnp.where(places < keys[:, None], 0, -1)
+        return Tokens(jnp.arange(q.shape[1]), jnp.zeros(q.shape[:2], jnp.int32)), Tokens(
+            places, seen
+        )
     return Tokens(jnp.arange(q.shape[1])), Tokens(
         places if keys is None else jnp.where(places < keys, places, -1)
     )
