@@ -5,8 +5,8 @@
 | gather | k and v, to all | k and v again, their derivatives to their owners |
 | heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
 
-With keys by peer, every peer's are attended as they come, and their derivatives leave as they come
-to be: nothing but the order of XLA's program is between a transfer and the attention beside it.
+With keys by peer, every peer's are attended by themselves, after the own ones, and their derivatives
+leave as they come to be: XLA's order of the program says what runs beside what.
 """
 
 from __future__ import annotations
@@ -255,18 +255,15 @@ def _queries(operands: Operands, call: Call) -> tuple[Queries, Keys]:
 def _peers(own: Keys, call: Call) -> Iterator[tuple[int, jax.Array, Keys]]:
     """(distance along the axes, the peer, its keys); each comes straight from its owner.
 
-    Keys and values come as one array: XLA runs one transfer at a time beside other work, and others
-    alone (seen in JAX 0.11.2's schedules for H200s). A transfer starts when the one before has
-    ended, under the attention to what that brought.
+    XLA runs one transfer at a time beside other work, and what it cannot, before it (seen in the
+    schedules of JAX 0.11.2 for H100s and H200s). So keys and values come as one array. Of several
+    peers' all but the last still come before any attention.
     """
     devices, device = axis_size(call.axes), lax.axis_index(call.axes)
-    sent, came = jnp.stack([own.k, own.v]), None
+    sent = jnp.stack([own.k, own.v]), own.segments
     for distance in range(1, devices):
-        if came is not None:
-            sent, _ = lax.optimization_barrier((sent, came))
-        came = shifted(sent, call.axes, -distance)
-        segments = shifted(own.segments, call.axes, -distance)
-        yield distance, (device + distance) % devices, Keys(came[0], came[1], segments)
+        (k, v), segments = shifted(sent, call.axes, -distance)
+        yield distance, (device + distance) % devices, Keys(k, v, segments)
 
 
 def shifted(x: Any, axes: Axes, distance: int) -> Any:
@@ -320,7 +317,7 @@ KERNEL = Kernel(
     Config=Config,
     run=apply,
     obstacle=_obstacle,
-    default=lambda problem: Config(),
+    default=lambda problem: Config(by_peer=problem.devices == 2),
     candidates=_candidates,
     untried=True,
 )

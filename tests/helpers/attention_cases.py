@@ -20,10 +20,10 @@ BATCH, TOKENS, HEADS, KV_HEADS, DIM = 2, 24, 4, 2, 8
 QUICKLY = {"xla_backend_optimization_level": 0}
 
 
-def drawn(kv_tokens=TOKENS, size=1.0):
+def drawn(kv_tokens=TOKENS, size=1.0, kv_heads=KV_HEADS):
     rng = np.random.default_rng(0)
     q = rng.normal(size=(BATCH, TOKENS, HEADS, DIM)) * size
-    k, v = rng.normal(size=(2, BATCH, kv_tokens, KV_HEADS, DIM))
+    k, v = rng.normal(size=(2, BATCH, kv_tokens, kv_heads, DIM))
     bar = rng.normal(size=q.shape)
     return [x.astype(np.float32) for x in (q, k, v, bar)]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from attention_cases import (
     BATCH,
+    HEADS,
     KV_HEADS,
     QUICKLY,
     TOKENS,
@@ -205,6 +206,26 @@ def test_parts_that_cudnn_is_given(monkeypatch, way, devices, layout, causal):
     found = ours(devices, operands, layout=layout, causal=causal, logsumexp=False, **how)
     out, _, *bars = dense(operands, seen)
     check(found, [out, *bars])
+
+
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
+def test_chunks_are_a_batch_where_that_copies_less(monkeypatch, kv_heads):
+    """Of a peer's keys: one call for both chunks of queries, or one for each."""
+    stand_in(monkeypatch)
+    calls, forward = [], cudnn_attention.forward
+
+    def counted_forward(q, k, v, **options):
+        calls.append(len(q))
+        return forward(q, k, v, **options)
+
+    monkeypatch.setattr(cudnn_attention, "forward", counted_forward)
+    operands = drawn(kv_heads=kv_heads)
+    seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
+    found = ours(2, operands, layout="zigzag", causal=True, logsumexp=False, **WAYS["by peer"])
+    out, _, *bars = dense(operands, seen)
+    check(found, [out, *bars])
+    own, *of_peer = calls[:3] if kv_heads == HEADS else calls[:2]
+    assert own == BATCH and of_peer == ([BATCH] * 2 if kv_heads == HEADS else [2 * BATCH])
 
 
 @pytest.mark.parametrize(
