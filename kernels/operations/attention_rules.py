@@ -5,8 +5,8 @@
 | gather | k and v, to all | k and v again, their derivatives to their owners |
 | heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
 
-With keys by peer, every peer's are attended by themselves, after the own ones, and their derivatives
-leave as they come to be: XLA's order of the program says what runs beside what.
+With keys by peer, every peer's are attended by themselves, after the own ones, and their
+derivatives leave as they come to be: XLA's order of the program says what runs beside what.
 """
 
 from __future__ import annotations
