@@ -94,6 +94,8 @@ class Examples:
       operands: (sizes, devices) -> one device's operands, in the order of the public function.
       needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
       keywords: what else the public function takes.
+      keywords_of: sizes -> what it takes that depends on them, where `passed` does not say it.
+      timed: (sizes, the call) -> what benchmarks time: the call, or its derivative with it.
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       values: other operands, by the name of how they are drawn; each as `operands`.
@@ -106,6 +108,8 @@ class Examples:
     operands: Callable[[Sizes, int], tuple[Operand, ...]]
     needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keywords_of: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
+    timed: Callable[[Sizes, Callable], Callable] = lambda sizes, call: call
     passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     values: Mapping[str, Callable[[Sizes, int], tuple[Operand, ...]]] = dataclasses.field(

@@ -167,8 +167,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "fused": {"engine", "collectives", "operation", "problem", "xla"},
         "nodes": {"fused", "collectives", "operation", "problem", "xla"},
         "choice": {"operation", "problem"},
-        "operations": {"choice", "nodes", "fused", "collectives", "operation", "problem", "xla"},
-        "sequence": {"attention", "operations", "problem"},
+        "operations": {
+            *("choice", "nodes", "fused", "collectives", "operation", "problem", "xla"),
+            *("attention",),
+        },
     },
     "layers": {
         "parallel": set(),

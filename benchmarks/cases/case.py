@@ -63,9 +63,11 @@ class Case:
     def call(
         self, backend: str, config: Any = None, *, axes: AxisNames = AXIS
     ) -> Callable[..., jax.Array]:
-        """The public operation as `call_of` has it."""
-        passed = {name: self.sizes[name] for name in self.operation.examples.passed}
-        return call_of(self.operation, backend, config, axes=axes, **passed)
+        """What is timed of the public operation as `call_of` has it."""
+        passed: dict[str, Any] = {n: self.sizes[n] for n in self.operation.examples.passed}
+        passed |= self.operation.examples.keywords_of(self.sizes)
+        call = call_of(self.operation, backend, config, axes=axes, **passed)
+        return self.operation.examples.timed(self.sizes, call)
 
     @functools.cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -126,7 +128,7 @@ def call_of(
     config: Any = None,
     *,
     axes: AxisNames = AXIS,
-    **passed: int,
+    **passed: Any,
 ) -> Callable[..., jax.Array]:
     """The public operation, as a function of one device's operands inside `shard_map`.
 
@@ -134,7 +136,7 @@ def call_of(
       operation: its record, whose examples say what else it takes.
       backend, config: as the operation takes them.
       axes: of the mesh, which the team lies along.
-      **passed: sizes that it takes as keyword arguments.
+      **passed: what it takes as keyword arguments, of the sizes.
     """
     keywords = dict(operation.examples.keywords, backend=backend, **passed)
     if config is not None:

@@ -27,10 +27,10 @@ def floor(case: Case, matmul_us: float | None, gb_per_s: float = LINK_GB_PER_S) 
     memory.
 
     None where it is not known: an operation whose matmul alone was not timed, or one without a
-    matmul that sends nothing.
+    matmul that sends nothing. Attention alone stands for the matmul of what has none.
     """
     communication = max(communication_floor(case, gb_per_s), memory_floor(case))
-    if case.work.product is None:
+    if not case.work.flops:
         return communication or None
     return None if matmul_us is None else max(matmul_us, communication)
 

@@ -21,7 +21,7 @@ from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case, call_of
 from stretto.benchmarks.cases.meshes import AXIS, joined
 from stretto.benchmarks.errors import UnavailableError
-from stretto.benchmarks.peers import expert_peers, torch_peers
+from stretto.benchmarks.peers import attention, expert_peers, torch_peers
 from stretto.distributed import settings
 from stretto.kernels.engine.architectures import TILES
 from stretto.kernels.fused.local_matmul import local_matmul
@@ -270,6 +270,28 @@ PEERS: dict[str, Peer] = {
             trace_s=1.0,
         ),
         Peer(
+            name="attention",
+            label="attention alone",
+            role=MATMUL,
+            candidates=attention.alone,
+            serves=(attention.ATTENTION,),
+        ),
+        Peer(
+            name="xla-contiguous",
+            label="XLA, contiguous",
+            role=OTHER,
+            candidates=attention.contiguous,
+            serves=(attention.ATTENTION,),
+        ),
+        Peer(
+            name="ring",
+            label="ring of ppermute",
+            role=OTHER,
+            candidates=attention.ring,
+            serves=(attention.ATTENTION,),
+            is_compared=True,
+        ),
+        Peer(
             name="communication",
             label="NCCL alone",
             role=COMMUNICATION,
@@ -319,7 +341,7 @@ def applies(peer: Peer, case: Case) -> bool:
     A plain collective has no parts to time alone, and one device's operation only a matmul.
     """
     if peer.role == MATMUL:
-        return case.work.product is not None
+        return case.work.product is not None if peer.serves is None else peer.has(case.operation)
     if peer.role == COMMUNICATION:
-        return case.work.product is not None and case.work.traffic is not None
+        return bool(case.work.flops) and case.work.traffic is not None
     return True

@@ -10,9 +10,9 @@ weights in 16 bits, "remat" the same with whole layers computed again in the bac
 all of training with weights in float32.
 
 Backends take turns in random order within each round, so that clocks and temperature weigh on all
-alike. The backend "silent" sends nothing for the projections: it computes on as much data of its
-own. What the others take longer is communication that they have not hidden. It sends what goes to
-experts and back (`--experts`), by XLA.
+alike. The backend "silent" sends nothing for the projections and attention: it computes on as much
+data of its own. What the others take longer is communication that they have not hidden. It sends
+what goes to experts and back (`--experts`), by XLA.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME:BYTES")
     parser.add_argument("--dp", type=int, default=1, help="groups of devices")
     parser.add_argument("--tp", type=int, help="devices of a group; by default, all are used")
+    parser.add_argument("--cp", type=int, default=1, help="devices that split each sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences, over all devices")
     parser.add_argument("--layers", type=int, help="in place of the configuration's")
     parser.add_argument("--experts", type=int, default=0, help="of each layer; over all devices")
@@ -105,7 +106,7 @@ class Measurement:
     def __init__(self, case: Case, mesh: Mesh, args: argparse.Namespace, weights: Weights):
         self.case, self.mesh, self.args, self.weights = case, mesh, args, weights
         self.sizes = case.sizes(args)
-        self.sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], args.batch)
+        self.sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], args.batch, args.cp)
         self.how = execution(mesh, args)
         self.compiling: dict[tuple[str, str], Future] = {}
         self.programs: dict[tuple[str, str], Program] = {}
@@ -211,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     """Measures and prints; returns the records of all cases."""
     st.initialize()
     args = parse_arguments(argv)
-    mesh = parallel.make_mesh(args.dp, args.tp or len(jax.devices()) // args.dp)
+    tp = args.tp or max(1, len(jax.devices()) // (args.dp * args.cp))
+    mesh = parallel.make_mesh(args.dp, tp, args.cp)
     args.results.mkdir(parents=True, exist_ok=True)
     machine = msgspec.to_builtins(describe())
     (args.results / "machine.json").write_text(json.dumps(machine, indent=1))

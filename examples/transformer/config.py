@@ -52,8 +52,13 @@ class Sizes:
         """Columns of one head."""
         return self.hidden // self.heads
 
-    def check_fits(self, dp: int, tp: int, batch: int) -> None:
-        """Raises ValueError unless `batch` sequences can be computed on a `dp` x `tp` mesh."""
+    def check_fits(self, dp: int, tp: int, batch: int, cp: int = 1) -> None:
+        """Raises ValueError unless a `dp` x `cp` x `tp` mesh can compute `batch` sequences."""
+        if self.experts and cp > 1:
+            raise ValueError(
+                f"experts={self.experts} and cp={cp}: the example has experts or split sequences;"
+                " leave out --experts or --cp."
+            )
         if self.experts % (dp * tp):
             raise ValueError(
                 f"experts={self.experts} must be a multiple of the dp={dp} x tp={tp} devices, which"
@@ -70,10 +75,15 @@ class Sizes:
                 f"batch={batch} must be a multiple of dp={dp}, which splits it; pass another"
                 " --batch."
             )
-        if batch // dp * self.sequence % tp:
+        if cp > 1 and self.sequence % (2 * cp):
             raise ValueError(
-                f"a group's {batch // dp} x {self.sequence} bytes must be a multiple of tp={tp},"
-                " which splits them; pass another --sequence or --batch."
+                f"sequence={self.sequence} must be a multiple of {2 * cp}: each of cp={cp} devices"
+                " has a chunk from both of its ends; pass another --sequence."
+            )
+        if batch // dp * (self.sequence // cp) % tp:
+            raise ValueError(
+                f"a group's {batch // dp} x {self.sequence // cp} bytes must be a multiple of"
+                f" tp={tp}, which splits them; pass another --sequence or --batch."
             )
 
 
@@ -103,7 +113,9 @@ class Execution:
     Attributes:
       backend: of the four projections, as `stretto.all_gather_matmul` takes it.
       dtype: of the projections' and the attention's operands; weights are float32.
-      attention: implementation of `jax.nn.dot_product_attention`, "xla" or "cudnn".
+      attention: implementation of `jax.nn.dot_product_attention`, "xla" or "cudnn". Over split
+        sequences, Stretto's attention chooses.
+      cp: devices that each sequence is split between, along the mesh axis "cp".
       remat: what the backward pass computes again in place of keeping it: what is "elementwise"
         (norms, rotary positions, SwiGLU), or a whole "layer" but for two sums.
     """
@@ -111,6 +123,7 @@ class Execution:
     backend: str = "auto"
     dtype: str = "float32"
     attention: Literal["xla", "cudnn"] = "xla"
+    cp: int = 1
     remat: Literal["elementwise", "layer"] = "elementwise"
 
     def __post_init__(self) -> None:

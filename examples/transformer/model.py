@@ -2,11 +2,12 @@
 
 It runs inside `jax.shard_map`. Devices along the mesh axis "tp" share each sequence's work. Between
 the layers of `stretto.flax` each of them has some of the sequences' bytes (*rows*) and all of a row's
-columns; inside attention and the feed-forward layer it has all rows and some of the columns:
+columns; inside attention and the feed-forward layer it has all rows and some of the columns. Along "cp" each
+device has some bytes of every sequence, a chunk from both ends, and attention sees the others' keys:
 
     x           [rows / tp, hidden]                    norms, sums and the loss see rows one by one
     q, k, v     [rows, columns of this device's heads]   all_gather_matmul(norm(x), three weights)
-    attention   [rows, columns of this device's heads]   needs whole sequences, heads one by one
+    attention   [rows, columns of this device's heads]   needs all keys of a sequence, heads one by one
     x           [rows / tp, hidden]                    x + matmul_reduce_scatter(attention, ...)
     gate, up    [rows, feed_forward / tp]              all_gather_matmul(norm(x), two weights)
     x           [rows / tp, hidden]                    x + matmul_reduce_scatter(silu(gate) * up, ...)
@@ -32,6 +33,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import stretto as st
 import stretto.flax as sf
 
 normal = nnx.initializers.normal
@@ -65,18 +67,34 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryAttention:
-    """What a device does with its heads: it turns queries and keys, then attends."""
+    """What a device does with its heads: it turns queries and keys, then attends.
+
+    With `cp` above 1 its tokens are those that it has in zigzag along "cp".
+    """
 
     implementation: Literal["xla", "cudnn"]
+    cp: int = 1
+    backend: str = "auto"
 
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **masks: Any
     ) -> jax.Array:
         """`[batch, tokens, heads, head_dim]` of queries; keys and values may have fewer heads."""
+        if self.cp > 1:
+            return self._over_split_sequences(query, key, value, **masks)
         positions = jnp.arange(query.shape[1])
         query, key = rotate(query, positions), rotate(key, positions)
         return jax.nn.dot_product_attention(
             query, key, value, implementation=self.implementation, **masks
+        )
+
+    def _over_split_sequences(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, mask: None, is_causal: bool
+    ) -> jax.Array:
+        positions = st.token_positions(query.shape[1], "cp", layout="zigzag")
+        query, key = rotate(query, positions), rotate(key, positions)
+        return st.context_parallel_attention(
+            *(query, key, value, "cp"), causal=is_causal, layout="zigzag", backend=self.backend
         )
 
 
@@ -88,6 +106,7 @@ def _is_attention_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
 # gives the name "gathered" to what an all-gather matmul has gathered. With a whole "layer" only the
 # sum is kept, and the rest is computed again: of four matmuls and transfers, two. Of a mixture of
 # experts "dispatched" are the rows that came to a device's experts, "experts" their first product.
+# Attention over split sequences has the name "attention", and parts, of which nothing need be kept.
 _only = jax.checkpoint_policies.save_only_these_names
 KEEP = {
     "elementwise": jax.checkpoint_policies.save_from_both_policies(
@@ -95,6 +114,7 @@ KEEP = {
     ),
     "layer": _only("sum"),
 }
+KEEP_SPLIT = {**KEEP, "elementwise": _only("gathered", "product", "sum", "attention")}
 
 
 class Experts(nnx.Module):
@@ -126,7 +146,7 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each added to what it reads, after a norm."""
 
     def __init__(self, sizes: config.Sizes, how: config.Execution, rngs: nnx.Rngs):
-        self.sequence = sizes.sequence
+        self.sequence = sizes.sequence // how.cp
         hidden, width = sizes.hidden, sizes.feed_forward
         out_of = (2 * sizes.layers) ** -0.5  # so that the sum over layers keeps its size
         into = dict(kernel_init=normal(hidden**-0.5), rngs=rngs)
@@ -140,7 +160,7 @@ class Block(nnx.Module):
             sizes.heads,
             hidden,
             num_kv_heads=sizes.kv_heads,
-            attention_fn=RotaryAttention(how.attention),
+            attention_fn=RotaryAttention(how.attention, how.cp, how.backend),
             out_kernel_init=normal(hidden**-0.5 * out_of),
             **options,
         )
@@ -191,8 +211,9 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """tokens int32 `[rows / tp]` to logits float32 `[rows / tp, 256]`.
 
-        The rows are whole sequences, one after the other, and device i has the i-th part of them.
-        With experts the second result is the device's share of the mean balancing loss of a layer.
+        The rows are this device's parts of sequences along "cp", one after the other, and device i
+        of "tp" has the i-th part of them. With experts the second result is the device's share of
+        the mean balancing loss of a layer.
         """
         # A lookup as a matmul: its gradient adds up in the same order on every run, on GPUs too.
         x = jax.nn.one_hot(tokens, config.VOCABULARY, dtype=self.how.dtype) @ self.embedding[...]
@@ -201,7 +222,8 @@ class Transformer(nnx.Module):
             return block(x)
 
         # A scan prevents the merging that `prevent_cse` is about.
-        layer = jax.checkpoint(layer, policy=KEEP[self.how.remat], prevent_cse=False)
+        keep = (KEEP if self.how.cp == 1 else KEEP_SPLIT)[self.how.remat]
+        layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
         x, balances = lax.scan(layer, x, self.blocks)
         logits = jnp.matmul(
             rms_norm(x, self.norm[...]), self.head[...], preferred_element_type=jnp.float32

@@ -1,10 +1,11 @@
 """The model on a mesh: how arrays are split, and the one `shard_map` that everything runs in.
 
-The mesh has two axes. Along "dp" groups of devices work on different sequences with the same
-weights; along "tp" the devices of a group share each sequence and split the weights. Written out:
+The mesh has two axes, or three. Along "dp" groups of devices work on different sequences with the
+same weights; along "tp" the devices of a group share each sequence and split the weights; along
+"cp" devices with the same weights have some bytes of each sequence. Written out:
 
     array                whole                   split over
-    bytes, logits        [batch * sequence, …]   rows, over ("dp", "tp")
+    bytes, logits        [batch * sequence, …]   rows, over ("dp", "tp") or ("dp", "cp", "tp")
     split weights        as in model.py          one dimension, over "tp"
     experts              as in model.py          experts, over ("dp", "tp")
     norms, table, head   as in model.py          nothing: the same on every device
@@ -15,6 +16,7 @@ arrays and knows nothing of the mesh.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,25 +30,37 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import AXES, Transformer
 
-ROWS = P(AXES)
+AXES_OF_THREE = ("dp", "cp", "tp")
 ANY = config.Execution()
 
 type Tree = Any  # nested dicts of arrays, or of what stands for them
 
 
-def make_mesh(dp: int, tp: int) -> Mesh:
-    """A mesh of `dp` groups of `tp` devices, neighbours in a group.
+def make_mesh(dp: int, tp: int, cp: int = 1) -> Mesh:
+    """A mesh of `dp` groups of `cp * tp` devices, neighbours in a group; "cp" is there above 1.
 
     Raises:
       ValueError: there are not as many devices, or some process would have none.
     """
-    devices = jax.devices()
-    if dp * tp > len(devices) or (dp * tp < len(devices) and jax.process_count() > 1):
+    devices, count = jax.devices(), dp * cp * tp
+    if count > len(devices) or (count < len(devices) and jax.process_count() > 1):
+        sizes = f"dp={dp} x cp={cp} x tp={tp}" if cp > 1 else f"dp={dp} x tp={tp}"
         raise ValueError(
-            f"dp={dp} x tp={tp} needs {dp * tp} devices and there are {len(devices)}; pass others,"
+            f"{sizes} needs {count} devices and there are {len(devices)}; pass others,"
             " or start the job with another -n."
         )
-    return Mesh(np.array(devices[: dp * tp]).reshape(dp, tp), AXES)
+    shape, axes = ((dp, cp, tp), AXES_OF_THREE) if cp > 1 else ((dp, tp), AXES)
+    return Mesh(np.array(devices[:count]).reshape(shape), axes)
+
+
+def cp_of(mesh: Mesh) -> int:
+    """Devices that share each sequence by its bytes."""
+    return mesh.shape.get("cp", 1)
+
+
+def rows_on(mesh: Mesh) -> P:
+    """How rows are split."""
+    return P(mesh.axis_names)
 
 
 def structure(sizes: config.Sizes, how: config.Execution = ANY) -> tuple[nnx.GraphDef, Tree, Tree]:
@@ -90,26 +104,40 @@ def weight_shapes(mesh: Mesh, sizes: config.Sizes, dtype: str) -> Tree:
 
 def row_shapes(mesh: Mesh, batch: int, sequence: int) -> jax.ShapeDtypeStruct:
     """What `put_rows` makes of `[batch, sequence]`, nothing allocated."""
-    return jax.ShapeDtypeStruct((batch * sequence,), jnp.int32, sharding=NamedSharding(mesh, ROWS))
+    where = NamedSharding(mesh, rows_on(mesh))
+    return jax.ShapeDtypeStruct((batch * sequence,), jnp.int32, sharding=where)
 
 
 def put_rows(mesh: Mesh, batch: np.ndarray) -> jax.Array:
     """`[batch, sequence]`, known to every process, as rows split over all devices of `mesh`."""
-    rows = batch.reshape(-1)
-    return jax.make_array_from_callback(
-        rows.shape, NamedSharding(mesh, ROWS), lambda index: rows[index]
-    )
+    rows = in_parts(batch, mesh).reshape(-1)
+    where = NamedSharding(mesh, rows_on(mesh))
+    return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
+
+
+def in_parts(batch: Any, mesh: Mesh) -> Any:
+    """`[batch, sequence]` in the order in which devices have them: `[dp, cp, batch / dp, ...]`.
+
+    In zigzag, a device along "cp" has a chunk from both ends of each sequence of its group.
+    """
+    cp, dp = cp_of(mesh), mesh.shape["dp"]
+    if cp == 1:
+        return batch
+    order = [chunk for i in range(cp) for chunk in (i, 2 * cp - 1 - i)]
+    chunks = batch.reshape(dp, len(batch) // dp, 2 * cp, -1)[:, :, np.array(order)]
+    return chunks.reshape(dp, len(batch) // dp, cp, -1).swapaxes(1, 2)
 
 
 def loss(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[..., jax.Array]:
     """The function (weights, tokens, targets) -> mean loss in nats per byte, for `jax.jit`."""
+    how, axes, rows = _on(mesh, how), mesh.axis_names, rows_on(mesh)
     _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        share, _ = _shares(sizes, how, weights, tokens, targets)
-        return lax.psum(share, AXES)
+        share, _ = _shares(sizes, how, axes, weights, tokens, targets)
+        return lax.psum(share, axes)
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS, ROWS), out_specs=P())
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, rows, rows), out_specs=P())
 
 
 def loss_and_gradients(
@@ -119,33 +147,39 @@ def loss_and_gradients(
 
     With experts the loss is that of `loss` and, times `config.BALANCE`, what balances their load.
     """
+    how, axes, rows = _on(mesh, how), mesh.axis_names, rows_on(mesh)
     _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Tree]:
         # Every device differentiates its share of the loss by its own copy of the weights. A copy
         # that others hold as well gets terms of its gradient there, which are summed here, once,
         # for all layers together. Without the cast JAX would insert the sums, a few for each layer.
-        copies = jax.tree.map(lambda w, s: _cast(w, _unsplit(s)), weights, specs)
+        copies = jax.tree.map(lambda w, s: _cast(w, _unsplit(s, axes)), weights, specs)
 
         def share_of_loss(weights: Tree) -> jax.Array:
-            share, balance = _shares(sizes, how, weights, tokens, targets)
+            share, balance = _shares(sizes, how, axes, weights, tokens, targets)
             return share if balance is None else share + config.BALANCE * balance
 
         share, gradients = jax.value_and_grad(share_of_loss)(copies)
-        gradients = jax.tree.map(lambda g, s: lax.psum(g, _unsplit(s)), gradients, specs)
-        return lax.psum(share, AXES), gradients
+        gradients = jax.tree.map(lambda g, s: lax.psum(g, _unsplit(s, axes)), gradients, specs)
+        return lax.psum(share, axes), gradients
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS, ROWS), out_specs=(P(), specs))
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, rows, rows), out_specs=(P(), specs))
 
 
 def logits(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[..., jax.Array]:
     """The function (weights, tokens) -> logits float32 `[rows, 256]`, for `jax.jit`."""
+    how, rows = _on(mesh, how), rows_on(mesh)
     _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array) -> jax.Array:
         return _model(sizes, how, weights)(tokens)[0]
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS), out_specs=ROWS)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, rows), out_specs=rows)
+
+
+def _on(mesh: Mesh, how: config.Execution) -> config.Execution:
+    return dataclasses.replace(how, cp=cp_of(mesh))
 
 
 def _model(sizes: config.Sizes, how: config.Execution, weights: Tree) -> Transformer:
@@ -154,18 +188,18 @@ def _model(sizes: config.Sizes, how: config.Execution, weights: Tree) -> Transfo
     return nnx.merge(graph, jax.tree.map(lambda w: w.astype(how.dtype), weights))
 
 
-def _shares(sizes, how, weights, tokens, targets) -> tuple[jax.Array, jax.Array | None]:
+def _shares(sizes, how, axes, weights, tokens, targets) -> tuple[jax.Array, jax.Array | None]:
     """What this device's rows add to the mean over all rows; and to what balances experts."""
-    rows = len(tokens) * lax.axis_size(AXES)
+    rows = len(tokens) * lax.axis_size(axes)
     logits, balance = _model(sizes, how, weights)(tokens)
     log_p = jax.nn.log_softmax(logits)
     return -jnp.sum(jnp.take_along_axis(log_p, targets[:, None], axis=1)) / rows, balance
 
 
-def _unsplit(spec: P) -> tuple[str, ...]:
-    """The mesh axes over which a weight is not split."""
+def _unsplit(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the mesh's axes over which a weight is not split."""
     split = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
-    return tuple(axis for axis in AXES if axis not in split)
+    return tuple(axis for axis in axes if axis not in split)
 
 
 def _cast(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 import parallel
 from jax.sharding import Mesh
 
+import stretto as st
 from stretto.kernels.choice import choose
 from stretto.layers import products
 
@@ -22,7 +23,7 @@ BACKENDS = ("xla", "auto", "pallas", "silent")
 
 
 class Silent:
-    """Stands in for Stretto's matmuls: the same arithmetic on as much data, nothing sent."""
+    """Stands in for Stretto's operations: the same arithmetic on as much data, nothing sent."""
 
     @staticmethod
     def all_gather_matmul(x, weights, axis_name, **_):
@@ -35,6 +36,18 @@ class Silent:
         """A matmul, and the sum over as many parts of it as there are devices."""
         product = jax.lax.optimization_barrier(x @ weights)
         return product.reshape(jax.lax.axis_size(axis_name), -1, product.shape[1]).sum(0)
+
+    @staticmethod
+    def context_parallel_attention(query, key, value, axis_name, **_):
+        """Attention without a mask to as many keys of this device's as a causal mask leaves."""
+        share = jax.lax.axis_size(axis_name) * key.shape[1] // 2
+        repeated = [
+            jnp.tile(x, (1, share // x.shape[1] + 1, 1, 1))[:, :share] for x in (key, value)
+        ]
+        by_cudnn = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
+        return jax.nn.dot_product_attention(
+            query, *repeated, implementation="cudnn" if by_cudnn else "xla"
+        )
 
 
 class Weights:
@@ -126,6 +139,11 @@ def lower(
         function = jax.jit(make(mesh, sizes, how))
         takes = parallel.weight_shapes(mesh, sizes, how.dtype)
     stand_in = Silent if silent else products.matmuls
-    with mock.patch.object(products, "matmuls", stand_in), choose.recorded() as choices:
+    attention = (Silent if silent else st).context_parallel_attention
+    with (
+        mock.patch.object(products, "matmuls", stand_in),
+        mock.patch.object(st, "context_parallel_attention", attention),
+        choose.recorded() as choices,
+    ):
         traced = function.trace(takes, rows, rows)
     return traced.lower(), sorted(set(map(str, choices)))

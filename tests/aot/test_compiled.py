@@ -126,6 +126,12 @@ def test_a_dispatch_under_a_product(tmp_path):
     check(compile_case("dispatch under a product", tmp_path), warpgroups=3, local=True)
 
 
+@pytest.mark.slow
+def test_attention_beside_its_collectives(tmp_path):
+    for program in compile_case("attention", tmp_path):
+        assert not any(kernel["spill_bytes"] or kernel["warnings"] for kernel in program["kernels"])
+
+
 def test_collectives(tmp_path):
     compiled = compile_case("collectives", tmp_path)
     alone = set()

@@ -14,6 +14,7 @@ import numpy as np
 import parallel
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from sample import sample
 from step import initial_state
 from transformer_checks import (
     TRAINING,
@@ -43,6 +44,32 @@ def test_loss_and_gradients_are_those_of_one_device(exact) -> None:
     assert loss == pytest.approx(exact[0], rel=1e-6)
     off = differences(gradients, exact[1])
     assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp"),
+    [(2, 2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in [(1, 4, 1), (1, 2, 4)])],
+)
+def test_split_sequences_have_the_loss_and_gradients_of_one_device(exact, dp, cp, tp) -> None:
+    loss, gradients = on_mesh(dp, tp, SIZES, FLOAT32, TRAINING.batch, cp=cp)
+    assert loss == pytest.approx(exact[0], rel=1e-6)
+    off = differences(gradients, exact[1])
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.slow
+def test_split_sequences_are_sampled_alike() -> None:
+    texts = []
+    for cp in (1, 2):
+        mesh = parallel.make_mesh(2, 1, cp)
+        weights = put(mesh, SMALLEST, random_weights(SMALLEST))
+        texts.append(sample(mesh, SMALLEST, FLOAT32, weights, prompt=b"def x", count=20))
+    assert texts[0] == texts[1] and len(texts[0]) == 25
+
+
+def test_a_sequence_that_has_no_chunks_for_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence=18 must be a multiple of 4: each of cp=2"):
+        dataclasses.replace(SMALLEST, sequence=18).check_fits(1, 1, 1, cp=2)
 
 
 def test_computing_layers_again_changes_nothing(exact) -> None:

@@ -280,6 +280,14 @@ def test_job_goes_on_after_it_has_lost_a_host(
     assert losses == pytest.approx(alone[4:], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_run_over_split_sequences_is_that_of_one_device(tmp_path: Path) -> None:
+    options = [*OPTIONS, "--dp", "1", "--tp", "1", "--sample", "8", "--checkpoints"]
+    plain = train.main([*options, str(tmp_path / "plain")])
+    split = train.main([*options, str(tmp_path / "split"), "--cp", "2"])
+    assert split == pytest.approx(plain, rel=1e-5)
+
+
 def test_text_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for folder, why in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no checkpoint")):
         with pytest.raises(SystemExit, match=f"{folder} {why}; pass the folder of a run"):

@@ -40,7 +40,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
 from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import OPERATIONS, attention_rules
 from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -339,6 +339,26 @@ def dispatch_under_a_product() -> Iterator[Program]:
         yield f"transposed={transposed}", *on_one(program, mesh, shapes)
 
 
+def attention() -> Iterator[Program]:
+    """The collectives that move keys, and heads, with what is computed beside them."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    operands = [((1, 256, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
+    for label, options in {
+        "gathered together": dict(config=attention_rules.Config(by_peer=False)),
+        "heads": dict(method="heads"),
+    }.items():
+
+        def call(q, k, v, options=options):
+            options = dict(causal=True, layout="zigzag", backend="pallas", **options)
+            return st.context_parallel_attention(q, k, v, "x", **options)
+
+        def pulled(q, k, v, call=call):
+            out, pull = jax.vjp(call, q, k, v)
+            return out, *pull(out)
+
+        yield label, *on_one(pulled, mesh, operands)
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -578,6 +598,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
     "dispatch under a product": dispatch_under_a_product,
+    "attention": attention,
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)
@@ -594,6 +615,7 @@ COMPILED_BY: dict[str, str] = {
     "grouped_matmul": "example of grouped_matmul",
     **{name: f"example of {name}" for name in EXPERTS},
     "all_reduce_rms_norm": "sums and norms",
+    "context_parallel_attention": "attention",
 }
 
 
