@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
@@ -164,7 +163,7 @@ class MixtureOfExperts(nnx.Module):
         device = jax.devices()[0] if isinstance(x, Tracer) else next(iter(x.devices()))
         return jax.shard_map(
             lambda *operands: self._in_team(Parallel(ALONE), *operands),
-            mesh=Mesh(np.array([device]), (ALONE,)),
+            mesh=Mesh([device], (ALONE,)),
             in_specs=P(),
             out_specs=P(),
             check_vma=False,

@@ -176,6 +176,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "parallel": set(),
         "placement": {"parallel"},
         "products": {"parallel"},
+        "experts": {"linear", "parallel", "placement", "products"},
         "linear": {"parallel", "placement", "products"},
         "feed_forward": {"linear", "parallel", "placement", "products"},
         "attention": {"linear", "parallel", "placement", "products"},
