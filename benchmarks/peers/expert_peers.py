@@ -102,8 +102,9 @@ def back(rows: jax.Array, weights: jax.Array, plan: Plan, axes: tuple) -> jax.Ar
 
 def _dispatch(x: jax.Array, index: jax.Array, *, axes: tuple, num_experts: int, chunks: int) -> Any:
     found = plan(index, axes, num_experts, chunks)
-    rows = experts.room_for(*index.shape, lax.axis_size(axes), None)
-    return there(x, found, axes, rows, index.shape[1])
+    tokens, top_k = index.shape
+    rows = experts.room_for(tokens, top_k, lax.axis_size(axes), None)
+    return there(x, found, axes, rows, top_k)
 
 
 def _layer(
@@ -118,8 +119,9 @@ def _layer(
     chunks: int,
 ) -> Any:
     found = plan(index, axes, num_experts, chunks)
-    rows = experts.room_for(*index.shape, lax.axis_size(axes), None)
-    came = there(x, found, axes, rows, index.shape[1])
+    tokens, top_k = index.shape
+    rows = experts.room_for(tokens, top_k, lax.axis_size(axes), None)
+    came = there(x, found, axes, rows, top_k)
     product = functools.partial(lax.ragged_dot, preferred_element_type=jnp.float32)
     hidden = swiglu(*jnp.split(product(came, w_in, found.group_sizes), 2, axis=1)).astype(x.dtype)
     made = product(hidden, w_out, found.group_sizes).astype(x.dtype)

@@ -90,6 +90,11 @@ def main(argv: list[str] | None = None) -> None:
 
     def sizes_of(about: dict[str, Any]) -> config.Sizes:
         names = [field.name for field in dataclasses.fields(config.Sizes)]
+        if missing := [name for name in names if name not in about]:
+            raise ValueError(
+                f"{args.run} holds a checkpoint of an older version of this example, which had no"
+                f" {' and no '.join(missing)}; train anew."
+            )
         return config.Sizes(**{name: about[name] for name in names})
 
     def mesh_of(sizes: config.Sizes) -> Mesh:
