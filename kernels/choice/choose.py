@@ -263,6 +263,11 @@ def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choi
     )
 
 
+def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool:
+    """Whether `estimate` knows the times of such a call: of arithmetic beside a collective."""
+    return kernel.fused_from is None and operation.work(problem).flops > 0
+
+
 def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:
     """Times in microseconds, (fused, XLA): by sizes and rates.
 
@@ -309,8 +314,11 @@ def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice 
 
 
 def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
-    """What the table says; where shapes lie between its entries, with the operation's estimate."""
-    if kernel.fused_from is not None:
+    """What the table says; where shapes lie between its entries, with the operation's estimate.
+
+    Of what has no estimate, the measured ratios are interpolated themselves.
+    """
+    if not has_estimate(operation, kernel, problem):
         return tables.look_up(kernel, problem)
     estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
     return tables.look_up(kernel, problem, estimated)

@@ -153,9 +153,10 @@ def read(path: pathlib.Path) -> Table:
 
 
 def _entry(item: Mapping[str, Any]) -> Entry:
-    unknown = [name for name in item if name not in FIELDS and len(name) > 1]
+    others = {name: x for name, x in item.items() if name not in FIELDS}
+    unknown = [name for name, x in others.items() if len(name) > 1 and not isinstance(x, int)]
     if unknown:
-        raise TypeError(f"unknown field {unknown[0]!r}; a size's name is one letter")
+        raise TypeError(f"unknown field {unknown[0]!r}; a size is a whole number")
     sizes = {name: size for name, size in item.items() if name not in FIELDS and size != 0}
     entry = Entry(sizes=sizes, **{name: item[name] for name in FIELDS if name in item})
     for name, value in {**sizes, "devices": entry.devices}.items():

@@ -86,7 +86,7 @@ def explain_sizes(
     choice = choose.choose(record, problem, "auto")
     kernel, obstacle = choose.serving(record, problem)
     estimated = None
-    if obstacle is None and kernel.fused_from is None:
+    if obstacle is None and choose.has_estimate(record, kernel, problem):
         estimated = choose.estimate(record, kernel, problem)
     nearest = tables.table_for(problem.machine.kind).nearest(problem)
     return SizesChoice(

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice import choose, costs, tables
 from stretto.kernels.choice.tables import Entry, Estimate, Table, ratio_between
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem.machine import Machine
@@ -55,7 +55,7 @@ def left_out(table: Table) -> tuple[LeftOut, LeftOut]:
         others = tuple(other for other in table.entries if other is not entry)
         near = Table(table.device_kind, others).near(problem)
         if near:
-            several.add(ratio_between(near, problem, _estimate(entry)), entry.ratio)
+            several.add(ratio_between(near, problem, _estimate(problem)), entry.ratio)
             nearest.add(near[0][1].ratio, entry.ratio)
     return several, nearest
 
@@ -70,9 +70,9 @@ def _problem(entry: Entry, kind: str) -> Problem:
     )
 
 
-def _estimate(entry: Entry) -> Estimate | None:
-    operation = OPERATIONS[entry.op]
-    if operation.kernels[0].fused_from is not None:
+def _estimate(problem: Problem) -> Estimate | None:
+    operation = OPERATIONS[problem.operation]
+    if not choose.has_estimate(operation, operation.kernels[0], problem):
         return None
     return lambda problem: costs.estimate(operation.work(problem), problem.machine)
 

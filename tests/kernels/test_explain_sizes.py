@@ -10,6 +10,7 @@ from stretto.benchmarks.commands import explain
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Table
+from stretto.kernels.operations import OPERATIONS
 
 SIZES = dict(m=8192, k=8192, n=28672)
 
@@ -73,3 +74,17 @@ def test_the_command(one_entry, capsys):
     ]:
         with pytest.raises(BenchmarkError, match=said):
             explain.main(words)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 64])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_is_explained(name, devices):
+    """With the package's tables, at a size of its benchmarks and at one that is in no table."""
+    shapes = [
+        sizes
+        for shape_set in OPERATIONS[name].examples.sets
+        for sizes in OPERATIONS[name].examples.shapes(shape_set, devices)
+    ]
+    for sizes in (shapes[0], {size: 3 * value for size, value in shapes[0].items()}):
+        text = str(st.explain_sizes(name, **sizes, devices=devices, kind="NVIDIA H200"))
+        assert text.startswith(name), text

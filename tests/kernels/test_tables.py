@@ -76,6 +76,16 @@ def tuned(tmp_path, monkeypatch):
     tables.table_for.cache_clear()
 
 
+def test_sizes_have_any_names(tuned):
+    """Those of experts have words; a field that is no size, as a word that is misspelt, is not."""
+    path = tuned / tables.file_name(KIND)
+    path.write_text(TABLE.replace("m = 512\n", "m = 512\ntop_k = 8\n"))
+    assert tables.read(path).entries[1].sizes["top_k"] == 8
+    path.write_text(TABLE.replace("fused_us = 80.0", "fusd_us = 80.0"))
+    with pytest.raises(TableError, match="unknown field 'fusd_us'; a size is a whole number"):
+        tables.read(path)
+
+
 def test_the_file_of_a_gpu():
     assert tables.file_name(KIND) == "nvidia-h100-80gb-hbm3.toml"
 
