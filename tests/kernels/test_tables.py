@@ -221,7 +221,7 @@ def test_a_missing_table_warns_once_and_decides_nothing(tuned):
         ("schema = 1", "KeyError: 'device_kind'"),
         (TABLE.replace("m = 512", 'm = "512"'), "m='512' is not an integer"),
         (TABLE.replace("xla_us = 60.0", "xla_us = 0.0"), "must be positive"),
-        (TABLE.replace("xla_us = 60.0", "unknown = 1"), "unknown"),
+        (TABLE.replace("xla_us = 60.0", "xla = 60.0"), "unknown field 'xla'"),
         (TABLE.replace("config = {}", "config = 1"), "config=1 is not a table"),
     ],
 )
