@@ -113,6 +113,8 @@ def floor_sentence(measurement: Measurement) -> str:
     if measurement.matmul_floor is None:
         return f"floor {number(measurement.floor)} us: {sent}"
     parts = f"matmul {number(measurement.matmul_floor)} us, {sent}"
+    if (measurement.floor or 0.0) < measurement.matmul_floor:
+        return f"floor {number(measurement.floor)} us, the fastest of the row; alone: {parts}"
     return f"floor {number(measurement.floor)} us, the larger of {parts}"
 
 
