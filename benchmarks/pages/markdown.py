@@ -30,6 +30,11 @@ def peers_in(measurements: Iterable[Measurement], roles: Sequence[str] = ()) -> 
     return [name for name in PEERS if name in found] + sorted(found - PEERS.keys())
 
 
+def written_by(names: Iterable[str]) -> str:
+    """The last line of a page that results files make."""
+    return f"Written by `stretto bench document {' '.join(names)}`; do not edit.\n"
+
+
 def operation_peers(measurements: Sequence[Measurement]) -> list[str]:
     """Those of `peers_in` that do the whole operation, but for those timed only on request."""
     parts = set(peers_in(measurements, (MATMUL, COMMUNICATION)))

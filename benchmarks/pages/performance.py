@@ -28,8 +28,8 @@ The **floor** is the larger of two times: the fastest matmul *of this run*, and 
 must send over its link. A matmul was timed alone and inside each program of the row; at 100% no
 matmul of the row was faster than the program.
 
-The results name their commit. [What has changed since](decisions.md#changed-since-the-results) lists
-the kernels whose device code is another now.
+**The kernels may have changed since the commit that a result names.** [Changed since the
+results](decisions.md#changed-since-the-results) lists whose device code is another now.
 
 Other machines, all peers and all numbers of devices are under [Results](../results/index.md);
 what was tried to reach these times is under [Decisions](decisions.md).
@@ -55,7 +55,8 @@ def readme_times(found: list[Results]) -> str:
     return (
         f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
         " floor, the larger of the fastest matmul of the row and of the bytes to be sent at"
-        f" {chosen[0][0].link_gb_per_s:.0f} GB/s.\n\n"
+        f" {chosen[0][0].link_gb_per_s:.0f} GB/s. Bold: the fastest, and what cannot be told apart"
+        " from it.\n\n"
         + markdown.times_table([measurement for _, measurement in chosen], LEFT_OUT)
     )
 
@@ -83,7 +84,6 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
         return parts[0] + "\nNo results yet: `stretto bench document FILE...` writes this page.\n"
     measurements.sort(key=case_order)
     parts += [
-        f"Written by `stretto bench document {' '.join(names)}`; do not edit.\n",
         *(f"- {machine_of(one)}" for one in found),
         "",
         METHOD,
@@ -98,7 +98,7 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
     parts += [_picture(path) for path in pictures if _stem(path) in ("share-of-floor", "roofline")]
     if worst := terminal.never_slower_line(measurements):
         parts += [worst + ".\n"]
-    return "\n".join(parts)
+    return "\n".join([*parts, markdown.written_by(names)])
 
 
 def _intervals(cases: Sequence[Measurement]) -> str:
