@@ -1,4 +1,4 @@
-"""The storing warp: stores what becomes of totals, tile after tile, whatever made them."""
+"""The storing warp: stores finished tiles out of shared memory, for every main loop."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Pieces(Protocol):
 
 
 def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = None) -> None:
-    """Stores tile after tile as its pieces are handed over.
+    """Stores one tile after another, as its pieces are filled.
 
-    `bring` is called with each tile before its stores: what else this warp does for a total.
+    `bring` is called with each tile before its stores, for other work of this warp.
     """
     for buffer in range(pieces.num_buffers):
         plgpu.barrier_arrive(pieces.free.at[buffer])  # All buffers are free at the start.
@@ -68,16 +68,16 @@ def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = N
 
 
 def _store_tile(sink: Sink, pieces: Pieces, tile: Tile) -> None:
-    """Stores a tile's pieces as they are handed over; on return the buffers have been read."""
+    """Stores a tile's pieces as they are filled; on return the buffers have been read."""
     buffers, places = pieces.num_buffers, pieces.places
     with jax.named_scope("store"):
         for index, place in enumerate(places):
             buffer = index % buffers
-            # Whoever holds the total has put the piece into the buffer.
+            # The warpgroup that holds the total has filled the buffer.
             plgpu.barrier_wait(pieces.filled.at[buffer])
             pieces.store(sink, tile, buffer, place)
             plgpu.commit_smem_to_gmem_group()
-            if index >= buffers - 1:  # All buffers are in use: the oldest comes free.
+            if index >= buffers - 1:  # All buffers are in use: waits for the oldest.
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
                 # Publishes to those that fill buffers that this one has been read.
                 plgpu.barrier_arrive(pieces.free.at[(index + 1) % buffers])

@@ -217,7 +217,7 @@ def _moved(
 def _fused(
     operation: Operation, x: jax.Array, axes: Axes, options: Any, backend: str, config: Any
 ) -> jax.Array | None:
-    """What a kernel makes of it, None where XLA serves."""
+    """The kernel's result, None where XLA serves."""
     sizes = dict(m=x.shape[0] if x.ndim else 1, n=math.prod(x.shape[1:]))
     types = Types(lhs=str(x.dtype), out=str(x.dtype))
     call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
@@ -229,7 +229,7 @@ def _sums(operation: Operation, op: str) -> Operation:
     return operation if op == "sum" else EXTREMES[operation.name]
 
 
-# --- Derivatives of the linear ones: there is nothing to keep -------------------------------------
+# --- Derivatives of the linear ones: they need no residuals - -------------------------------------
 
 
 def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
