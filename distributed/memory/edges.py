@@ -41,7 +41,7 @@ def check_stores(jaxpr: Any, kernel: str) -> None:
             f"kernel {kernel}: a window of {sizes} is stored to an array of {store.shape}, at"
             f" {store.site}. It is contiguous there, so Mosaic GPU makes one flat copy of it,"
             f" which is not cut off where it reaches over the edge of dimension {edge}, of {size}"
-            f" elements, but runs on into what comes after. Take windows whose size there divides"
+            f" elements, but continues into what follows. Use windows whose size there divides"
             f" {size}, or narrower ones, which are not contiguous, or shared memory that is"
             " swizzled."
         )

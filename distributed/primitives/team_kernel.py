@@ -41,7 +41,7 @@ team_kernel_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TeamKernelInfo:
-    """What the lowering needs to know of a kernel.
+    """The facts of a kernel that its lowering needs.
 
     Its name, the axes it communicates over, and whether it was traced with its devices counted
     from the end (`team.places_reversed`).

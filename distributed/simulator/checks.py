@@ -20,7 +20,7 @@ class Checks:
 
     Args:
       machine: the launch.
-      check_hardware: tell of what no GPU does.
+      check_hardware: report what no GPU does.
     """
 
     def __init__(self, machine: Any, check_hardware: bool):

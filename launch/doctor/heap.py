@@ -1,4 +1,4 @@
-"""Whether kernels can keep counters in memory that all GPUs share, and so meet by themselves."""
+"""Whether kernels can start by counters in memory that all GPUs share."""
 
 import sys
 

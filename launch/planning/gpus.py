@@ -1,6 +1,6 @@
 """Which GPUs of a machine a job may use, found without starting CUDA.
 
-What cannot be told is an error, never "no GPU": a job that should be on GPUs and finds itself on
+An unknown number is an error, never "no GPU": a job that should be on GPUs and finds itself on
 the CPU costs more than one that does not start.
 """
 
@@ -20,7 +20,7 @@ _MIG_LINE = re.compile(r"^\s+MIG (\S+)\s.*\(UUID: (MIG-[^)]+)\)")
 _LOST_LINE = re.compile(r"^Unable to determine the device handle", re.MULTILINE)
 _UNKNOWN_UUID = "GPU-unknown-"
 _WAY_OUT = "or run on the CPU with --platform cpu (JAX_PLATFORMS=cpu)"
-# What CUDA_VISIBLE_DEVICES has where somebody wants no GPU: people and Slurm.
+# Values of CUDA_VISIBLE_DEVICES for no GPU, by users and by Slurm.
 _NO_DEVICE = ("", "-1", "NoDevFiles")
 
 
@@ -50,7 +50,7 @@ def parse_listing(text: str) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class Listing:
-    """What ``nvidia-smi -L`` said on a host; ``lost`` is its word on a GPU that does not answer."""
+    """The output of ``nvidia-smi -L`` on a host; ``lost``: its message on a GPU without an answer."""
 
     gpus: tuple[Gpu, ...]
     lost: str = ""

@@ -1,4 +1,4 @@
-"""One process of a job as the supervisor knows it, by what its agent has told."""
+"""One process of a job as the supervisor sees it, from its agent's messages."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Whether all processes of a job run the same programs, by what they tell as they compile them.
+"""Whether all processes of a job run the same programs, from their messages as they compile them.
 
 A program that several processes run must be the same on all: with other shapes, or another program
 in its place, they wait for each other for ever, or compute nonsense. Each process tells of the

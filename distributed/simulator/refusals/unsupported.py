@@ -1,4 +1,4 @@
-"""What of Mosaic GPU the simulator refuses, and why: told before a kernel is prepared."""
+"""Operations of Mosaic GPU that the simulator refuses, checked before a kernel is prepared."""
 
 from __future__ import annotations
 
