@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BenchmarkError(Exception):
-    """A mistake of the caller's, told in one line; the command ends with status 2."""
+    """A caller's mistake, in one line; the command ends with status 2."""
 
 
 class UnavailableError(Exception):

@@ -16,8 +16,8 @@ kernel itself does so, during its own first steps. The names are those of a barr
 subtracts what it has waited for. A peer may be ahead by one launch. It then raises `opening` again,
 which this device must see once for each launch, at any time: so this device subtracts 1, and sets
 nothing to 0. The peer cannot be ahead by two, since it does not end the next launch without this
-device. Each pair of devices has its own counters (slots number devices independently of teams), and
-all devices start all launches in the same order; so a pair's counters are correct for all its teams.
+device. Each pair of devices has its own counters (slots number devices independently of teams),
+and all devices start all launches in the same order; so a pair's counters serve all its teams.
 
 Blocks that wait occupy their multiprocessors. So a kernel that fills the device does not start by
 counters (see `kernel.launch`), nor does any without a heap (`STRETTO_HEAP=0`): XLA's barrier is

@@ -1,8 +1,8 @@
 """Semaphores: counters that order what devices, blocks and warpgroups do.
 
-A signal publishes the earlier work of its own warpgroup (or warp); a wait makes that work visible to
-the warpgroup (or warp) that waited. Another warpgroup's work is covered only if a barrier inside the
-block came between. A bulk copy is covered after a wait for it
+A signal publishes the earlier work of its own warpgroup (or warp); a wait makes that work visible
+to the warpgroup (or warp) that waited. Another warpgroup's work is covered only if a barrier inside
+the block came between. A bulk copy is covered after a wait for it
 (`plgpu.wait_smem_to_gmem(0, wait_read_only=False)`).
 """
 

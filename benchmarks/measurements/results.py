@@ -52,7 +52,7 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Missing(msgspec.Struct, kw_only=True):
-    """A peer that was asked for and has no time, and why."""
+    """A requested peer without a time, and the reason."""
 
     peer: str
     reason: str
@@ -151,9 +151,9 @@ class Measurement(Sized, kw_only=True, omit_defaults=True):
 
 
 class Prediction(Sized, kw_only=True, omit_defaults=True):
-    """Times of a case in microseconds that nobody measured, with their intervals.
+    """Predicted times of a case in microseconds, with their intervals.
 
-    `beyond` says in what they leave what was measured.
+    `beyond` lists what goes beyond the measurements.
     """
 
     fused: float
@@ -191,7 +191,7 @@ class Machine(msgspec.Struct, kw_only=True):
 
 
 class Draw(msgspec.Struct, kw_only=True, frozen=True):
-    """Cases that are drawn at random: `count` of these operations, on so many `devices`.
+    """Cases that are drawn at random: `count` of these operations, on `devices` devices.
 
     The sizes are a device's, from 1 to `largest`, and come from `seed` alone. Of each case up to
     `candidates` of the kernels' configurations are drawn besides.
@@ -207,7 +207,7 @@ class Draw(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """A whole results file; of cases that were drawn it says how."""
+    """A whole results file; for drawn cases also the draw."""
 
     schema: str
     start_time: str
@@ -233,7 +233,7 @@ def read(path: pathlib.Path) -> Results:
     """The results in `path`.
 
     Raises:
-      BenchmarkError: there is no such file, or it is damaged or of another schema.
+      BenchmarkError: the file is missing, damaged, or of another schema.
     """
     try:
         raw = path.read_bytes()

@@ -67,7 +67,7 @@ def points(axes: Any, peer: str, x: Sequence[float], y: Sequence[float], name: s
 
 
 def mark(peer: str) -> dict[str, Any]:
-    """A peer's mark. Whatever served `auto` is timed too: a ring around that one's mark."""
+    """A peer's mark. `auto` is a ring around the mark of the peer that served it."""
     if peer == "auto":
         return dict(marker="o", markersize=11, markerfacecolor="none", markeredgewidth=1.5)
     return dict(marker=MARKERS.get(peer, "."))

@@ -71,7 +71,7 @@ def difference(ratio: Interval | None) -> str:
 
 
 def microseconds(timed: Timed | None, with_share: bool = False) -> str:
-    """A time, with its share of the floor in brackets if asked for and known."""
+    """A time, with its share of the floor in brackets if requested and known."""
     if timed is None:
         return NONE
     share = percent(timed.share_of_floor) if with_share else ""
@@ -81,7 +81,7 @@ def microseconds(timed: Timed | None, with_share: bool = False) -> str:
 def times_table(measurements: Sequence[Measurement], leave_out: Sequence[str] = ()) -> str:
     """Cases of any kernels, one a row: floor and every peer's time, ours with its share.
 
-    In bold the fastest, and whoever cannot be told apart from it.
+    In bold the fastest, and what cannot be told apart from it.
     """
     names = [name for name in operation_peers(measurements) if name not in leave_out]
     header = ["kernel", "shape", "floor", *map(peer_label, names)]

@@ -24,9 +24,9 @@ All programs of a row take turns in one run, in random order, so compare times w
 same kernel in another run may differ by several percent. [Benchmarks](benchmarks.md) has the whole
 method.
 
-The **floor** is the larger of two times: the fastest matmul *of this run*, and the bytes that a device
-must send over its link. A matmul was timed alone and inside each program of the row; at 100% no
-matmul of the row was faster than the program.
+The **floor** is the larger of two times: the fastest matmul *of this run*, and the bytes that a
+device must send over its link. A matmul was timed alone and inside each program of the row; at 100%
+no matmul of the row was faster than the program.
 
 **The kernels may have changed since the commit that a result names.** [Changed since the
 results](decisions.md#changed-since-the-results) lists whose device code is another now.

@@ -61,7 +61,7 @@ def write(results: Results, path: pathlib.Path) -> None:
 
 
 def page(results: Results) -> str:
-    """The page's HTML. Without matplotlib it has no pictures, and says so."""
+    """The page's HTML. Without matplotlib it has a note in place of pictures."""
     parts = [
         f"<h1>Stretto benchmarks</h1><p class=soft>{_text(terminal.machine_line(results))}</p>",
     ]

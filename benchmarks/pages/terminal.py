@@ -99,7 +99,7 @@ def equal_mark(timed: Timed) -> str:
 
 
 def equal_sentence(measurement: Measurement) -> str:
-    """Who is as fast as the fastest, as far as can be told; empty if nobody is."""
+    """The peers that cannot be told apart from the fastest; empty if there are none."""
     whole = {t.peer for t in measurement.timed if t.role not in (MATMUL, COMMUNICATION)}
     alike = measurement.as_fast_as_the_fastest(whole)
     if len(alike) < 2:
@@ -108,7 +108,7 @@ def equal_sentence(measurement: Measurement) -> str:
 
 
 def floor_sentence(measurement: Measurement) -> str:
-    """The floor and what it is made of."""
+    """The floor and its parts."""
     sent = f"communication {number(measurement.communication_floor)} us"
     if measurement.matmul_floor is None:
         return f"floor {number(measurement.floor)} us: {sent}"

@@ -84,7 +84,7 @@ class Run:
         budget_s: float | None,
         say: Callable[[str], None],
     ) -> bool:
-        """Times what is not done yet and saves each case as it comes.
+        """Times the remaining cases and saves each of them.
 
         Returns whether everything was timed: False once `budget_s` seconds have passed.
 

@@ -1,4 +1,4 @@
-"""Timers visited in turns, in balanced orders, so that the card's drift meets all alike."""
+"""Timers visited in turns, in balanced orders, so that the card's drift affects all equally."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Memory on every GPU that its peers reach, and that outlives every program.
 
-XLA allocates a kernel's buffers for each program, and zeroes its semaphores before each launch. So a
-peer may not access them before both devices have started, which XLA ensures by a barrier kernel of
-its own. With counters that exist permanently, kernels synchronise their start themselves
+XLA allocates a kernel's buffers for each program, and zeroes its semaphores before each launch. So
+peers may not access them before both devices have started, which XLA ensures by a barrier kernel
+of its own. With counters that exist permanently, kernels synchronise their start themselves
 (`handshake`), while they already work.
 
 GPUs that kernels join share a heap, in which each has a slot, by its place among them in the job's

@@ -50,7 +50,7 @@ def parse_listing(text: str) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class Listing:
-    """The output of ``nvidia-smi -L`` on a host; ``lost``: its message on a GPU without an answer."""
+    """The output of ``nvidia-smi -L`` on a host; ``lost``: its message on a GPU that is lost."""
 
     gpus: tuple[Gpu, ...]
     lost: str = ""
