@@ -56,8 +56,7 @@ def readme_times(found: list[Results]) -> str:
         f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
         " floor, the larger of the fastest matmul of the row and of the bytes to be sent at"
         f" {chosen[0][0].link_gb_per_s:.0f} GB/s. Bold: the fastest, and what cannot be told apart"
-        " from it.\n\n"
-        + markdown.times_table([measurement for _, measurement in chosen], LEFT_OUT)
+        " from it.\n\n" + markdown.times_table([measurement for _, measurement in chosen], LEFT_OUT)
     )
 
 
