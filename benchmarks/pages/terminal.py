@@ -168,7 +168,7 @@ def never_slower_line(measurements: list[Measurement], peer: str = "auto") -> st
     return (
         f"{PEERS[peer].label} over XLA, {len(beside)} cases: at worst"
         f" {ratio:.3f}{margin(worst_one, 'over_xla', 1, 3)}, at {heading(measurement)};"
-        f" slower in {slower}, as far as can be told"
+        f" slower in {slower}, by the 95% intervals"
     )
 
 
