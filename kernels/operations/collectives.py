@@ -46,7 +46,7 @@ def all_gather(
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array, or of the result that is stacked; may be negative.
       tiled: whether shards are joined, or stacked.
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         size by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).

@@ -95,7 +95,7 @@ def all_gather_matmul(
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
@@ -187,7 +187,7 @@ def matmul_reduce_scatter(
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       axis: of lhs and of the result, scattered; may be negative, and not the last one.
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
 
@@ -263,7 +263,7 @@ def matmul_all_reduce(
       epilogue: as for `matmul_reduce_scatter`. All devices must hold the same arrays.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
 
