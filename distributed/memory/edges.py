@@ -1,4 +1,4 @@
-"""No store of a kernel runs on past an edge of its array (`windows`): checked when it is traced."""
+"""Refuses stores of a kernel that continue past an edge of their array (`windows`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Store:
 
 
 def check_stores(jaxpr: Any, kernel: str) -> None:
-    """Raises ValueError for a store in `jaxpr`, of `kernel`, that may run on past an edge.
+    """Raises ValueError for a store in `jaxpr`, of `kernel`, that may continue past an edge.
 
     A start that is known in the kernel only is taken for a multiple of the window's size; the
     simulator finds those that are not.

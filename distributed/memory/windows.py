@@ -6,7 +6,7 @@ dropped, what it would load is zeros. There are two exceptions, both where the w
 
 - A store out of shared memory that is not swizzled, of a window that is contiguous in its array,
   is one flat copy of as many bytes. It stops at the end of the whole array only: at any other
-  edge it runs on, into the next row or the next part. Whether a window is contiguous is judged by
+  edge it continues into the next row or part. Whether a window is contiguous is judged by
   its size and the array's strides, so one that is larger than its array may pass for it. Loads are
   never made so, unless they promise to stay in bounds; nor are stores that reduce.
 - An index along a dimension of one element, or of one tile, is ignored.
