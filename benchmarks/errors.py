@@ -8,7 +8,7 @@ class BenchmarkError(Exception):
 
 
 class UnavailableError(Exception):
-    """A peer or a shape cannot be timed here; the reason is recorded and the sweep goes on."""
+    """A peer or a shape cannot be timed here; the reason is recorded and the sweep continues."""
 
 
 class DeviceLostError(Exception):

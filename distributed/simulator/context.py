@@ -50,7 +50,7 @@ class _Simulation:
         self._activity = Activity()
 
     def rendezvous_of(self, kernel: KernelCall) -> Rendezvous:
-        """Where the devices meet for `kernel`, in this simulation alone."""
+        """The rendezvous of the devices for `kernel`, in this simulation alone."""
         with self._making:
             if kernel not in self._rendezvous:
                 self._rendezvous[kernel] = Rendezvous(

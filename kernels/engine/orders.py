@@ -246,6 +246,6 @@ class RowTilesOrder:
         n = lax.div(within, jnp.maximum(height, 1))
         m = within - n * height
         m = band * width + where(rem(n, 2) == 1, height - 1 - m, m)
-        # Beyond the last tile, where nobody uses it, it must be a place in memory all the same.
+        # Beyond the last tile, where it is not used, it must still be a place in memory.
         m = jnp.clip(m, 0, self.most - 1)
         return Tile(jnp.int32(0), m, n, self.facts(m))

@@ -49,7 +49,7 @@ class Config(PullConfig):
       gather_first: gather all rows into one matrix and multiply that, for shards smaller than a
         tile; otherwise shard after shard, under which the gather hides (`gathering`).
       unfused: gather with a kernel that only gathers, and multiply by XLA's matmul; all else is
-        then of no account.
+        then ignored.
     """
 
     chunk_columns: int = 1024

@@ -71,7 +71,7 @@ def judge_listing(status: int, text: str, where: str) -> Listing:
         words = " ".join(text.split()) or "no words"
         raise LaunchError(
             f"nvidia-smi on {where} failed with status {status} ({words[:200]}), so its GPUs "
-            f"cannot be told; mend the driver, {_WAY_OUT}"
+            f"are unknown; repair the driver, {_WAY_OUT}"
         )
     lost = next((line for line in text.splitlines() if _LOST_LINE.match(line)), "")
     return Listing(parse_listing(text), lost)
@@ -95,8 +95,8 @@ def list_gpus(timeout_s: float | None = None) -> Listing:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"nvidia-smi on this machine gave no answer within {limit_s:g} s, so its GPUs cannot "
-            f"be told; mend the driver, {_WAY_OUT}"
+            f"nvidia-smi on this machine gave no answer within {limit_s:g} s, so its GPUs are "
+            f"unknown; repair the driver, {_WAY_OUT}"
         ) from None
     except OSError as error:
         raise LaunchError(f"{tool} cannot be run ({error.strerror}); mend it, {_WAY_OUT}") from None
