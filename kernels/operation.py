@@ -40,6 +40,9 @@ class Kernel:
         shows that it is faster.
       stands_for: the problem whose tuned entries and estimate apply to this one, with the bytes
         that XLA moves in memory in addition; None for a kernel with entries of its own.
+      beside: (configuration, options, layout and type of each array) -> why XLA must apply an
+        epilogue with arrays, or of two products, after the kernel; None where the kernel applies
+        it. None for a kernel that applies none of those.
     """
 
     Config: type
@@ -50,6 +53,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,18 +94,29 @@ class Examples:
       operands: (sizes, devices) -> one device's operands, in the order of the public function.
       needs: (sizes, devices) -> divisions without remainder, as (name, size, divisor).
       keywords: further arguments of the public function.
+      keywords_of: sizes -> further arguments that depend on them and are not in `passed`.
+      timed: (sizes, the call) -> the function that benchmarks time: the call, or its derivative.
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
+      values: other operands, by the name of how they are drawn; each as `operands`.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
+      defined: one device's results -> the same with zeros in place of what the operation leaves
+        undefined, so that two programs can be compared.
     """
 
     shapes: Callable[[str, int], Sequence[Sizes]]
     operands: Callable[[Sizes, int], tuple[Operand, ...]]
     needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keywords_of: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
+    timed: Callable[[Sizes, Callable], Callable] = lambda sizes, call: call
     passed: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
+    values: Mapping[str, Callable[[Sizes, int], tuple[Operand, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
+    defined: Callable[[Arrays], Arrays] = lambda results: results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,10 +133,14 @@ class Operation:
       forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
         None for an operation that is linear in its operands: it has no residuals, and its tangent
         is the operation itself.
+      residuals_of: of an operation that is linear in either operand: operands -> the residuals of
+        `backward`, nothing computed before. None where `jax.linear_transpose` is not served.
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
         outside `shard_map`; None where the caller must pass them.
+      joined: (results, operands, specs of the operands, axes) -> a device's results in such a
+        call, summed over the other axes that split whole arrays; None where nothing is summed.
       batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
         `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
         where `vmap` takes a launch for each.
@@ -142,8 +161,10 @@ class Operation:
     kernels: tuple[Kernel, ...]
     examples: Examples
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
+    residuals_of: Callable[[Arrays], Any] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
     layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
+    joined: Callable[[Arrays, Arrays, Sequence[Any], Axes], Arrays] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True

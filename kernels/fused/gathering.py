@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -21,11 +22,19 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import sinks, streams, tiles
+from stretto.kernels.engine import beside, pairs, sinks, streams, tiles
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
-from stretto.kernels.engine.parts import Parts, Product, Stream, Tile, Transfer, elementwise
+from stretto.kernels.engine.parts import (
+    BesideParts,
+    Parts,
+    Product,
+    Stream,
+    Tile,
+    Transfer,
+    elementwise,
+)
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
 from stretto.kernels.operation import Call
@@ -46,6 +55,7 @@ class Gather:
       received: shape of the semaphores that count pieces.
       out_rows: shape of the result, but for its columns.
       gathered: shape of what is gathered, `[..., columns of lhs]`.
+      shards: equal parts that the rows of the result consist of.
       complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
     """
 
@@ -58,6 +68,7 @@ class Gather:
     received: tuple[int, ...]
     out_rows: tuple[int, ...]
     gathered: tuple[int, ...]
+    shards: int
     complete: Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -86,29 +97,59 @@ class Kept:
 
 
 def launch(
-    gather: Gather, lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call, *, name: str
+    gather: Gather,
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    arrays: Sequence[Any],
+    team: Team,
+    call: Call,
+    *,
+    name: str,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
-    Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if requested.
+    `arrays` are the epilogue's. Returns the results `[*gather.out_rows, n_i]`, and after them the
+    gathered lhs, if requested.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
-    widths = widths_of(rhs, rhs_transposed)
-    columns = Segments.of(widths, shape.tile_n)
-    product = Product(lhs=lhs.dtype, rhs=rhs[0].dtype, out=out_dtype, rhs_transposed=rhs_transposed)
+    taken = beside.of(options.epilogue, arrays)
+    widths = results_widths(rhs, options)
+    of_result = result_tile(shape, options)
+    columns = Segments.of(widths, of_result.tile_n)
+    outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths]
+    product = Product(
+        lhs=lhs.dtype,
+        rhs=rhs[0].dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        beside=taken,
+    )
 
     def rhs_window(k: Int, n: Int) -> tiles.Window:
         return tiles.rhs_window(shape, gather.rhs_k(k), n, rhs_transposed)
 
+    def rhs_stream(refs: Refs) -> Stream:
+        if taken is not None and taken.gated:
+            return pairs.pair_along_n(refs.rhs, shape, rhs_transposed, gather.rhs_k)
+        return streams.along_n(refs.rhs, columns, rhs_window)
+
+    def besides(refs: Refs) -> BesideParts | None:
+        if taken is None:
+            return None
+        function = options.epilogue.function
+        return beside.parts_of(function, taken, refs.beside, columns, of_result, gather.leading)
+
     def parts(refs: Refs) -> Parts:
+        function = options.epilogue.function if options.epilogue and taken is None else None
         return Parts(
             order=gather.order,
             k_tiles=gather.k_tiles,
             lhs=gather.lhs(refs),
-            rhs=streams.along_n(refs.rhs, columns, rhs_window),
-            sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
-            epilogue=elementwise(options.epilogue and options.epilogue.function),
+            rhs=rhs_stream(refs),
+            sink=sinks.along_n(refs.outs, columns, of_result, gather.leading),
+            epilogue=elementwise(function),
+            beside=besides(refs),
             transfer=Transfer(
                 run=lambda: pull(
                     gather.fetch,
@@ -129,9 +170,13 @@ def launch(
         team=team,
         mainloop=mainloop_of(shape, product),
         num_tiles=gather.order.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs),
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            beside=beside.all_in_memory(arrays, outs, of_result, gather.shards),
+        ),
         outs=dict(
-            outs=[jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths],
+            outs=outs,
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
         ),
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
@@ -147,3 +192,22 @@ def launch(
 def widths_of(rhs: Sequence[jax.Array], rhs_transposed: bool) -> list[int]:
     """The columns of each of rhs, `[k, n_i]` or `[n_i, k]`."""
     return [x.shape[0 if rhs_transposed else 1] for x in rhs]
+
+
+def results_widths(rhs: Sequence[jax.Array], options: Any) -> list[int]:
+    """The columns of each result: with a gated epilogue there is one, of a pair in rhs."""
+    form = options.epilogue
+    widths = widths_of(rhs, options.rhs_transposed)
+    return widths[:1] if form is not None and form.gated else widths
+
+
+def result_tile(shape: Any, options: Any) -> Any:
+    """The tile of the result that a tile of products becomes."""
+    form = options.epilogue
+    return pairs.halved(shape) if form is not None and form.gated else shape
+
+
+def tiled_columns(rhs: Sequence[jax.Array], options: Any, shape: Any) -> int:
+    """The columns of all tiles of products, as `ShardOrder` counts them."""
+    results = Segments.of(results_widths(rhs, options), result_tile(shape, options).tile_n)
+    return results.total * shape.tile_n

@@ -45,6 +45,7 @@ def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard:
         received=(team.size - 1, plan.chunks),
         out_rows=(team.size, plan.rows),
         gathered=(kept.count, plan.rows, plan.columns),
+        shards=team.size,
         complete=complete,
     )
 
