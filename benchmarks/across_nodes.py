@@ -53,9 +53,9 @@ class Options:
     rounds: int | None = None
     """How often each version is timed, in turns; each time two samples. Default: 16, 1 on CPUs."""
     pieces: str = "1,2,4"
-    """In how many pieces ours moves between nodes, comma separated."""
+    """Numbers of pieces in which Stretto sends between nodes, comma separated."""
     backend: str = ""
-    """Of ours: "pallas", "xla" or "simulator"; default: pallas, xla on CPUs."""
+    """Stretto's backend: "pallas", "xla" or "simulator"; default: pallas, xla on CPUs."""
     json: pathlib.Path | None = None
     """Where to write the results."""
 

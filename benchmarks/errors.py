@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class BenchmarkError(Exception):
-    """A mistake of the caller's, told in one line; the command ends with status 2."""
+    """A caller's mistake, in one line; the command ends with status 2."""
 
 
 class UnavailableError(Exception):
-    """A peer or a shape cannot be timed here; the reason is recorded and the sweep goes on."""
+    """A peer or a shape cannot be timed here; the reason is recorded and the sweep continues."""
 
 
 class DeviceLostError(Exception):

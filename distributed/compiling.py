@@ -34,5 +34,5 @@ def current() -> Target | None:
 
 
 def compiling_for(target: Target) -> contextlib.AbstractContextManager[None]:
-    """What is traced inside is for `target`, whatever the devices of its mesh are."""
+    """Programs traced inside are for `target`, with any devices in their mesh."""
     return _current(target)

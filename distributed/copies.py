@@ -17,7 +17,7 @@ from stretto.distributed.team import Team
 
 
 def remote(ref: Any, team: Team, peer_id: int | jax.Array) -> Any:
-    """`ref`, an operand, result or symmetric buffer of the kernel, as member `peer_id` holds it.
+    """The `ref` of member `peer_id`: an operand, result or symmetric buffer of the kernel.
 
     `peer_id` may depend on the device's own id but on nothing else that is known only while the
     kernel runs: the copy engine's descriptors are made before it starts.
@@ -26,7 +26,7 @@ def remote(ref: Any, team: Team, peer_id: int | jax.Array) -> Any:
 
 
 def _when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
-    """`pl.when`, which a condition known while tracing does not reach."""
+    """`pl.when`, or a plain `if` for a condition that is known while tracing."""
     if isinstance(condition, bool):
         return lambda fun: fun() if condition else None
     return pl.when(condition)
@@ -34,12 +34,12 @@ def _when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a piece of a pull lies: in `sources[source]`, from (`row`, `column`) on.
+    """The place of a piece of a pull: in `sources[source]`, from (`row`, `column`) on.
 
     Attributes:
       source, row, column: see above.
-      key: whatever the kernel wants to know of it, such as the semaphore that counts it.
-      to: (row, column) that it goes to in the destination, if they are not those of the source.
+      key: data of the kernel, such as the semaphore that counts the piece.
+      to: (row, column) in the destination, if they differ from those in the source.
     """
 
     source: Int
@@ -53,18 +53,18 @@ class Place:
 class Pull:
     """One warp of a block fetches pieces of peers' arrays into local memory.
 
-    A piece goes through a slot of shared memory. While one is stored the next ones are on their
-    way: a slot is filled again as soon as the store before last is over.
+    A piece goes through a slot of shared memory. While one is stored, the next ones are loaded: a
+    slot is filled again as soon as its store has ended.
 
-    A piece that reaches over the edge of its array is cut off, both ways. It must not be contiguous
-    in `destination` then, as one row is, or rows as wide as the array: it would run on past the
-    edge (`windows`), and `kernel.launch` refuses it.
+    A piece that crosses the edge of its array is cut off, at the source and at the destination. It
+    must then not be contiguous in `destination`, as one row is, or rows as wide as the array: the
+    store would continue past the edge (`windows`), and `kernel.launch` refuses it.
 
     Attributes:
-      pieces: how many this block fetches.
+      pieces: the number of pieces that this block fetches.
       place: the block's `i`-th piece -> its `Place`.
       sources: `[rows, columns]` refs, on peers.
-      destination: index of the source -> the local `[rows, columns]` ref it goes to.
+      destination: index of the source -> the local `[rows, columns]` ref to store to.
       arrived: called with the `Place` of each piece that is in place, if given.
       buffers: shared memory `[slots, piece_rows, piece_columns]`.
       barriers: one a slot, each completed by the arrival of a piece.
@@ -130,14 +130,14 @@ class Pull:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Push:
-    """One warpgroup of every block sends local arrays to where they are wanted.
+    """One warpgroup of every block sends local arrays to their destinations.
 
     A piece is loaded once and stored to all of its destinations from there. Pieces are contiguous,
     so their rows have to divide those of a destination that is part of a larger array (`windows`).
 
     Attributes:
       sources: local `[rows, columns]` refs.
-      destinations: for each source the `[rows, columns]` refs, here or on peers, that it goes to.
+      destinations: for each source the `[rows, columns]` refs, here or on peers, to store to.
       buffers: shared memory `[slots, piece_rows, columns]`.
       barriers: one a slot, each completed by the arrival of a piece.
       num_blocks: blocks that share the work.

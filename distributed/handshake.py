@@ -1,27 +1,27 @@
-"""How the devices of a team begin a kernel together, and end it together.
+"""How the devices of a team start a kernel together, and end it together.
 
-A kernel touches memory of its peers. It must not begin to before a peer has started the same launch
-(the peer's operands are ready then, its results are its own and its semaphores zero), and must not
-end before its peers have done with its memory. XLA sees to the first by a barrier, a kernel of its
-own before each of ours, which costs 4 to 8 us on the device and as much again on the host. Here the
-kernel does it, under its own first steps. The words are those of a barrier: to arrive, to wait.
+A kernel accesses its peers' memory. It must not do so before a peer has started the same launch
+(then the peer's operands are ready, its results are free and its semaphores zero), and it must not
+end before its peers have finished with its memory. XLA guarantees the first by a barrier kernel
+before each of ours, which takes 4 to 8 us on the device and as much again on the host. Here the
+kernel itself does so, during its own first steps. The names are those of a barrier: arrive, wait.
 
 | counter of the heap | raised by | waited for by | count | proves |
 |---|---|---|---|---|
-| `opening[s]` | block 0 of `s`: `arrive` | who calls `wait` | 1 | that device has started |
-| `observed` | who calls `wait` | block 0: `wait_at_end` | all | `opening` is not looked at |
-| `closing[s]` | its blocks: `arrive_at_end` | block 0: `wait_at_end` | its blocks | it has done |
+| `opening[s]` | block 0 of `s`: `arrive` | callers of `wait` | 1 | that device has started |
+| `observed` | callers of `wait` | block 0: `wait_at_end` | all | nobody reads `opening` any more |
+| `closing[s]` | its blocks: `arrive_at_end` | block 0: `wait_at_end` | all of them | it has ended |
 
 `s` is a device's slot in the heap. Counters of the heap are not zeroed before a launch: each launch
-takes off what it has waited for. A peer may be ahead by one launch. It raises `opening` again then,
-which this device needs to see once for each launch, and no matter when: so it takes 1 off, and sets
-nothing to 0. It cannot be ahead by two, since it does not end the next launch without this device.
-Counters are the pair's own (slots name devices, whatever the team calls them), and all devices come
-to all launches in the same order; so a pair's counters are right whatever other teams they meet in.
+subtracts what it has waited for. A peer may be ahead by one launch. It then raises `opening` again,
+which this device must see once for each launch, at any time: so this device subtracts 1, and sets
+nothing to 0. The peer cannot be ahead by two, since it does not end the next launch without this
+device. Each pair of devices has its own counters (slots number devices independently of teams),
+and all devices start all launches in the same order; so a pair's counters serve all its teams.
 
-Blocks that wait hold their multiprocessors. So a kernel that fills the device does not open itself
-(`kernel.launch` tells why), nor does any without a heap (`STRETTO_HEAP=0`): XLA's barrier is left
-in, and `closing` is a semaphore of the kernel.
+Blocks that wait occupy their multiprocessors. So a kernel that fills the device does not start by
+counters (see `kernel.launch`), nor does any without a heap (`STRETTO_HEAP=0`): XLA's barrier is
+kept, and `closing` is a semaphore of the kernel.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Handshake:
 
     Attributes:
       team: whose devices they are.
-      block, num_blocks: the block that runs this, and how many there are.
-      parties: how many call `wait` on a device.
-      opening, observed: counters of the heap; None where XLA's barrier stands in for them.
+      block, num_blocks: the block that runs this, and the number of blocks.
+      parties: the number of calls of `wait` on a device.
+      opening, observed: counters of the heap; None where XLA's barrier replaces them.
       closing: see above; None in a kernel that closes in its own way.
     """
 
@@ -68,7 +68,7 @@ class Handshake:
         self.wait()
 
     def arrive(self) -> None:
-        """Tells the peers that this device has started. Called once, in block 0.
+        """Signals the peers that this device has started. Called once, in block 0.
 
         It orders nothing that this kernel did before: that takes a signal.
         """
@@ -90,7 +90,7 @@ class Handshake:
         self.observed.signal()
 
     def arrive_at_end(self) -> None:
-        """Tells the peers that this block has done with their memory; called once by each block.
+        """Signals the peers that this block has finished with their memory; once by each block.
 
         Raises:
           ValueError: in a body with `waiting_warps`, which closes in its own way.

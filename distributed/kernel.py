@@ -54,15 +54,14 @@ def launch(
     inside it `block_id()` is the block, `lax.axis_index(THREAD_AXIS)` the warpgroup, and
     `team.device_id()` the device. All operands, outputs and symmetric buffers are in global memory
     and may be reached by peers through `copies.remote`. Unless `waiting_warps`: when `body`
-    starts, every peer has started too, and their operands are ready to be read; when it ends, and
-    before anybody's buffers are used again, block 0 waits for all peers (`handshake`).
+    starts, every peer has started too, and its operands are ready to be read; when `body` ends,
+    block 0 waits for all peers (`handshake`), before any buffer is used again.
 
     Args:
-      body: the kernel. Its numbers are of 32 bits where it does not say otherwise, also under
-        `jax_enable_x64`.
+      body: the kernel. Its numbers have 32 bits by default, also under `jax_enable_x64`.
       *operands: arrays, this device's shards.
       name: of the kernel, in reports and profiles.
-      team: whom it talks to; None for a kernel on one device.
+      team: the devices that run it together; None for a kernel on one device.
       out_type: shape and type of each result, per device.
       num_blocks: at most `num_multiprocessors()`, so that all blocks are resident: blocks wait for
         each other.
@@ -71,14 +70,14 @@ def launch(
         several; divides `num_blocks`.
       symmetric: buffers that peers may write, uninitialised; not returned.
       semaphore_arrays: by name; all zero at the start.
-      scratch: shared memory, barriers: whatever `plgpu.kernel` takes in `scratch_types`, by name.
-      waiting_warps: more than 0 for a body that starts before its peers have started, and takes
-        `handshake` by name. So many warps (or warpgroups, each as one) of each block have to call
-        `handshake.wait()`, which waits for the peers, before they touch anything of theirs; one of
-        block 0 has to `arrive()` first (`arrive_and_wait()` does both), and in the end to
-        `wait_at_end()`. The kernel may only end once no peer still uses this device's buffers. With
-        XLA's barrier before the kernel the calls do nothing, and leaving them out goes unnoticed:
-        simulate with a `core_count` above `num_blocks`.
+      scratch: shared memory, barriers, by name: the `scratch_types` of `plgpu.kernel`.
+      waiting_warps: more than 0 for a body that starts before its peers have started, and has a
+        parameter `handshake`. That many warps (or warpgroups, each counted once) of each block must
+        call `handshake.wait()` before they access a peer's memory. One warp of block 0 must call
+        `arrive()` before that (`arrive_and_wait()` does both), and `wait_at_end()` at the end. The
+        kernel may only end once no peer uses this device's buffers. With XLA's barrier before the
+        kernel the calls do nothing, and a missing call is not noticed: simulate with a `core_count`
+        above `num_blocks`.
       invariant: all members of the team compute bitwise the same results, which are then typed as
         not varying over the team's axes.
       compiler_params: passed on to Pallas.
@@ -90,9 +89,8 @@ def launch(
 
     Raises:
       ValueError: a number of blocks that cannot be resident together, or that are not whole
-        clusters; `waiting_warps` that is
-        negative or without a team; bulk stores that may run on past an edge (`windows`); a body
-        that takes its device's place from `lax.axis_index`, not from the team.
+        clusters; `waiting_warps` that is negative or without a team; bulk stores that may continue
+        past an edge (`windows`); a body that calls `lax.axis_index` of a mesh axis.
       NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
     _check_resident(name, num_blocks, cluster)
@@ -187,7 +185,7 @@ def block_in_cluster() -> jax.Array:
 
 @contextlib.contextmanager
 def _in_clusters_of(blocks: int) -> Iterator[None]:
-    """The kernel that is traced inside it has clusters of so many blocks."""
+    """A kernel that is traced inside has clusters of this many blocks."""
     token = _blocks_of_a_cluster.set(blocks)
     try:
         yield
@@ -206,7 +204,7 @@ def _open(meeting: Handshake) -> None:
 
 
 def _close(meeting: Handshake, block_done: Any) -> None:
-    """Tells every peer that this block is done, and waits in block 0 until all theirs are.
+    """Signals every peer that this block is done, and waits in block 0 for all of theirs.
 
     A kernel ends when its last block does, so one waiting block holds the whole kernel.
     """
@@ -265,8 +263,8 @@ def num_multiprocessors() -> int:
 def num_blocks_for(tasks: int, cluster: int = 1) -> int:
     """Blocks for a kernel that has `tasks` for them: all, or one each where those are fewer.
 
-    But for three quarters of all at least, since all blocks move data, whatever else they do. With
-    some multiprocessors left a kernel meets its peers by itself, which is faster. They are whole
+    At least three quarters of all, because every block moves data. With
+    some multiprocessors free a kernel starts by counters, which is faster. They are whole
     clusters of `cluster` blocks, each of which takes a task.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who handles which shard when, as plain integers: the protocols' arithmetic, tested without a GPU.
+"""The order of shards and pieces, as integer functions that are tested without a GPU.
 
 Every function takes Python ints, or int32 values inside a kernel.
 """
@@ -44,7 +44,7 @@ def share(total: Int, part: Int, parts: int) -> Int:
 def shard_of_step(device_id: Int, step: Int, size: int) -> Int:
     """The shard that `device_id` works on at `step`: its own first, then its successors' in turn.
 
-    At every step all devices work on different shards, so nobody is asked for a shard by two
+    At every step all devices work on different shards, so no device sends a shard to two
     peers at once.
     """
     return rem(device_id + step, size)
@@ -111,7 +111,7 @@ class PullPlan:
         return down * self.piece_rows, across * self.piece_columns, chunk
 
     def pieces_in_chunk(self, chunk: Int) -> Int:
-        """What the semaphore of `chunk` counts to once all of it has arrived."""
+        """The count of `chunk`'s semaphore once all of the chunk has arrived."""
         full = self.chunk_columns // self.piece_columns
         last = self.pieces_across - full * (self.chunks - 1)
         return where(chunk == self.chunks - 1, last, full) * self.pieces_down
@@ -160,7 +160,7 @@ class BandedPullPlan:
         return ceil_div(self.rows, self.chunk_rows)
 
     def locate(self, index: Int) -> tuple[Int, Int, Int, Int]:
-        """(shard, first row, first column, chunk) of the piece at `index`, as they are wanted."""
+        """(shard, first row, first column, chunk) of the piece at `index`, in the order of use."""
         down = self.band_rows // self.piece_rows
         full_bands, rest = divmod(self.rows, self.band_rows)
         last_down = ceil_div(rest, self.piece_rows)
@@ -180,7 +180,7 @@ class BandedPullPlan:
         return source, row, column, div(row, self.chunk_rows)
 
     def pieces_in_chunk(self, chunk: Int) -> Int:
-        """What the semaphore of `chunk` counts to once all of it has arrived."""
+        """The count of `chunk`'s semaphore once all of the chunk has arrived."""
         full = self.chunk_rows // self.piece_rows
         last = ceil_div(self.rows - self.chunk_rows * (self.chunks - 1), self.piece_rows)
         return where(chunk == self.chunks - 1, last, full) * self.pieces_across

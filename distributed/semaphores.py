@@ -1,8 +1,8 @@
 """Semaphores: counters that order what devices, blocks and warpgroups do.
 
-A signal publishes what its own warpgroup (or warp) did before it; a wait makes that visible to the
-warpgroup (or warp) that waited. What another warpgroup did is covered only if a barrier inside the
-block came between. A bulk copy is covered once it has been waited for
+A signal publishes the earlier work of its own warpgroup (or warp); a wait makes that work visible
+to the warpgroup (or warp) that waited. Another warpgroup's work is covered only if a barrier inside
+the block came between. A bulk copy is covered after a wait for it
 (`plgpu.wait_smem_to_gmem(0, wait_read_only=False)`).
 """
 
@@ -24,17 +24,17 @@ from stretto.distributed.private_jax import marks
 from stretto.distributed.team import Team, are_reversed
 
 LOCAL_PATIENCE = 1.25
-"""Waits for a device's own blocks have so many times the limit: such a block may itself wait for
-another device, and that wait, which says more, is to be the one that is reported."""
+"""The factor of the limit for waits for a device's own blocks: such a block may itself wait for
+another device, and that wait, which is more informative, should be the reported one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SemaphoreArray:
-    """An array of semaphores that a kernel asks for, all zero when it starts.
+    """An array of semaphores for a kernel, all zero when it starts.
 
     `local` semaphores are signalled by blocks of their own device only, which is cheaper ("gpu"
-    scope in place of "sys"). Those with a `heap_word` lie there in the `heap`, and are not zero but
-    as the launch before has left them.
+    scope in place of "sys"). Those with a `heap_word` are in the `heap` at that word, and keep the
+    values of the previous launch.
     """
 
     shape: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Semaphore:
     def signal(self, *, inc: int | jax.Array = 1, peer_id: int | jax.Array | None = None) -> None:
         """Adds `inc`, on member `peer_id` of the team or, without it, on this device (release).
 
-        Both have to be named: a number alone might be either.
+        Both are passed by name, because a number alone might be either.
 
         Raises:
           ValueError: a peer's semaphore is signalled and the array is `local`.
@@ -89,7 +89,7 @@ class Semaphore:
             )
 
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
-        """Waits until the counter is at least `value` (acquire), then takes `value` off if asked.
+        """Waits until the counter is at least `value` (acquire); `decrement` then subtracts it.
 
         Past the limit of `settings.wait_limit_s` (for a local semaphore a quarter later) the kernel
         reports the wait (`mailbox`) and stops.

@@ -30,8 +30,8 @@ def wait_limit_s() -> float:
 
     Set by the environment variable `STRETTO_WAIT_LIMIT_S` (default 30). It is compiled into a
     kernel, so it must be the same on every process, and set before the kernel is first called.
-    0 means no limit, which is infinity here, and a warning: a signal that never comes then hangs
-    the job without a word.
+    0 means no limit, which is infinity here, and a warning: a missing signal then hangs
+    the job without a report.
 
     Raises:
       ValueError: the variable holds anything but a number of seconds that is not negative.
@@ -78,7 +78,7 @@ def _seconds(variable: str, default: float, danger: str) -> float:
 
 
 def wait_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Kernels that are traced inside have this limit, 0 for none, whatever the environment says.
+    """Kernels that are traced inside have this limit, 0 for none, instead of the environment's.
 
     It must be the same on every process. For measurements and tests. Waits for peers to start have
     a limit of their own.
@@ -91,7 +91,7 @@ def wait_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
 def devices_per_node() -> int | None:
     """How many devices, in the job's order, count as a node; None to go by where they really are.
 
-    Set by the environment variable `STRETTO_DEVICES_PER_NODE`, which is for tests: one host stands
+    Set by the environment variable `STRETTO_DEVICES_PER_NODE`, which is for tests: one host acts
     for several nodes. It must be the same on every process, and set before a program is traced.
 
     Raises:
@@ -103,7 +103,7 @@ def devices_per_node() -> int | None:
 
 
 def nodes_of(devices: int) -> contextlib.AbstractContextManager[None]:
-    """Programs that are traced inside take that many devices for a node, whatever they are.
+    """Programs that are traced inside treat that many devices as a node.
 
     It must be the same on every process. For tests and measurements.
     """
@@ -144,7 +144,7 @@ def heap_is_wanted() -> bool:
 
 
 def heap(wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Programs that are traced inside use the heap or do not, whatever the environment says.
+    """Programs that are traced inside use the heap or do not, instead of the environment's setting.
 
     It must be the same on every process. For measurements and tests.
     """
@@ -166,7 +166,7 @@ def _whole_number(variable: str, least: int, unset: str) -> int | None:
 def dumps_to(folder: str) -> Iterator[None]:
     """Makes Mosaic GPU write to `folder` what it compiles: PTX, the assembler's report, resources.
 
-    It reads that from the process's environment and has no other way to be asked.
+    It reads these settings from the process's environment only.
     """
     what = ("PTX", "PTXAS", "RESOURCES")
     wanted = {"MOSAIC_GPU_DUMP_TO": folder} | {f"MOSAIC_GPU_DUMP_{name}": "1" for name in what}

@@ -1,4 +1,4 @@
-"""Whether kernels are traced for the simulator: asked by kernels, which need not import it."""
+"""Whether kernels are traced for the simulator; kernels read it without importing the simulator."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PLUMBING = re.compile(
     rf"|^{_OURS})"
 )
 
-# Where no frame is kernel code (JAX keeps the innermost ten), the best there is: the pipelines of
+# Where no frame is kernel code (JAX keeps the innermost ten), the best available: the pipelines of
 # JAX, and what of our distributed layer works by itself.
 _PIPELINES = re.compile(
     r"(/_src/pallas/(mosaic_gpu/(pipeline|helpers)|helpers)"

@@ -1,4 +1,4 @@
-"""The GPUs that a simulation can be of: what they have that kernels ask for."""
+"""The GPUs that can be simulated, and the limits that kernels depend on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def target_of(name: str) -> Target:
     """The target called `name`.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no target has that name.
     """
     if name not in TARGETS:
         raise ValueError(f"target={name!r} must be one of {', '.join(TARGETS)}.")

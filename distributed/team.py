@@ -1,4 +1,4 @@
-"""A team: the devices that a kernel talks to, along one or more axes of the mesh."""
+"""A team: the devices that run a kernel together, along one or more axes of the mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _reversed: contextvars.ContextVar[bool | None] = contextvars.ContextVar("reverse
 def places_reversed(enabled: bool) -> Generator[None]:
     """Around the body of a kernel while it is traced.
 
-    If `enabled`, the devices' places along mesh axes are those of a mesh that is reverse around.
+    If `enabled`, the devices' places along mesh axes are those of the reversed mesh.
     """
     token = _reversed.set(enabled)
     try:
@@ -72,14 +72,14 @@ class Team:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the team is of one device, which talks to nobody."""
+        """Whether the team has one device only, which needs no communication."""
         return self.size == 1
 
     def device_id(self) -> jax.Array:
-        """Own id within the team, int32. Inside a kernel as well as outside.
+        """This device's number within the team, int32; inside a kernel and outside.
 
-        A kernel that asks for its place along a mesh axis is one that XLA connects to others,
-        which a team of one must not be.
+        XLA connects a kernel that reads its place along a mesh axis with other devices,
+        and a team of one must not be connected.
         """
         return jnp.int32(0) if self.is_alone else self._turned(self._place())
 
@@ -90,7 +90,7 @@ class Team:
         return lax.rem(self.device_id() + offset % self.size, jnp.int32(self.size))
 
     def address(self, device_id: int | jax.Array) -> dict:
-        """How Pallas' remote operations name member `device_id`.
+        """The name of member `device_id` for Pallas' remote operations.
 
         Axes that are not the team's are left out and so default to the caller's own position.
         """
@@ -118,7 +118,7 @@ class Team:
     def peer_offsets(self) -> tuple[int, ...]:
         """1 to `size - 1`: ring distances of the peers, nearest first.
 
-        Walking it, device `d` meets `d + 1`, `d + 2`, ...: at each step every device has a
+        In a loop over it, device `d` reaches `d + 1`, `d + 2`, ...: at each step every device has a
         different peer, so no link carries two streams.
         """
         return tuple(range(1, self.size))

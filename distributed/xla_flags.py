@@ -1,4 +1,4 @@
-"""What XLA has to be told before JAX is first used. Imports no JAX: `import stretto` runs it."""
+"""Flags of XLA to set before JAX is first used. Imports no JAX: `import stretto` runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str] = os.
     """Has XLA launch kernels one by one, in place of recording them in a CUDA graph.
 
     What is recorded holds the addresses that peers' buffers had then, and XLA records again only
-    when buffers of the same device move: a kernel would go on reading where a peer's operand used
+    when buffers of the same device move: a kernel would still read where a peer's operand used
     to be. Seen on 4 H100s with JAX 0.11.2. XLA reads its flags once, when JAX is first used, so
     `import stretto` does this; other flags are kept.
     """

@@ -1,7 +1,7 @@
-"""An operation, written down once: everything else is made from its record.
+"""The record of an operation, from which everything else about it is made.
 
 `stretto.explain`, the fallback on XLA, the gradients, the tuned tables, `stretto bench` and
-`stretto tune`, and the tests take what they need of an operation from here. The public functions
+`stretto tune`, and the tests read the record. The public functions
 (`operations/`) are written by hand and call `perform.decide` with their record; a record names its
 kernels, and a kernel names its device code, so that every step can be followed by name.
 """
@@ -36,13 +36,13 @@ class Kernel:
       candidates: what the tuner tries for a problem, or for all, given None; likely ones first.
       fused_from: bytes of one device's operand from which on the kernel is the faster one, for a
         kernel that only moves; None where `choice.costs` estimates both times.
-      untried: nobody has timed it beside XLA on several GPUs: `auto` takes it only where a table
-        says that it is faster.
-      stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
-        that XLA moves in memory besides; None for a kernel with entries of its own.
-      beside: (configuration, options, how each array lies and its type) -> why XLA has to apply an
-        epilogue with arrays, or of two products, after the kernel; None where the kernel does. None
-        for a kernel that applies none of those.
+      untried: it was never timed beside XLA on several GPUs: `auto` uses it only where a table
+        shows that it is faster.
+      stands_for: the problem whose tuned entries and estimate apply to this one, with the bytes
+        that XLA moves in memory in addition; None for a kernel with entries of its own.
+      beside: (configuration, options, layout and type of each array) -> why XLA must apply an
+        epilogue with arrays, or of two products, after the kernel; None where the kernel applies
+        it. None for a kernel that applies none of those.
     """
 
     Config: type
@@ -58,11 +58,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BetweenNodes:
-    """What an operation is over several nodes: kernels within each, XLA's collectives between.
+    """An operation over several nodes: kernels within each, XLA's collectives between.
 
     Attributes:
-      run: (operands, call) -> results; `call.split` says which axes lie within a node.
-      divided: the sizes that the nodes share out, so that a kernel serves a part of them.
+      run: (operands, call) -> results; `call.split` has the axes within a node.
+      divided: the sizes that are divided among the nodes; a kernel serves one part.
     """
 
     run: Callable[[Arrays, Call], Arrays]
@@ -92,10 +92,10 @@ class Examples:
     Attributes:
       shapes: (name of a set, devices) -> sizes of the whole problem; none where the set has none.
       operands: (sizes, devices) -> one device's operands, in the order of the public function.
-      needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
-      keywords: what else the public function takes.
-      keywords_of: sizes -> what it takes that depends on them, where `passed` does not say it.
-      timed: (sizes, the call) -> what benchmarks time: the call, or its derivative with it.
+      needs: (sizes, devices) -> divisions without remainder, as (name, size, divisor).
+      keywords: further arguments of the public function.
+      keywords_of: sizes -> further arguments that depend on them and are not in `passed`.
+      timed: (sizes, the call) -> the function that benchmarks time: the call, or its derivative.
       passed: the sizes that it takes as keyword arguments, by their names.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       values: other operands, by the name of how they are drawn; each as `operands`.
@@ -128,7 +128,7 @@ class Operation:
       public: the function that users call.
       sizes: names of a problem's sizes, in their order, as in "8192x8192x28672".
       reference: (operands, axes, options) -> results, through `jax.lax`: `backend="xla"` on any
-        platform, and the oracle of tests. Differentiable as it is.
+        platform, and the expected result in tests. Differentiable by JAX.
       backward: (call, residuals, cotangents of the results) -> cotangents of the operands.
       forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
         None for an operation that is linear in its operands: it has no residuals, and its tangent
@@ -138,17 +138,17 @@ class Operation:
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
-        outside `shard_map`; None where the caller has to say.
-      joined: (results, operands, specs of the operands, axes) -> results of a device in such a
-        call, with what is added up over other axes that whole arrays lie along; None for nothing.
+        outside `shard_map`; None where the caller must pass them.
+      joined: (results, operands, specs of the operands, axes) -> a device's results in such a
+        call, summed over the other axes that split whole arrays; None where nothing is summed.
       batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
         `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
         where `vmap` takes a launch for each.
-      work: what a problem asks of one device.
+      work: a problem's work on one device.
       kernels: fused implementations; the first without an obstacle serves.
-      between_nodes: what it is over several nodes; None where XLA serves there.
+      between_nodes: its version for several nodes; None where XLA serves there.
       examples: how tests and benchmarks call it.
-      communicates: whether it runs over a team, whose mesh axis it takes after its operands; if
+      communicates: whether it runs over a team, whose mesh axis follows its operands; if
         not, on each device alone.
     """
 
@@ -172,19 +172,19 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call that a kernel serves, as far as it is known when it is traced.
+    """The static facts of a call that a kernel serves.
 
-    It is hashable, as `jax.custom_jvp` asks of what is not differentiated.
+    It is hashable, as `jax.custom_jvp` requires of arguments that are not differentiated.
 
     Attributes:
-      operation: what is called.
-      kernel, config: what serves it.
-      axes: of the mesh, which the team lies along.
+      operation: the called operation.
+      kernel, config: the kernel that serves it, and its configuration.
+      axes: the mesh axes of the team.
       options: the operation's own; a frozen dataclass.
-      backend: what the caller asked for; derivatives ask for the same.
-      interpret: what `kernel.launch` takes.
-      split: where the team spans nodes, which axes lie within one.
-      pieces: that a call over several nodes is cut into; None for a number that fits.
+      backend: the caller's `backend`; derivatives use the same.
+      interpret: the argument of `kernel.launch`.
+      split: the axes within a node, where the team spans nodes.
+      pieces: of a call over several nodes; None for a suitable number.
       typed: whether `shard_map` types values as varying or not (`check_vma=True`).
     """
 

@@ -19,7 +19,7 @@ _COMMANDS = {
     ),
     "plan": (
         "stretto.benchmarks.commands.plan",
-        "say what a training step would take on many GPUs",
+        "predict the time of a training step on many GPUs",
     ),
     "tune": ("stretto.benchmarks.commands.tune", "find the best configuration of a kernel here"),
     "explain": (
@@ -32,7 +32,7 @@ _COMMANDS = {
     ),
     "compile": (
         "stretto.launch.commands.compile",
-        "compile a script's kernels for GPUs that are not there",
+        "compile a script's kernels for GPUs, without a GPU",
     ),
 }
 
@@ -41,7 +41,7 @@ def usage() -> str:
     """The help of ``stretto`` itself."""
     lines = ["usage: stretto COMMAND ...", "", "Multi-GPU kernels for JAX.", ""]
     lines += [f"  stretto {name:<10}{purpose}" for name, (_, purpose) in _COMMANDS.items()]
-    lines += ["", "stretto COMMAND --help tells the options of one."]
+    lines += ["", "stretto COMMAND --help lists its options."]
     return "\n".join(lines)
 
 

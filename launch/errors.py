@@ -1,7 +1,7 @@
 """The error a user can mend: one line, with the way out, and an exit status."""
 
 CANNOT_START = 2
-"""The status of a command that could not do what it was asked for."""
+"""The exit status of a command that failed."""
 
 
 class LaunchError(Exception):

@@ -24,8 +24,8 @@ from stretto.layers.products import Affine
 class Attention(nnx.Module):
     """Multi-head self-attention, of which each device of the team computes some heads.
 
-    `query`, `key` and `value` are `ColumnParallelLinear`, whose columns lie head by head, and `out`
-    is `RowParallelLinear`. Tokens come together once for the three, so that a device has whole
+    `query`, `key` and `value` are `ColumnParallelLinear`, with columns ordered by head, and `out`
+    is `RowParallelLinear`. Tokens are gathered once for the three, so that a device has whole
     sequences for its heads; results go back to their tokens.
 
     Parameters are those of `nnx.MultiHeadAttention` with the dimensions of heads joined: `[in,
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
       attention_fn: takes a device's `query [batch, tokens, heads, head_dim]`, `key` and `value
         [batch, tokens, kv_heads, head_dim]`, `mask=` and `is_causal=`, and returns what has the
         shape of `query`. Rotary positions belong here.
-      parallel: axis of the mesh, and how activations lie.
+      parallel: axis of the mesh, and the sharding of activations.
       kernel_init: of the first three; of `out` as well, unless `out_kernel_init` is given.
       out_kernel_init: of `out`.
       rngs: for the initialisers, of `query`, `key`, `value` and `out`.
@@ -104,9 +104,9 @@ class Attention(nnx.Module):
         Args:
           x: `[batch, tokens, features]`; or rows `[batch * tokens, features]`, sequence after
             sequence, with `sequence`.
-          mask: bool `[batch or 1, heads or 1, tokens, tokens]`, False where a token may not look;
+          mask: bool `[batch or 1, heads or 1, tokens, tokens]`, False where attention is excluded;
             inside `shard_map` of the device's sequences and heads.
-          is_causal: a token looks at none after it.
+          is_causal: a token attends to itself and earlier tokens only.
           sequence: tokens of a sequence, where x has rows.
         """
         _check_input(x, sequence)

@@ -23,7 +23,7 @@ from stretto.layers.products import Affine
 class FeedForward(nnx.Module):
     """`down(activation(up(x)))` or, gated, `down(activation(gate(x)) * up(x))`.
 
-    `up` and `gate` are `ColumnParallelLinear`, `down` is `RowParallelLinear`: tokens come together
+    `up` and `gate` are `ColumnParallelLinear`, `down` is `RowParallelLinear`: tokens are gathered
     once for both, under the products, and the sums of the last product go back to their tokens.
 
     Args:
@@ -31,7 +31,7 @@ class FeedForward(nnx.Module):
       out_features: by default `in_features`.
       activation: elementwise.
       gated: with a gate, as SwiGLU (`activation=jax.nn.silu`).
-      parallel: axis of the mesh, and how activations lie.
+      parallel: axis of the mesh, and the sharding of activations.
       kernel_init: of gate and up; of down as well, unless `out_kernel_init` is given.
       out_kernel_init: of down.
       rngs: for the initialisers, of `gate` (if there is one), `up` and `down`.

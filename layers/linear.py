@@ -26,7 +26,7 @@ bias_initializer = nnx.initializers.zeros_init()
 
 
 class _Linear(nnx.Module):
-    """A kernel, a bias and how they lie along the team: `in_split` and `out_split` say which."""
+    """A kernel, a bias and their sharding over the team, by `in_split` and `out_split`."""
 
     in_split: bool
     out_split: bool
@@ -69,7 +69,7 @@ class _Linear(nnx.Module):
         return Affine(self.kernel[...], None if self.bias is None else self.bias[...])
 
     def specs(self) -> Affine:
-        """How the parameters lie along the team, a `PartitionSpec` each."""
+        """The sharding of the parameters over the team, a `PartitionSpec` each."""
         kernel, bias = self._split(self.parallel)
         return Affine(kernel, bias if self.use_bias else None)
 
@@ -85,7 +85,7 @@ class _Linear(nnx.Module):
 
 
 def parameter(value: Any, parallel: Parallel, spec: P, metadata: Metadata) -> nnx.Param:
-    """A parameter that says how it lies along the team, unless `metadata` or `value` say it."""
+    """A parameter with its sharding over the team, unless `metadata` or `value` have one."""
     where: dict[str, Any] = {"out_sharding": tuple(spec)}
     if parallel.mesh is not None:
         where["mesh"] = parallel.mesh

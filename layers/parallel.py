@@ -26,9 +26,9 @@ class Parallel:
       token_axis: dimension of the activations `[..., features]` that is split; may be negative.
         The kernels need no copy where all dimensions before it are of size 1, as for rows `[tokens,
         features]`.
-      batch_axes: mesh axis, or axes, that the activations' first dimension lies along besides. Read
-        in global-view code with `AxisType.Auto` only: types tell it with `AxisType.Explicit`, and
-        inside `jax.shard_map` there is no need to know.
+      batch_axes: mesh axis, or axes, over which the activations' first dimension is sharded. Read
+        in global-view code with `AxisType.Auto` only: with `AxisType.Explicit` types have it, and
+        inside `jax.shard_map` it is not needed.
       mesh: for global-view code outside of `jax.set_mesh`.
       backend: of the operations: "auto", "pallas", "xla" or "simulator".
       keep_gathered: keep gathered tokens for the backward pass, as `stretto.all_gather_matmul` has

@@ -1,4 +1,4 @@
-"""A layer's body runs on one device's shards. Here it is brought there, wherever the layer stands.
+"""Runs a layer's body on one device's shards, inside `jax.shard_map` and outside.
 
 - Inside a `jax.shard_map` over the team, arrays are shards already.
 - In global-view code with a mesh, one `shard_map` of all its axes goes around the body (kernels need
@@ -44,7 +44,7 @@ def on_devices(
       how: the layer is spread.
       x: activations `[..., features]`; or a tuple of some, with as many tokens.
       others: trees of arrays: weights, masks.
-      specs: how each of them lies along the team, trees of `PartitionSpec`s alike.
+      specs: their sharding over the team, trees of `PartitionSpec`s of the same structure.
       enters, leaves: what the team splits of `x`, and of the result: tokens (nothing, unless
         `how.sequence_parallel`) or features.
       counts: `body` returns counts besides, which its team has alike; they are added up over what
@@ -68,7 +68,7 @@ def on_devices(
     in_specs = (tuple(entering for _ in x) if isinstance(x, tuple) else entering, *specs)
     leaving = _spec(how, rest, leaves)
     _check_split(operands, in_specs, mesh)
-    if mesh.explicit_axes:  # where operands have to lie as `in_specs` says
+    if mesh.explicit_axes:  # where operands must have the sharding `in_specs`
         operands = jax.tree.map(
             lambda y, spec: jax.sharding.reshard(
                 y, NamedSharding(mesh, _only(spec, mesh.explicit_axes))
@@ -124,7 +124,7 @@ def _enclosing() -> Any | None:
 
 
 def _mesh_of(how: Parallel, operands: Sequence[Any]) -> Any | None:
-    """The enclosing mesh, the layer's own, or the one that arrays lie on."""
+    """The enclosing mesh, the layer's own, or the mesh of the arrays."""
     found = _enclosing()
     if found is not None or how.mesh is not None:
         return how.mesh if found is None else found
@@ -166,7 +166,7 @@ def _check_split(operands: Any, specs: Any, mesh: Any) -> None:
 def _dimensions_besides(
     how: Parallel, x: jax.Array, mesh: Any, free: Collection[Hashable]
 ) -> list[tuple[Hashable, ...]]:
-    """For each dimension of x, the axes that it lies along besides the team's."""
+    """For each dimension of x, the axes over which it is sharded besides the team's."""
     entries: list[tuple[Hashable, ...]] = [()] * x.ndim
     if mesh.explicit_axes:
         for i, entry in enumerate(jax.typeof(x).sharding.spec[:-1]):

@@ -23,7 +23,7 @@ type Promote = Callable[..., tuple]
 
 
 class Affine(NamedTuple):
-    """Arrays of a linear layer, or what stands for each: kernel `[in, out]`, bias `[out]`."""
+    """Arrays of a linear layer, or their stand-ins: kernel `[in, out]`, bias `[out]`."""
 
     kernel: Any
     bias: Any | None

@@ -38,7 +38,7 @@ class Candidate:
     config: str = ""
 
     def specs(self, mesh: Mesh) -> tuple[PartitionSpec, ...]:
-        """How every operand lies on the mesh."""
+        """The sharding of every operand."""
         return tuple(joined(mesh, dimension) for dimension in self.dimensions)
 
     @property

@@ -89,12 +89,12 @@ class Case:
 
     @functools.cached_property
     def work(self) -> Work:
-        """What the case asks of one device."""
+        """The case's work on one device."""
         return self.operation.work(self.problem(Machine(platform="gpu", kind="any")))
 
     @property
     def needs_kernel(self) -> bool:
-        """Whether a kernel of ours can serve it: one device needs none that communicates."""
+        """Whether a kernel of Stretto can serve it: one device needs none that communicates."""
         return self.devices > 1 or not self.operation.communicates
 
     @property
@@ -133,9 +133,9 @@ def call_of(
     """The public operation, as a function of one device's operands inside `shard_map`.
 
     Args:
-      operation: its record, whose examples say what else it takes.
+      operation: its record, whose examples have its further arguments.
       backend, config: as the operation takes them.
-      axes: of the mesh, which the team lies along.
+      axes: the mesh axes of the team.
       **passed: what it takes as keyword arguments, of the sizes.
     """
     keywords = dict(operation.examples.keywords, backend=backend, **passed)

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 AXIS = "x"
-"""The mesh axis that the devices of one node lie along."""
+"""The mesh axis of the devices of one node."""
 NODE, GPU = "node", "gpu"
 """The mesh axes of several nodes, and of the devices within each."""
 

@@ -18,7 +18,7 @@ def text_of(sizes: Sizes) -> str:
 
 
 def form_of(operation: Operation) -> str:
-    """What the text of an operation's sizes looks like: "MxKxN"."""
+    """The form of an operation's sizes as text: "MxKxN"."""
     return "x".join(name.upper() for name in operation.sizes)
 
 
@@ -39,7 +39,7 @@ def parse_shape(text: str, operation: Operation) -> Sizes:
     """The sizes that `text` spells, by name.
 
     Raises:
-      ValueError: `text` spells no sizes, or not as many as the operation has, or one of 0.
+      ValueError: `text` has no sizes, another number of sizes than the operation, or a 0.
     """
     form = form_of(operation)
     if not re.fullmatch(r"\d+(x\d+)+", text):
@@ -54,12 +54,12 @@ def parse_shape(text: str, operation: Operation) -> Sizes:
 
 
 def suits(text: str, operation: Operation) -> bool:
-    """Whether `text` is the name of a set, or spells as many sizes as the operation has."""
+    """Whether `text` is the name of a set, or has as many sizes as the operation."""
     return text in set_names() or text.count("x") + 1 == len(operation.sizes)
 
 
 def shapes_of(text: str, operation: Operation, devices: int) -> tuple[Sizes, ...]:
-    """The sizes in the set called `text` for so many devices, or the ones that it spells.
+    """The sizes of the set `text` for this number of devices, or the sizes that `text` has.
 
     Empty where the set has none for this operation (for example "gpt-3" of a collective).
 

@@ -79,7 +79,7 @@ class BenchOptions:
     config: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """A sweep file such as configs/bench/h100.toml, in place of the options above."""
     json: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
-    """Write results here, each as it comes."""
+    """Write results here, after each case."""
     resume: bool = False
     """Continue with the results in the --json file."""
     overwrite: bool = False
@@ -93,7 +93,7 @@ class BenchOptions:
     repeats: int = 20
     """Samples per peer and case; each is the mean over a run of many calls."""
     budget: Annotated[float | None, arg(metavar="SECONDS")] = None
-    """Stop after this many seconds; --resume goes on later."""
+    """Stop after this many seconds; --resume continues later."""
     rehearse: bool = False
     """Try the sweep out: the same cases and peers with small shapes, no measurement of speed."""
     list: bool = False
@@ -198,7 +198,7 @@ def _trace(cases: list[Case], path: pathlib.Path) -> int:
 
 
 def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:
-    """The sweeps that the options ask for, checked; BenchmarkError says what is wrong with them."""
+    """The sweeps of the options, checked; BenchmarkError names what is wrong with them."""
     if options.config is not None:
         if options.kernels or options.shapes or options.devices:
             raise BenchmarkError(
@@ -221,7 +221,7 @@ def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:
 
 
 def _check_outputs(options: BenchOptions) -> None:
-    """Says before hours of measuring that pictures cannot be drawn."""
+    """Raises an error before hours of measuring if pictures cannot be drawn."""
     if options.repeats < 1:
         raise BenchmarkError(f"--repeats {options.repeats} must be at least 1.")
     predictions.check_counts(counts_of(options.predict))

@@ -1,4 +1,4 @@
-"""`stretto bench compare A.json B.json`: what changed, as far as can be told."""
+"""`stretto bench compare A.json B.json`: what changed between two results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
-    """Say what changed between two results.
+    """List what changed between two results.
 
     Two times are equal where the 95% interval of their ratio holds 1. Exits with status 1 if one of
     our kernels became slower by more than the threshold, or lost its time.

@@ -70,9 +70,7 @@ def main(argv: list[str]) -> int:
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if options.check:
         for path in stale:
-            print(
-                f"{path} is not what the results say; run stretto bench document", file=sys.stderr
-            )
+            print(f"{path} does not match the results; run stretto bench document", file=sys.stderr)
         return int(bool(stale))
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +85,7 @@ def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.P
 
 
 def _one_machine(found: list[Results]) -> list[Results]:
-    """Those of the last machine of most devices; one that a single process drove comes first."""
+    """Those of the last machine of most devices; machines with one process take precedence."""
     ranked = [one.machine for one in reversed(found)]
     machine = max(ranked, key=lambda one: (one.num_processes == 1, one.num_devices))
     return [

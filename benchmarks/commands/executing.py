@@ -22,7 +22,7 @@ def execute(
     budget_s: float | None,
     name: str,
 ) -> int:
-    """Times what is not done yet, and says on stderr why it ended early, under the command's name.
+    """Times the remaining cases; prints on stderr why it ended early, with the command's name.
 
     Returns the exit status: 0, also where the time limit passed; 1 if the devices were lost; 130
     if it was interrupted.

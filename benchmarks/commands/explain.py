@@ -16,7 +16,7 @@ from stretto.kernels.operations.explain_sizes import explain_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
-    """Say what a call of some sizes takes, the fused kernel or XLA, and why; needs no GPU."""
+    """Print whether the fused kernel or XLA serves a call of these sizes, and why; needs no GPU."""
 
     operation: Annotated[str, Positional, arg(help=f"One of {', '.join(OPERATIONS)}.")]
     sizes: Annotated[str, Positional, arg(metavar="MxKxN")]
@@ -24,7 +24,7 @@ class ExplainOptions:
     devices: Annotated[int, arg(aliases=["-n"])] = 4
     """The team's size."""
     kind: str = "NVIDIA H200"
-    """Of GPU, by the driver's name or a part of it."""
+    """Type of GPU: the driver's name or a part of it."""
     dtype: str = "bfloat16"
     """Of the operands."""
 

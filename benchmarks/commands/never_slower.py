@@ -43,7 +43,7 @@ class NeverSlowerOptions:
 
     Sizes are a device's, log-uniform, a third of them odd; memory that is not there is said. The
     same command with --resume continues. Exits with status 1 if `auto` was slower than XLA
-    somewhere: where the 95% interval of the ratio lies above 1.02.
+    somewhere: where the 95% interval of the ratio is above 1.02.
     """
 
     random: int = 200
@@ -51,13 +51,13 @@ class NeverSlowerOptions:
     seed: int = 0
     """Of the sizes and of the configurations; the order of turns is another one in each run."""
     json: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
-    """Write results here, each as it comes."""
+    """Write results here, after each case."""
     resume: bool = False
     """Continue with the results in the --json file."""
     overwrite: bool = False
     """Drop the results in the --json file."""
     minutes: float | None = None
-    """Stop after so many minutes; --resume goes on later."""
+    """Stop after this many minutes; --resume continues later."""
     kernels: Annotated[str, arg(help=f"Operations, comma separated: {KERNELS_HELP}")] = "all"
     devices: int | None = None
     """How many devices; default: all."""
@@ -70,9 +70,9 @@ class NeverSlowerOptions:
     repeats: int = 20
     """Samples per program and case, two a visit."""
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
-    """Time nothing; say what these results came to."""
+    """Time nothing; summarise these results."""
     page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
-    """Write what the results came to into this page, between its markers `<!-- never-slower -->`
+    """Write the summary of the results into this page, between its markers `<!-- never-slower -->`
     and `<!-- /never-slower -->`."""
     commit: str = ""
     """The commit to record, where this copy of Stretto is no checkout."""
@@ -109,10 +109,10 @@ def main(argv: list[str]) -> int:
 
 
 def draw_of(options: NeverSlowerOptions, devices: int) -> Draw:
-    """What the options ask to be drawn, where there are so many devices.
+    """The draw of the options, for this number of devices.
 
     Raises:
-      BenchmarkError: they ask for more devices than there are, or for an unknown operation.
+      BenchmarkError: they name more devices than exist, or an unknown operation.
     """
     if options.devices is not None and not 1 <= options.devices <= devices:
         raise BenchmarkError(f"--devices {options.devices} must be from 1 to {devices}, all here.")
@@ -152,7 +152,7 @@ def _check(options: NeverSlowerOptions) -> None:
 
 
 def _say(options: NeverSlowerOptions, found: list[Results]) -> int:
-    """Prints what the results came to, and writes it into the page; 1 if `auto` was slower."""
+    """Prints a summary of the results, and writes it into the page; 1 if `auto` was slower."""
     if any(one.draw is None for one in found):
         raise BenchmarkError(f"these are no results of {NAME}.")
     for one in found:

@@ -1,4 +1,4 @@
-"""`stretto plan`: a training step, or calls of operations, on machines that nobody has yet."""
+"""`stretto plan`: predicts a training step, or calls of operations, on larger machines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MOST_GPUS = 65_536
 class PlanOptions:
     """Plan a training step on many GPUs: the fastest splits, their memory, and how it scales.
 
-    Times come from a model fitted to what was measured on 1, 2 and 4 GPUs. Every one has an
-    interval, and says where it leaves what was measured. Nothing runs, and no GPU is needed.
+    Times come from a model fitted to measurements on 1, 2 and 4 GPUs. Every time has an
+    interval, and names what goes beyond the measurements. Nothing runs, and no GPU is needed.
     """
 
     model: Annotated[

@@ -17,7 +17,7 @@ from stretto.benchmarks.predict.samples import committed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictedOptions:
-    """Show predicted times beside the measured ones of the results that come with Stretto."""
+    """Show predicted times beside the measured ones of the results that Stretto ships."""
 
     page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write every case into this page, such as docs/results/predicted.md."""

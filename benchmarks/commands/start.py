@@ -1,4 +1,4 @@
-"""What every command that measures does first, and how it says what it is doing."""
+"""The first steps of every command that measures, and its progress line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def start_devices() -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is being done, nothing where there is no terminal."""
+    """A line of progress on the terminal; nothing without a terminal."""
     console = Console(stderr=True)
     if jax.process_index() != 0 or not console.is_terminal:
         yield lambda text: None

@@ -60,7 +60,7 @@ class TuneOptions:
     retune: bool = False
     """Measure shapes that the table holds already."""
     candidates: Annotated[int | None, arg(metavar="COUNT")] = None
-    """Measure only the first so many configurations; default: all that the kernel offers."""
+    """Measure only the first COUNT configurations; default: all of the kernel's."""
     repeats: int = 10
     """Samples per finalist."""
     budget: Annotated[float | None, arg(metavar="SECONDS")] = None
@@ -157,7 +157,7 @@ def _batch(cases, options, on_gpu, say, console) -> Iterator[Entry]:
 
 
 def _one(prepared: Prepared, settings, versions, say, console) -> Entry | None:
-    """Tunes one case and says how it came out."""
+    """Tunes one case and prints the result."""
     case = prepared.case
     try:
         entry = take(prepared, settings, versions, lambda text: say(f"{case}: {text}"))
@@ -173,7 +173,7 @@ def _one(prepared: Prepared, settings, versions, say, console) -> Entry | None:
 
 
 def sweep_of(options: TuneOptions) -> Sweep:
-    """The cases that the options ask for, checked; BenchmarkError says what is wrong."""
+    """The cases of the options, checked; BenchmarkError names what is wrong."""
     if not options.kernels:
         raise BenchmarkError("no kernel; name some, or `all`.")
     sweep = Sweep(
@@ -193,7 +193,7 @@ def _own_table(on_gpu: bool) -> pathlib.Path:
 
 
 def _existing(path: pathlib.Path, kind: str) -> Table:
-    """The table in `path`, an empty one if there is none; the first process alone reads it."""
+    """The table in `path`, or an empty one; only the first process reads it."""
     if jax.process_index() != 0 or not path.exists():
         return Table(kind)
     try:

@@ -67,7 +67,7 @@ def measure(say: Callable[[str], None] = lambda _: None) -> Links:
     """Times every link of the job; every process must call it.
 
     Args:
-      say: told what is being done.
+      say: called with a line of progress.
 
     Raises:
       BenchmarkError: there is one device, or nodes have different numbers of them.

@@ -1,4 +1,4 @@
-"""Which transfers are timed, so that every link of a job is met once in each direction."""
+"""The transfers to time, such that each link of a job is used once in each direction."""
 
 from __future__ import annotations
 

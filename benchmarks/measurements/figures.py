@@ -55,7 +55,10 @@ def complete(measurement: Measurement, case: Case, link_gb_per_s: float) -> None
                 timed.overlap_efficiency = overlap_efficiency(
                     timed.time, measurement.matmul_floor, communication.time
                 )
-        intervals.fill(measurement, timed)
+    measurement.lower_floor()
+    for timed in measurement.timed:
+        if timed.role not in (MATMUL, COMMUNICATION):
+            intervals.fill(measurement, timed)
 
 
 def _rates(timed: Timed, case: Case) -> None:

@@ -13,8 +13,9 @@ from stretto.benchmarks.peers.peers import MATMUL
 def fill(measurement: Measurement, timed: Timed) -> None:
     """Gives each figure of `timed` that is there its interval, where there are enough rounds.
 
-    The figures are computed anew for each round. A share of the floor is that of the matmul alone
-    of the same round where that is the floor, and else of the bytes over the link.
+    The figures are computed anew for each round. Where the floor is the time of a program, a share
+    of it is that program's time in the same round over ours; otherwise it is of the bytes over the
+    link.
     """
     xla, moved = measurement.of("xla"), measurement.of("communication")
     matmul = _fastest_matmul(measurement)
@@ -22,7 +23,7 @@ def fill(measurement: Measurement, timed: Timed) -> None:
     if timed.over_xla is not None and xla is not None:
         found["over_xla"] = measurement.ratio(timed, xla)
     if timed.share_of_floor is not None:
-        found["share_of_floor"] = _share_of_floor(measurement, timed, matmul)
+        found["share_of_floor"] = _share_of_floor(measurement, timed)
     if timed.exposed is not None and matmul is not None:
         ours, alone = _rounds(measurement, timed, matmul)
         found["exposed"] = spread.interval(ours - alone)
@@ -33,11 +34,10 @@ def fill(measurement: Measurement, timed: Timed) -> None:
     timed.intervals = {name: (one.low, one.high) for name, one in found.items() if one is not None}
 
 
-def _share_of_floor(
-    measurement: Measurement, timed: Timed, matmul: Timed | None
-) -> Interval | None:
-    if matmul is not None and measurement.floor == matmul.time:
-        return measurement.ratio(matmul, timed)
+def _share_of_floor(measurement: Measurement, timed: Timed) -> Interval | None:
+    source = next((one for one in measurement.timed if one.time == measurement.floor), None)
+    if source is not None:
+        return measurement.ratio(source, timed)
     (ours,) = _rounds(measurement, timed)
     return spread.geometric((measurement.floor or 0.0) / ours)
 

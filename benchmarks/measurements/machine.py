@@ -1,4 +1,4 @@
-"""What a result must say of the machine that it was taken on."""
+"""The facts of a machine that its results record."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Missing(msgspec.Struct, kw_only=True):
-    """A peer that was asked for and has no time, and why."""
+    """A requested peer without a time, and the reason."""
 
     peer: str
     reason: str
@@ -125,6 +125,21 @@ class Measurement(Sized, kw_only=True, omit_defaults=True):
         """The times of `peer`, None if it has none."""
         return next((timed for timed in self.timed if timed.peer == peer), None)
 
+    def lower_floor(self) -> None:
+        """Lowers the floor to the fastest program of the whole operation, so no share exceeds 1.
+
+        Such a program multiplies as well, so the matmul takes at most as long. It can be faster
+        than the few matmuls that were timed alone. Intervals of changed shares are dropped.
+        """
+        shared = [timed for timed in self.timed if timed.share_of_floor is not None]
+        fastest = min((timed.time for timed in shared), default=None)
+        if self.floor is None or fastest is None or not self.has_matmul or fastest >= self.floor:
+            return
+        self.floor = max(fastest, self.communication_floor or 0.0)
+        for timed in shared:
+            timed.share_of_floor = self.floor / timed.time
+            timed.intervals.pop("share_of_floor", None)
+
     def ratio(self, ours: Timed, theirs: Timed) -> Interval | None:
         """Our time over theirs, of pairs of neighbours in time; None where there are too few."""
         return spread.ratio(ours.samples, theirs.samples, self.per_visit)
@@ -140,9 +155,9 @@ class Measurement(Sized, kw_only=True, omit_defaults=True):
 
 
 class Prediction(Sized, kw_only=True, omit_defaults=True):
-    """Times of a case in microseconds that nobody measured, with their intervals.
+    """Predicted times of a case in microseconds, with their intervals.
 
-    `beyond` says in what they leave what was measured.
+    `beyond` lists what goes beyond the measurements.
     """
 
     fused: float
@@ -180,7 +195,7 @@ class Machine(msgspec.Struct, kw_only=True):
 
 
 class Draw(msgspec.Struct, kw_only=True, frozen=True):
-    """Cases that are drawn at random: `count` of these operations, on so many `devices`.
+    """Cases that are drawn at random: `count` of these operations, on `devices` devices.
 
     The sizes are a device's, from 1 to `largest`, and come from `seed` alone. Of each case up to
     `candidates` of the kernels' configurations are drawn besides.
@@ -196,7 +211,7 @@ class Draw(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """A whole results file; of cases that were drawn it says how."""
+    """A whole results file; for drawn cases also the draw."""
 
     schema: str
     start_time: str
@@ -222,7 +237,7 @@ def read(path: pathlib.Path) -> Results:
     """The results in `path`.
 
     Raises:
-      BenchmarkError: there is no such file, or it is damaged or of another schema.
+      BenchmarkError: the file is missing, damaged, or of another schema.
     """
     try:
         raw = path.read_bytes()
@@ -240,9 +255,12 @@ def read(path: pathlib.Path) -> Results:
             f"{path}: its schema is {schema!r}, this version reads {SCHEMA!r}; measure again."
         )
     try:
-        return msgspec.convert(header, Results)
+        found = msgspec.convert(header, Results)
     except msgspec.ValidationError as error:
         raise BenchmarkError(f"{path}: damaged: {error}; measure again with --overwrite.") from None
+    for measurement in found.measurements:
+        measurement.lower_floor()
+    return found
 
 
 def merged(found: Sequence[Results]) -> Results:

@@ -29,7 +29,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean, and the 95% interval in which it lies."""
+    """A mean, and its 95% interval."""
 
     value: float
     low: float
@@ -41,7 +41,7 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """Half the width: what stands after "±"."""
+        """Half the width: the number after "±"."""
         return (self.high - self.low) / 2
 
 

@@ -28,7 +28,7 @@ def merged(table: Table, entry: Entry) -> Table:
 
 
 def entries_of(found: Results) -> list[Entry]:
-    """What the results of `stretto bench` say of our kernels beside XLA, one entry a case.
+    """Entries of a tuned table from results of `stretto bench`, one per case.
 
     Each with the configuration that the kernel was run in. Cases without both times are left out,
     and those whose operands were drawn in an unusual way, which a call does not know of.

@@ -1,1 +1,1 @@
-"""Whether `backend="auto"` is anywhere slower, at sizes that nobody chose."""
+"""Whether `backend="auto"` is anywhere slower, at sizes that are drawn at random."""

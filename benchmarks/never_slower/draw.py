@@ -25,13 +25,13 @@ def drawable(operation: Operation) -> bool:
 
 
 def cases(draw: Draw) -> list[Case]:
-    """The cases, in a random order, so that those that come first are of all kinds.
+    """The cases, in a random order, so that the first cases are of all kinds.
 
     Each size is log-uniform. The rows of an operation's cases are drawn from as many equal parts of
     that distribution, one of each, so that every decade has its share of them.
 
     Raises:
-      BenchmarkError: there are not so many different ones.
+      BenchmarkError: there are fewer different cases.
     """
     rng = random.Random(draw.seed)
     found: dict[tuple, Case] = {}

@@ -1,4 +1,4 @@
-"""What the times of a drawn case say of `auto`."""
+"""The verdict on `auto` from the times of a drawn case."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stretto.benchmarks.measurements.spread import Interval
 from stretto.benchmarks.never_slower.candidates import DRAWN
 
 SLOWER = 1.02
-"""`auto` is slower than XLA where the whole interval of its ratio lies above this."""
+"""`auto` is slower than XLA where the whole interval of its ratio is above this."""
 FASTER = 0.97
-"""A configuration is faster than `auto` where the whole interval of its ratio lies below this."""
+"""A configuration is faster than `auto` where the whole interval of its ratio is below this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Verdict:
       case: what was timed.
       skipped: why nothing was, "" if it was.
       over_xla: `auto`'s time over XLA's; None where one of them has no time.
-      same_program: whether `auto` is XLA's program, so that there is nothing to be slower.
+      same_program: whether `auto` is XLA's program, and so cannot be slower.
       drawn: the time of the best configuration that was drawn over `auto`'s; None without one.
       backend: what served `auto`.
       config: of the best one drawn.
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the interval has 1.02 in it: nothing can be said."""
+        """Whether the interval contains 1.02, so that the case is undecided."""
         return self.over_xla is not None and self.over_xla.holds(SLOWER)
 
     @property

@@ -1,7 +1,7 @@
 """What all pictures share: a colour and a mark for each peer, axes, lines, titles, legends.
 
 The colours are Okabe and Ito's, which the colour-blind can tell apart, and each peer has a mark of
-its own besides.
+its own as well. The grey of floors is darker than theirs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ COLOURS = {
     "xla-windowed": "#e69f00",
     "jax-pallas": "#009e73",
     "torch": "#cc79a7",
-    "torch-symm": "#8e6bbf",
-    "matmul": "#8a8a8a",
-    "own-matmul": "#000000",
-    "communication": "#f0e442",
+    "torch-symm": "#000000",
 }
 MARKERS = {
     "fused": "o",
@@ -32,11 +29,8 @@ MARKERS = {
     "jax-pallas": "^",
     "torch": "v",
     "torch-symm": "P",
-    "matmul": "x",
-    "own-matmul": "+",
-    "communication": "*",
 }
-FLOOR = "#8a8a8a"
+FLOOR = "#606060"
 
 
 def size_axis(axes: Any, sizes: Sequence[int]) -> None:
@@ -73,7 +67,7 @@ def points(axes: Any, peer: str, x: Sequence[float], y: Sequence[float], name: s
 
 
 def mark(peer: str) -> dict[str, Any]:
-    """A peer's mark. Whatever served `auto` is timed too: a ring around that one's mark."""
+    """A peer's mark. `auto` is a ring around the mark of the peer that served it."""
     if peer == "auto":
         return dict(marker="o", markersize=11, markerfacecolor="none", markeredgewidth=1.5)
     return dict(marker=MARKERS.get(peer, "."))

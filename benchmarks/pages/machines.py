@@ -60,10 +60,9 @@ def _page(
     measurements = [measurement for _, measurement in pairs]
     parts = [
         f"# {title}\n",
-        f"Written by `stretto bench document {' '.join(names)}`; do not edit."
-        " [Benchmarks](../measure/benchmarks.md) says how times are taken,"
-        " [Reading a report](../measure/reading_a_report.md) what the columns mean."
-        " Times are medians in microseconds of one call, on the slowest device.\n",
+        "Times are medians in microseconds of one call, on the slowest device."
+        " [Benchmarks](../measure/benchmarks.md) says how they are taken,"
+        " [Reading a report](../measure/reading_a_report.md) what the columns mean.\n",
         *(f"- {machine_of(one)}" for one in files),
         "",
         *_sections(sorted(measurements, key=case_order)),
@@ -72,7 +71,7 @@ def _page(
     if missing := [text for one in files if (text := markdown.missing_list(one))]:
         lines = dict.fromkeys("".join(missing).splitlines(keepends=True))
         parts += ["## No times\n", "".join(lines)]
-    return "\n".join(parts)
+    return "\n".join([*parts, markdown.written_by(names)])
 
 
 def _sections(measurements: list[Measurement]) -> list[str]:

@@ -30,6 +30,11 @@ def peers_in(measurements: Iterable[Measurement], roles: Sequence[str] = ()) -> 
     return [name for name in PEERS if name in found] + sorted(found - PEERS.keys())
 
 
+def written_by(names: Iterable[str]) -> str:
+    """The last line of a page that results files make."""
+    return f"Written by `stretto bench document {' '.join(names)}`; do not edit.\n"
+
+
 def operation_peers(measurements: Sequence[Measurement]) -> list[str]:
     """Those of `peers_in` that do the whole operation, but for those timed only on request."""
     parts = set(peers_in(measurements, (MATMUL, COMMUNICATION)))
@@ -66,7 +71,7 @@ def difference(ratio: Interval | None) -> str:
 
 
 def microseconds(timed: Timed | None, with_share: bool = False) -> str:
-    """A time, with its share of the floor in brackets if asked for and known."""
+    """A time, with its share of the floor in brackets if requested and known."""
     if timed is None:
         return NONE
     share = percent(timed.share_of_floor) if with_share else ""
@@ -76,7 +81,7 @@ def microseconds(timed: Timed | None, with_share: bool = False) -> str:
 def times_table(measurements: Sequence[Measurement], leave_out: Sequence[str] = ()) -> str:
     """Cases of any kernels, one a row: floor and every peer's time, ours with its share.
 
-    In bold the fastest, and whoever cannot be told apart from it.
+    In bold the fastest, and what cannot be told apart from it.
     """
     names = [name for name in operation_peers(measurements) if name not in leave_out]
     header = ["kernel", "shape", "floor", *map(peer_label, names)]

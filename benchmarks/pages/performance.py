@@ -24,9 +24,12 @@ All programs of a row take turns in one run, in random order, so compare times w
 same kernel in another run may differ by several percent. [Benchmarks](benchmarks.md) has the whole
 method.
 
-The **floor** is the larger of two times: the fastest matmul alone *of this run*, and the bytes that
-a device must send over its link. The first is not a hard limit. It is the best of a few matmuls
-that were timed, so a fused kernel whose own matmul is faster can be above 100%.
+The **floor** is the larger of two times: the fastest matmul *of this run*, and the bytes that a
+device must send over its link. A matmul was timed alone and inside each program of the row; at 100%
+no matmul of the row was faster than the program.
+
+**The kernels may have changed since the commit that a result names.** [Changed since the
+results](decisions.md#changed-since-the-results) lists whose device code is another now.
 
 Other machines, all peers and all numbers of devices are under [Results](../results/index.md);
 what was tried to reach these times is under [Decisions](decisions.md).
@@ -51,9 +54,9 @@ def readme_times(found: list[Results]) -> str:
     machines = dict.fromkeys(machine_of(one) for one, _ in chosen)
     return (
         f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
-        " floor, which is the larger of the matmul alone and of the bytes to be sent at"
-        f" {chosen[0][0].link_gb_per_s:.0f} GB/s.\n\n"
-        + markdown.times_table([measurement for _, measurement in chosen], LEFT_OUT)
+        " floor, the larger of the fastest matmul of the row and of the bytes to be sent at"
+        f" {chosen[0][0].link_gb_per_s:.0f} GB/s. Bold: the fastest, and what cannot be told apart"
+        " from it.\n\n" + markdown.times_table([measurement for _, measurement in chosen], LEFT_OUT)
     )
 
 
@@ -80,7 +83,6 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
         return parts[0] + "\nNo results yet: `stretto bench document FILE...` writes this page.\n"
     measurements.sort(key=case_order)
     parts += [
-        f"Written by `stretto bench document {' '.join(names)}`; do not edit.\n",
         *(f"- {machine_of(one)}" for one in found),
         "",
         METHOD,
@@ -95,7 +97,7 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
     parts += [_picture(path) for path in pictures if _stem(path) in ("share-of-floor", "roofline")]
     if worst := terminal.never_slower_line(measurements):
         parts += [worst + ".\n"]
-    return "\n".join(parts)
+    return "\n".join([*parts, markdown.written_by(names)])
 
 
 def _intervals(cases: Sequence[Measurement]) -> str:

@@ -157,7 +157,7 @@ def roofline(
 ) -> Figure | None:
     """TFLOP/s against operations per byte sent, under the roof of the link and of the arithmetic.
 
-    The level part is the highest rate of the run, whoever reached it, so no point is above it.
+    The level part is the highest rate of all programs of the run, so no point is above it.
     """
     cases = [m for m in cases if m.flops and m.sent_bytes and (m.of("fused") or m.of("xla"))]
     matmuls = [t.tflops for m in cases for t in m.timed if t.role == MATMUL and t.tflops]

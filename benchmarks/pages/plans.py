@@ -24,7 +24,7 @@ NOTHING = "-"
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """Everything that a plan says."""
+    """The text of a plan."""
     console.print(heading(plan), highlight=False)
     for one in plan.splits:
         print_splits(console, plan, one)

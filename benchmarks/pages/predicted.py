@@ -69,11 +69,11 @@ def page(names: Sequence[str]) -> str:
     """The whole of docs/results/predicted.md, of the results files with these names."""
     parts = [
         "# Predicted beside measured\n",
-        "Written by `stretto bench predicted --page docs/results/predicted.md` from"
-        f" {', '.join(names)} and the times noted in pages; do not edit."
-        " [Planning](../measure/planning.md) tells how a time is predicted."
-        " Every case is predicted by a fit that has not seen it. Calls are in microseconds, steps"
-        " in milliseconds; a time outside its interval is bold.\n",
+        "[Planning](../measure/planning.md) explains how a time is predicted."
+        " Every case is predicted by a fit without it. Calls are in microseconds, steps"
+        " in milliseconds; a time outside its interval is bold."
+        " Written by `stretto bench predicted --page docs/results/predicted.md` from"
+        f" {', '.join(names)} and the times noted in pages; do not edit.\n",
         "## Steps of the transformer\n",
         steps_table(),
     ]

@@ -41,15 +41,16 @@ _METHOD = (
     " waiting for the one before, divided by their number: the interval between the completions"
     " of runs that were queued back to back.",
     "All peers of a case are visited in turns, in orders of which each peer follows each other"
-    " equally often, so that the card's drift meets them alike. Operands are random, and rotate"
-    " through several sets where one would stay in the L2.",
+    " equally often, so that the card's drift affects all of them alike. Operands are random, and"
+    " rotate through several sets where one would stay in the L2.",
     "A time is the median over the samples, each the maximum over processes; p10 and p90 are the"
     " tenth and ninetieth percentile. After ± stands half of a 95% interval: Student's, of the"
     " mean over the rounds, of a ratio that of its logarithm. Two whose ratio may be 1 are called"
     " equal (=).",
-    "The floor is the larger of the fastest matmul alone, timed in the same run, and of the bytes"
-    " that a device must send over the link. Exposed is the time beyond the matmul; overlap the"
-    " share of the shorter part that was hidden.",
+    "The floor is the larger of two times: the fastest matmul of this run, alone or inside a"
+    " program of the whole operation, and the bytes that a device must send over the link. Exposed"
+    " is the time beyond the matmul alone; overlap is the share of the shorter part that was"
+    " hidden.",
 )
 
 
@@ -60,7 +61,7 @@ def write(results: Results, path: pathlib.Path) -> None:
 
 
 def page(results: Results) -> str:
-    """The page's HTML. Without matplotlib it has no pictures, and says so."""
+    """The page's HTML. Without matplotlib it has a note in place of pictures."""
     parts = [
         f"<h1>Stretto benchmarks</h1><p class=soft>{_text(terminal.machine_line(results))}</p>",
     ]

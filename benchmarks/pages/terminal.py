@@ -100,7 +100,7 @@ def equal_mark(timed: Timed) -> str:
 
 
 def equal_sentence(measurement: Measurement) -> str:
-    """Who is as fast as the fastest, as far as can be told; empty if nobody is."""
+    """The peers that cannot be told apart from the fastest; empty if there are none."""
     whole = {t.peer for t in measurement.timed if t.role not in (MATMUL, COMMUNICATION)}
     alike = measurement.as_fast_as_the_fastest(whole)
     if len(alike) < 2:
@@ -109,11 +109,13 @@ def equal_sentence(measurement: Measurement) -> str:
 
 
 def floor_sentence(measurement: Measurement) -> str:
-    """The floor and what it is made of."""
+    """The floor and its parts."""
     sent = f"communication {number(measurement.communication_floor)} us"
     if measurement.matmul_floor is None:
         return f"floor {number(measurement.floor)} us: {sent}"
     parts = f"matmul {number(measurement.matmul_floor)} us, {sent}"
+    if (measurement.floor or 0.0) < measurement.matmul_floor:
+        return f"floor {number(measurement.floor)} us, the fastest of the row; alone: {parts}"
     return f"floor {number(measurement.floor)} us, the larger of {parts}"
 
 
@@ -167,7 +169,7 @@ def never_slower_line(measurements: list[Measurement], peer: str = "auto") -> st
     return (
         f"{PEERS[peer].label} over XLA, {len(beside)} cases: at worst"
         f" {ratio:.3f}{margin(worst_one, 'over_xla', 1, 3)}, at {heading(measurement)};"
-        f" slower in {slower}, as far as can be told"
+        f" slower in {slower}, by the 95% intervals"
     )
 
 

@@ -1,4 +1,4 @@
-"""Who is timed over several nodes: ours, XLA's flat and hierarchical versions, the matmul alone.
+"""The peers over several nodes: Stretto, XLA's flat and hierarchical versions, the matmul alone.
 
 All run inside `shard_map` over the axes `NODE` and `GPU`.
 """

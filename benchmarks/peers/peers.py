@@ -50,7 +50,7 @@ class Peer:
       on_request: whether it is timed only where it is named.
       serves: the operations that it has; None for all.
       trace_s: seconds that tracing its candidates takes, about.
-      is_compared: whether its result is held to XLA's, though it is not ours.
+      is_compared: whether its result is compared with XLA's, though it is not Stretto's.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _public(backend: str) -> Callable[[Case, Mesh], list[Candidate]]:
 
 
 def _without_limit(case: Case, mesh: Mesh) -> list[Candidate]:
-    """The fused kernel whose waits spin for ever: what their limit costs is the difference."""
+    """The fused kernel with unlimited waits, to measure the cost of the limit."""
     call = case.call("pallas", axes=mesh.axis_names)
 
     def body(*operands: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The helper process that times PyTorch's peers: one process a device, told what to do over a pipe.
+"""The helper process that times PyTorch's peers: one process per device, requests over a pipe.
 
 Run as a file by an interpreter that has PyTorch, which need not have Stretto: this imports the
 standard library and torch only. `torch_peers.py` starts it. Requests come as lines of JSON on
@@ -41,7 +41,7 @@ class Rank:
     Args:
       rank: this process.
       world: number of processes.
-      address: "host:port" at which they meet.
+      address: "host:port" of their rendezvous.
     """
 
     def __init__(self, rank: int, world: int, address: str):

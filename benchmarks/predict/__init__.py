@@ -1,1 +1,1 @@
-"""The model of time, and timelines that nobody measured."""
+"""The model of time, and predicted timelines."""

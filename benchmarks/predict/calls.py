@@ -24,7 +24,7 @@ IMPLEMENTATIONS = ("auto", "fused", "xla")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallTime:
-    """What a call takes, and what of it is communication.
+    """The time of a call, and its communication.
 
     Attributes:
       time: of the call.

@@ -42,7 +42,7 @@ _MARGIN = 1.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A time that nobody measured, in microseconds.
+    """A predicted time, in microseconds.
 
     Attributes:
       us: the time.
@@ -159,7 +159,7 @@ class Model:
 
         Args:
           way: of `WAYS`.
-          work: what the call asks of one device.
+          work: the call's work on one device.
           itemsize: bytes of an element.
           target: the machine, of which only a node is looked at.
 

@@ -2,7 +2,7 @@
 
 No transfer between nodes is among the committed results. A file that says what is published is
 taken at `LIKELY` of it, in an interval from all of it to `LEAST` of it; a file that was measured is
-taken as it is. So these intervals are bounds that we set, not errors that we saw.
+taken as it is. So these intervals are assumed bounds, not measured errors.
 """
 
 from __future__ import annotations

@@ -109,6 +109,6 @@ def target_of(source: str) -> Target:
 
 @functools.cache
 def times() -> Noted:
-    """The times that come with Stretto."""
+    """The noted times that Stretto ships."""
     folder = pathlib.Path(str(importlib.resources.files("stretto.benchmarks")))
     return msgspec.json.decode((folder / "results/noted/times.json").read_bytes(), type=Noted)

@@ -1,4 +1,4 @@
-"""Times of cases on device counts that are not there, to stand beside the measured ones."""
+"""Predicted times of cases on other numbers of devices, shown beside the measured ones."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _of_the_collective(features: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def committed() -> list[pathlib.Path]:
-    """The results files that come with Stretto."""
+    """The results files that Stretto ships."""
     folder = pathlib.Path(str(importlib.resources.files("stretto.benchmarks"))) / "results"
     return sorted(folder.glob("*.json"))
 

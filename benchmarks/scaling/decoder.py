@@ -72,12 +72,12 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def folder() -> pathlib.Path:
-    """Where the models lie."""
+    """The folder of the models."""
     return pathlib.Path(str(importlib.resources.files("stretto.configs"))) / "models"
 
 
 def names() -> list[str]:
-    """The models that come with Stretto."""
+    """The models that Stretto ships."""
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 

@@ -1,4 +1,4 @@
-"""The time and the memory of a step in one split, and what they are made of."""
+"""The time and the memory of a step in one split, and their parts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _sent(
     passes: int,
     target: Target,
 ) -> dict[str, Predicted]:
-    """What is sent besides the projections' rows, by axis; nothing of it is hidden."""
+    """Traffic besides the projections' rows, by axis; it is not overlapped."""
     calls, per_node = model.calls, target.gpus_per_node
     directions = [layer.forward(decoder, share), layer.backward(decoder, share)]
     directions += directions[:1] if how.remat == "layer" else []

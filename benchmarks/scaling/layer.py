@@ -1,4 +1,4 @@
-"""What one layer of a decoder asks of a device, forward and backward.
+"""The work of one layer of a decoder on a device, forward and backward.
 
 Dense projections are the operations that `examples/transformer` calls along "tp". Tokens of a
 sequence split over "cp" gather the keys and values of all of it; experts are dealt out along "tp"
@@ -31,7 +31,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a layer asks of one device, in one direction.
+    """A layer's work on one device, in one direction.
 
     Attributes:
       calls: operations along "tp", by name and sizes.
@@ -40,7 +40,7 @@ class Asked:
       attention_flops: of the scores and their sums, the masked half left out.
       sorted_bytes: read and written by putting experts' rows in order and adding them up again.
       elementwise_bytes: read and written by norms, rotations, activations and sums.
-      gathered: bytes of keys and values that come together along "cp".
+      gathered: bytes of keys and values that are gathered along "cp".
       exchanged: bytes of a device's rows that an all-to-all along "tp" and "ep" moves, each time.
       exchanges: how often it does.
     """

@@ -67,7 +67,7 @@ def plan(decoder: Decoder, counts: Sequence[int], target: Target, batch: int) ->
 
 
 def over(model: StepModel, decoder: Decoder, gpus: int, batch: int, target: Target) -> ForGpus:
-    """Every split over so many GPUs."""
+    """Every split over this number of GPUs."""
     card = machine_file.card_of(target, target.name)
     fitting: list[Evaluated] = []
     losers: list[Loser] = []

@@ -84,7 +84,7 @@ class ScalingRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """A whole plan; `card_gb` is what a card has, `free_gb` what a step may take of it."""
+    """A whole plan; `card_gb` is the memory of a card, `free_gb` the part that a step may use."""
 
     schema: str
     model: str

@@ -1,4 +1,4 @@
-"""From sweeps to the list of cases that they ask for, each with its peers."""
+"""From sweeps to their list of cases, each with its peers."""
 
 from __future__ import annotations
 

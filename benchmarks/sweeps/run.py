@@ -66,7 +66,7 @@ class Run:
             link_gb_per_s=settings.link_gb_per_s,
             draw=draw,
         )
-        # Only the first process may see the file; it tells the others what is done.
+        # Only the first process may see the file; it sends the others the list of done cases.
         first = jax.process_index() == 0
         if path is not None and first and path.exists() and not overwrite:
             self.results.measurements = _earlier(path, resume, machine, draw)
@@ -84,7 +84,7 @@ class Run:
         budget_s: float | None,
         say: Callable[[str], None],
     ) -> bool:
-        """Times what is not done yet and saves each case as it comes.
+        """Times the remaining cases and saves each of them.
 
         Returns whether everything was timed: False once `budget_s` seconds have passed.
 

@@ -1,4 +1,4 @@
-"""What `stretto bench KERNEL` can be told, on the command line or in a sweep file."""
+"""The options of `stretto bench KERNEL`, on the command line or in a sweep file."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a cluster is made of: machine files, published or measured."""
+"""Machine files of clusters, published or measured."""

@@ -1,4 +1,4 @@
-"""Whether a case fits, said before anything is allocated."""
+"""Whether a case fits into memory, checked before anything is allocated."""
 
 from __future__ import annotations
 

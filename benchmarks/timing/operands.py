@@ -1,4 +1,4 @@
-"""Random operands, made on the devices once and shared by every peer that asks for them."""
+"""Random operands, made on the devices once and shared by all peers."""
 
 from __future__ import annotations
 

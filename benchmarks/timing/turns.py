@@ -1,4 +1,4 @@
-"""Timers visited in turns, in balanced orders, so that the card's drift meets all alike."""
+"""Timers visited in turns, in balanced orders, so that the card's drift affects all equally."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def in_turns(
       seed: of the orders.
       per_visit: samples of a visit; the last one takes what is left.
       rest_s: seconds of idle after each visit.
-      failed: told the place of a timer that raised and what it raised; the timer is left out from
+      failed: called with the place and the error of a timer that raised; the timer is left out from
         then on, without samples. None to raise it.
-      say: told how much is left.
+      say: called with the remaining work.
     """
     rng = random.Random(seed)
     found: list[list[float]] = [[] for _ in timers]

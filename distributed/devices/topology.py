@@ -3,7 +3,7 @@
 **A node** is what NVLink spans. Devices are of one node where, in this order,
 
 1. `STRETTO_DEVICES_PER_NODE` is set: that many consecutive devices each. It is there for tests:
-   one host stands for several nodes.
+   one host represents several nodes.
 2. the platform gives them the same `slice_index`. XLA gives the GPUs of one host the same, unless
    `jax.distributed.initialize(slice_index=...)` says otherwise.
 3. they are of one process.

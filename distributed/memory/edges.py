@@ -1,4 +1,4 @@
-"""No store of a kernel runs on past an edge of its array (`windows`): checked when it is traced."""
+"""Refuses stores of a kernel that continue past an edge of their array (`windows`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Store:
 
 
 def check_stores(jaxpr: Any, kernel: str) -> None:
-    """Raises ValueError for a store in `jaxpr`, of `kernel`, that may run on past an edge.
+    """Raises ValueError for a store in `jaxpr`, of `kernel`, that may continue past an edge.
 
     A start that is known in the kernel only is taken for a multiple of the window's size; the
     simulator finds those that are not.
@@ -41,7 +41,7 @@ def check_stores(jaxpr: Any, kernel: str) -> None:
             f"kernel {kernel}: a window of {sizes} is stored to an array of {store.shape}, at"
             f" {store.site}. It is contiguous there, so Mosaic GPU makes one flat copy of it,"
             f" which is not cut off where it reaches over the edge of dimension {edge}, of {size}"
-            f" elements, but runs on into what comes after. Take windows whose size there divides"
+            f" elements, but continues into what follows. Use windows whose size there divides"
             f" {size}, or narrower ones, which are not contiguous, or shared memory that is"
             " swizzled."
         )

@@ -1,8 +1,8 @@
 """Memory on every GPU that its peers reach, and that outlives every program.
 
-XLA places a kernel's buffers anew for each program, and zeroes its semaphores before each launch.
-So nothing of a kernel's may be touched by a peer before the two have met, and XLA has them meet in
-a kernel of its own (a barrier). Counters that are always there let kernels meet by themselves
+XLA allocates a kernel's buffers for each program, and zeroes its semaphores before each launch. So
+peers may not access them before both devices have started, which XLA ensures by a barrier kernel
+of its own. With counters that exist permanently, kernels synchronise their start themselves
 (`handshake`), while they already work.
 
 GPUs that kernels join share a heap, in which each has a slot, by its place among them in the job's
@@ -58,7 +58,7 @@ def address() -> int:
     processes, each of them has to call it: they wait for each other.
 
     Raises:
-      OSError: the driver refuses, or a process does not come; then again at each later call.
+      OSError: the driver refuses, or a process does not connect; also at each later call.
     """
     if not topology.devices_of_job("cuda"):
         return ADDRESS_WITHOUT_GPUS
@@ -71,7 +71,7 @@ def _heap_of(processes: tuple[int, ...]) -> _Heap:
 
 
 class _Heap:
-    """The heap of `processes`, made once, whichever thread that lowers a program asks first."""
+    """The heap of `processes`, made once, by the first thread that lowers a program."""
 
     def __init__(self, processes: tuple[int, ...]):
         self._processes = processes

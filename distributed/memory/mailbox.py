@@ -1,4 +1,4 @@
-"""Where a kernel leaves word of a wait that passed its limit, before it stops.
+"""Where a kernel writes its report of a wait that passed its limit, before it stops.
 
 A kernel cannot print: any call in it, also one that is never made, makes the compiler serialise
 the tensor cores (ptxas, C7510). So it writes a record to a page of the host's memory and traps. The
@@ -165,7 +165,7 @@ def _share_with_gpus(page_address: int) -> None:
 
 
 def _watch() -> None:
-    """Prints every report once, as it comes."""
+    """Prints every report once, as it arrives."""
     known: set[str] = set()
     while True:
         for line in read():
@@ -176,7 +176,7 @@ def _watch() -> None:
 
 
 def explain(error: BaseException) -> KernelTimeoutError | None:
-    """The error that a kernel's report makes of JAX's `error`, or None if there is no report."""
+    """The error for a kernel's report in place of JAX's `error`, or None without a report."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return None
     lines = read()
@@ -185,10 +185,10 @@ def explain(error: BaseException) -> KernelTimeoutError | None:
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """Raises a kernel's report as `KernelTimeoutError` in place of the error that JAX makes of it.
+    """Raises a kernel's report as `KernelTimeoutError`, in place of JAX's error.
 
-    Put it around whatever waits for results (`block_until_ready`, a conversion to NumPy). A program
-    that ends with JAX's error shows the report as its last line without it.
+    Put it around calls that wait for results (`block_until_ready`, a conversion to NumPy). Without
+    it, a program that ends with JAX's error prints the report as its last line.
     """
     try:
         yield

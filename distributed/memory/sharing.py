@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 LIMIT_S = 1800.0
-"""Seconds that the others may take to come: they may load data before their first kernel."""
+"""Seconds until the others must connect: they may load data before their first kernel."""
 _KIND = socket.SOCK_SEQPACKET  # A message arrives whole or not at all.
 _NUMBER = struct.Struct("=q")
 _TAKEN = b"taken"
@@ -44,7 +44,7 @@ class Store(Protocol):
         """Gives `key` its value, once."""
 
     def look_up(self, key: str, limit_s: float) -> str:
-        """The value of `key`, which may take so long to come; OSError if it does not."""
+        """The value of `key`, which may appear within that time; OSError if it does not."""
         ...
 
 
@@ -68,7 +68,7 @@ def exchange(
       limit_s: how long that may take.
 
     Raises:
-      OSError: a process did not come, or cannot be reached.
+      OSError: a process did not connect, or cannot be reached.
     """
     deadline = time.monotonic() + limit_s
     others = [process for process in processes if process != own]
@@ -154,7 +154,7 @@ def _giving(descriptor: int, missing: set[int]) -> Generator[tuple[str, Future[N
 
 
 def _give(server: socket.socket, descriptor: int, missing: set[int]) -> None:
-    """Serves whoever connects, all at once: one that says nothing keeps no other waiting.
+    """Serves all connections at the same time: a silent one does not delay the others.
 
     Returns once none is missing. OSError: the server was shut down, or has no room for connections.
     """

@@ -1,12 +1,12 @@
-"""What Mosaic GPU makes of a window of global memory that it is to copy.
+"""How Mosaic GPU copies a window of global memory.
 
 The copy engine cuts a window off at the edges of its array: what it would store past them is
 dropped, what it would load is zeros. There are two exceptions, both where the window is prepared
 (`launch_context.py` of Mosaic GPU; read on JAX 0.11.2 and 0.12.0.1, seen on H100s and H200s):
 
 - A store out of shared memory that is not swizzled, of a window that is contiguous in its array,
-  is one flat copy of as many bytes. It is cut off at the end of the whole array only: at any other
-  edge it runs on, into the next row or the next part. Whether a window is contiguous is judged by
+  is one flat copy of as many bytes. It stops at the end of the whole array only: at any other
+  edge it continues into the next row or part. Whether a window is contiguous is judged by
   its size and the array's strides, so one that is larger than its array may pass for it. Loads are
   never made so, unless they promise to stay in bounds; nor are stores that reduce.
 - An index along a dimension of one element, or of one tile, is ignored.

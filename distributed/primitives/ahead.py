@@ -1,4 +1,4 @@
-"""A kernel that was lowered for CPU devices, as a program of its own for GPUs that are not there.
+"""A kernel that was lowered for CPU devices, as a program of its own for absent GPUs.
 
 Private JAX, checked on 0.11.2 and 0.12.0.1.
 """

@@ -1,4 +1,4 @@
-"""A function that says how `vmap` maps it and what its transpose is, and is inlined where lowered.
+"""A function with its own rules for `vmap` and for the transpose, inlined where it is lowered.
 
 `jax.custom_batching.custom_vmap` is lowered as a function of its own, whose kernels XLA sees apart
 from what makes their operands. Private JAX, checked on 0.11.2 and 0.12.0.1.

@@ -166,7 +166,7 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int | None) -> str:
 
     With `limit_ns` None it spins for ever.
 
-    The clock is read only once the first look has failed. Looks acquire by themselves: a fence
+    The clock is read only after the first poll has failed. Polls acquire by themselves: a fence
     after the spin would wait for everything that the thread has in flight. The proxy fence orders
     bulk copies, issued next, after what the signaller wrote.
     """

@@ -6,7 +6,7 @@ here holds the traced call and adds both. Private JAX, checked on 0.11.2 and 0.1
 
 JAX lowers a kernel for the whole mesh: its number of peers is the mesh's size, and XLA connects all
 devices of the mesh for it. Here it is lowered for its clique alone (`clique`), as if that were the
-mesh: members are numbered from 0, as JAX demands. Then the operation is told where they really are.
+mesh: members are numbered from 0, as JAX demands. Then the operation gets their real places.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ team_kernel_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TeamKernelInfo:
-    """What the lowering needs to know of a kernel.
+    """The facts of a kernel that its lowering needs.
 
     Its name, the axes it communicates over, and whether it was traced with its devices counted
     from the end (`team.places_reversed`).
@@ -210,7 +210,7 @@ def _lower_for_clique(
 def _set_members(operation: ir.Operation, members: Sequence[int]) -> None:
     """Names a clique's members: XLA's `xla_replica_ids` are positions in the program's mesh.
 
-    A kernel that talks to nobody after all has none.
+    A kernel without communication has none.
     """
     name, key = "mhlo.backend_config", "xla_replica_ids"
     settings = {item.name: item.attr for item in ir.DictAttr(operation.attributes[name])}

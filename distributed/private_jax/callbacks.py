@@ -175,7 +175,7 @@ def _shape(value: ir.Value) -> list[int]:
     return ir.RankedTensorType(value.type).shape
 
 
-# --- Whoever starts a program with kernels waits for it -------------------------------------------
+# --- The thread that starts a program with kernels waits for it -----------------------------------
 # JAX starts a program from C++ unless it has effects, and then takes a token of what is under way.
 
 _init = pxla.ExecuteReplicated.__init__

@@ -2,7 +2,7 @@
 
 Gloo connects a group of devices when the first collective of that group runs, and gives the
 processes 30 s to come to it, which nothing sets (jax-ml/jax#40831 is of its kind). From then on
-XLA waits for half an hour, as kernels do. So they meet first, at JAX's coordinator.
+XLA waits for half an hour, as kernels do. So they synchronise first, at JAX's coordinator.
 
 Private JAX, checked on 0.11.2 and 0.12.0.1: without the class that is wrapped here nobody waits.
 """

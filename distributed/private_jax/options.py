@@ -1,4 +1,4 @@
-"""What XLA has been told, read back from JAX: of that there is only a serialised message.
+"""XLA's options, read back from JAX, which has them only as a serialised message.
 
 Checked on JAX 0.11.2 and 0.12.0.1.
 """

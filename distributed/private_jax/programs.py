@@ -1,7 +1,7 @@
-"""Which programs JAX compiles for several processes, told as it begins to compile them.
+"""Which programs JAX compiles for several processes, reported before it compiles them.
 
 JAX has no public word for that. Private JAX, checked on 0.11.2 and 0.12.0.1: without the function
-that is wrapped here nothing is told.
+that is wrapped here nothing is reported.
 """
 
 from __future__ import annotations

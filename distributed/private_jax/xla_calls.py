@@ -3,7 +3,7 @@
 A callback of JAX's holds one of XLA's threads until it returns. Those threads are few, and a
 program that waits in one for its peers may hold the very thread that a peer needs. The foreign
 function interface of XLA lets a call be answered later instead: it returns a future at once, and
-the program of that device goes on where the future is completed.
+the program of that device continues where the future is completed.
 
 The interface is public (`jax.ffi`), but meant for C. The structures here are those of jaxlib's
 `include/xla/ffi/api/c_api.h`, version 0.1 and later: XLA serves each version for a year. Checked on
@@ -133,7 +133,7 @@ class Call:
     _future: int
 
     def finish(self) -> None:
-        """The results are there: the program of this device goes on, in this thread.
+        """Delivers the results: the program of this device continues, in this thread.
 
         It may not come back for long, and not before other devices have come to a collective of
         XLA's: a thread that answers another device's call afterwards may never get there.

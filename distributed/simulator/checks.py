@@ -20,7 +20,7 @@ class Checks:
 
     Args:
       machine: the launch.
-      check_hardware: tell of what no GPU does.
+      check_hardware: report what no GPU does.
     """
 
     def __init__(self, machine: Any, check_hardware: bool):
@@ -171,7 +171,7 @@ class Checks:
     def persistent_wait(self, semaphore: Semaphore, access: Access, *, decrement: bool) -> None:
         """A wait for a persistent semaphore, which the next launch may find signalled already.
 
-        Whoever takes a signal off must come after all that look for it.
+        A decrement must be ordered after all waits that look for the same signal.
         """
         if not self._on:
             return
@@ -209,7 +209,7 @@ class Checks:
             f"{access.describe()} touches memory of {device.describe()}, which may not have started"
             " yet: the kernel skips the barrier before it (skip_device_barrier), and nothing that"
             " this device has waited for says that the peer is there. In a body of `kernel.launch`,"
-            " whoever touches a peer has to call handshake.wait() before.",
+            " call handshake.wait() before any access to a peer.",
             access.site,
             name=access.what,
         )

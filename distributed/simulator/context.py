@@ -50,7 +50,7 @@ class _Simulation:
         self._activity = Activity()
 
     def rendezvous_of(self, kernel: KernelCall) -> Rendezvous:
-        """Where the devices meet for `kernel`, in this simulation alone."""
+        """The rendezvous of the devices for `kernel`, in this simulation alone."""
         with self._making:
             if kernel not in self._rendezvous:
                 self._rendezvous[kernel] = Rendezvous(
@@ -110,9 +110,9 @@ def simulate(
 ) -> Generator[Report]:
     """Runs the Mosaic GPU kernels that are called inside it in the simulator, on CPU devices.
 
-    Works under `jit`, `shard_map` and transformations, on kernels that know nothing of it. An
-    error in a kernel leaves this context as a `SimulationError`, whatever JAX made of it on the
-    way; inside the context JAX raises its own error, which contains the text.
+    Works under `jit`, `shard_map` and transformations, on unchanged kernels. An error in a kernel
+    leaves this context as a `SimulationError`; inside the context JAX raises its own error, which
+    contains the text.
 
     Args:
       seed: of the order of steps. The same seed gives the same run, bit for bit.
@@ -121,27 +121,27 @@ def simulate(
       target: the GPU that is simulated, "h100" or "b200".
       from_the_end: kernels of `kernel.launch` count their devices from the end, as they do in a job
         of several nodes.
-      detect_races: look for data races, and for what may come after a peer's end.
+      detect_races: detect data races, and accesses that may follow a peer's end.
       resident_blocks: blocks that a device runs at once; by default, as many as the target has
         multiprocessors.
-      core_count: what `device.core_count` is in here; CPU devices have none, and kernels size
+      core_count: the value of `device.core_count` inside; CPU devices have none, and kernels size
         their grids by it.
       check_hardware: report kernels that no such GPU runs: those that JAX does not lower for it,
-        that ask for more than it has, or that copy from where no copy can begin. Without it a
-        kernel may be one for the simulator alone, such as one on very small arrays.
-      on_finding: "raise" fails a launch that did something wrong once it has ended, "record" only
-        adds it to the report.
-      max_steps: steps of one launch before it is given up.
+        that exceed its limits, or that copy from a misaligned address. Without it a kernel may be
+        for the simulator alone, such as one on very small arrays.
+      on_finding: "raise" fails a launch with findings once it has ended, "record" only adds them to
+        the report.
+      max_steps: the most steps of one launch; more are an error.
       cost_model: predicts times; sets the schedule to "time".
-      trace: keep what every task did, in `Report.trace`.
-      rendezvous_timeout: seconds that devices wait for a device that does not come to a kernel.
+      trace: record the steps of every task in `Report.trace`.
+      rendezvous_timeout: seconds that devices wait for a device that does not reach a kernel.
 
     Yields:
       The report, which grows while kernels run.
 
     Raises:
-      SimulationError: a kernel deadlocked, raced, or did something else that it may not do.
-      ValueError: a setting that is none.
+      SimulationError: a kernel deadlocked, raced, or has another finding.
+      ValueError: an unknown setting.
     """
     if core_count < 1:
         raise ValueError(f"core_count={core_count} must be at least 1.")

@@ -70,7 +70,7 @@ class KernelCall:
         return kernel, Compiler(kernel, self.jaxpr).program
 
     def prepare(self) -> None:
-        """Prepares the body, so that what the simulator does not know is told at once."""
+        """Prepares the body, so that unknown operations are reported at once."""
         kernel, _ = self._prepared
         self.flaws += over_limits(kernel, self.jaxpr, self.target or H100)
 

@@ -81,7 +81,7 @@ class Machine:
       mesh: the mesh.
       scheduler, report, limits: how to run, where to tell, how far to go.
       detect_races: whether accesses are checked.
-      check_hardware: whether what no GPU does is told.
+      check_hardware: whether to report what no GPU does.
       cost: what things cost in time.
       trace: where what tasks do is noted.
       has_start_barrier: no device starts before all have; else one may touch a peer's memory only
@@ -222,7 +222,7 @@ class Machine:
         shape: tuple[int, ...],
         persistent: bool = False,
     ) -> SemaphoreArray:
-        """The semaphores of `device` called `key`; made, at zero, if nobody has asked before."""
+        """The semaphores of `device` called `key`; made, at zero, at its first use."""
         found = device.semaphores.get(key)
         if found is None:
             found = SemaphoreArray(
@@ -280,7 +280,7 @@ class Machine:
         statistics = self.report.statistics
         statistics.peak_shared_bytes = max(statistics.peak_shared_bytes, block.shared_bytes)
 
-    # What is told.
+    # Reports.
 
     def touch(self, device: int, access: Access) -> None:
         """Remembers an access from another device, to compare with the end of `device`."""

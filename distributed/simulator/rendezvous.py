@@ -1,4 +1,4 @@
-"""Where the devices of a mesh meet: each brings operands, the last starts the launch for all."""
+"""Collects the calls of all devices of a mesh; the last one starts the launch for all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ type Launch = Callable[[int, list[list[Any]]], list[list[Any]]]
 
 
 class Activity:
-    """How long nothing has happened in a simulation: no device came, no launch ran."""
+    """The time without progress in a simulation: no device arrived, no launch ran."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class Activity:
 
 
 class _Meeting:
-    """One launch: who has come, and the error if somebody did not."""
+    """One launch: the devices that have arrived, and the error if one did not."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -58,11 +58,11 @@ class Rendezvous:
 
     Args:
       name: of the kernel.
-      num_devices: how many must come.
+      num_devices: the number of devices that must arrive.
       describe: a device in words.
       launch: runs the kernel, from the number of the launch at its place and the operands of all
         devices to their results.
-      failed: told the error of a launch, before any device is.
+      failed: called with the error of a launch, before any device gets it.
       timeout: seconds without any activity after which a device that is missing is given up.
       activity: of the whole simulation.
     """
@@ -90,7 +90,7 @@ class Rendezvous:
         self._meetings: dict[tuple[int, int], _Meeting] = {}
 
     def come(self, device: int, visit: Visit) -> None:
-        """`device` comes with its operands; returns at once."""
+        """`device` arrives with its operands; returns at once."""
         self._activity.note()
         place = (visit.run, visit.site)
         with self._lock:

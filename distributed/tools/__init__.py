@@ -1,1 +1,1 @@
-"""For those who look at kernels: compiling without a GPU, and profiles."""
+"""Tools for kernel authors: compiling without a GPU, and profiles."""

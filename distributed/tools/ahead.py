@@ -52,7 +52,7 @@ class Outcome:
       operands: their types and shapes, of one device.
       site: where its body is defined.
       programs: that it is in.
-      compiled: what the compiler made of it; None if nothing.
+      compiled: the compiler's output; None without one.
       error: why it does not compile, with its line where that is known; else empty.
     """
 

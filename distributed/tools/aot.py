@@ -86,7 +86,7 @@ def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledP
     """Compiles `jax.jit(fun)` for the devices that the operands' shardings name.
 
     Not to be called from two threads at once: the compiler's dumps are asked for through the
-    environment of the process. Whatever it raises has what the compiler wrote in its notes.
+    environment of the process. Every exception has the compiler's output in its notes.
     """
     with tempfile.TemporaryDirectory() as folder, settings.dumps_to(folder), _quietly():
         hlo = jax.jit(fun).lower(*operands).compile().as_text() or ""
@@ -95,9 +95,9 @@ def compile_program(fun: Callable, *operands: jax.ShapeDtypeStruct) -> CompiledP
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keeps what the compiler writes on stderr, and adds it to the error if there is one.
+    """Hides the compiler's output on stderr, and adds it to an error.
 
-    Where it is asked for its dumps it says that it has no disassembler, which nobody needs.
+    With dumps enabled it warns that it has no disassembler, which is not needed.
     """
     sys.stderr.flush()
     stderr = os.dup(2)

@@ -1,4 +1,4 @@
-"""Reading what the compiler made of a kernel: its PTX, and what is written beside it."""
+"""Reads the compiler's output for a kernel: its PTX, and the files beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BARRIER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """What the compiler made of one kernel.
+    """The compiler's output for one kernel.
 
     Attributes:
       name: of the kernel, and a number.
@@ -38,7 +38,7 @@ class CompiledKernel:
       stack_bytes: of a thread, in local memory.
       spill_bytes: stores and loads of registers that did not fit.
       warnings: the assembler's own.
-      shared_bytes: of a block: buffers, and barriers; None where it is not told.
+      shared_bytes: of a block: buffers, and barriers; None where unknown.
     """
 
     name: str
@@ -72,7 +72,7 @@ class CompiledKernel:
         return dict(collections.Counter(map(scope_of, self.accesses)))
 
     def source_of(self, warning: str) -> str:
-        """The "file:line" that a warning of the assembler's is about; "" if it does not say."""
+        """The "file:line" of a warning of the assembler; "" if it has none."""
         number = _PTX_LINE.search(warning)
         return source_line(self.ptx, int(number[1])) if number else ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import textwrap
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "reference" / "commands.md"
@@ -34,11 +35,11 @@ def page() -> str:
 
     parts = [
         "# Commands\n",
-        "Written by `docs/scripts/commands.py` from the help of each command; do not edit.\n",
         f"```text\n{cli.usage()}\n```\n",
     ]
     for command in COMMANDS:
         parts += [f"## stretto {command}\n", f"```text\n{helped(command)}\n```\n"]
+    parts.append("Written by `docs/scripts/commands.py` from each command's help; do not edit.\n")
     return "\n".join(parts)
 
 
@@ -49,7 +50,13 @@ def helped(command: str) -> str:
     printed = io.StringIO()
     with _plain_terminal(), contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         cli.main([*command.split(), "--help"])
-    return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
+    lines = printed.getvalue().strip().splitlines()
+    return "\n".join(shorter for line in lines for shorter in _wrapped(line.rstrip()))
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line that the help leaves longer than `WIDTH`, in several."""
+    return textwrap.wrap(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else [line]
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ class Choice:
       problem: the call.
       backend: "pallas", "xla" or "simulator".
       reason: why, in words.
-      kernel, config: the fused kernel, where there is one that could serve, and its configuration.
+      kernel, config: the fused kernel that could serve, if there is one, and its configuration.
       fused_us, xla_us: times in microseconds that the choice rests on; None where not known.
-      split: which axes lie within a node, where the team spans nodes and a kernel serves within
+      split: the axes within a node, where the team spans nodes and a kernel serves within
         each.
     """
 

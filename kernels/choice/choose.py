@@ -61,13 +61,13 @@ def choose(
     """Decides the implementation of `problem`.
 
     Args:
-      operation: what is called.
+      operation: the called operation.
       problem: the call.
-      backend: what the caller asked for.
+      backend: the caller's `backend`.
       config: the caller's configuration of the fused kernel, or None.
-      axes: of the enclosing mesh, which the team lies along.
-      obstacle: why no kernel can serve this call, as far as its operation knows.
-      remark: what there is to say of the choice besides its reason.
+      axes: the mesh axes of the team.
+      obstacle: why no kernel can serve this call, by the operation's own checks.
+      remark: a further sentence on the choice, beside its reason.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
@@ -174,7 +174,7 @@ def _check_config(operation: Operation, config: Any) -> None:
 
 
 def _fall_back(problem: Problem, backend: str, obstacle: str) -> Choice:
-    """XLA, for the reason that no kernel can serve; an error if a kernel was asked for."""
+    """XLA, because no kernel can serve; an error if the caller requires a kernel."""
     if backend != "auto":
         raise BackendUnavailableError(
             f"{problem.operation}: backend={backend!r} cannot serve this call: {obstacle}"
@@ -207,7 +207,7 @@ def _choose_across_nodes(
 def _within(operation: Operation, problem: Problem, split: topology.Split) -> Problem | None:
     """The part of `problem` that a kernel serves within a node, None if there is none.
 
-    There is none if no axes lie within a node, or if the operation has no hierarchical version.
+    None if no axes are within a node, or if the operation has no hierarchical version.
     """
     devices = lax.axis_size(split.inner) if split.inner else 1
     if operation.between_nodes is None or devices == 1:
@@ -271,8 +271,8 @@ def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool
 def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:
     """Times in microseconds, (fused, XLA): by sizes and rates.
 
-    For a kernel that stands for another problem: that one's, as measured where a table has them,
-    and what the fused kernel's operands cost to be laid out.
+    For a kernel with `stands_for`: the times of that problem, measured where a table has them,
+    and the time of the copies that order the fused kernel's operands.
     """
     if kernel.stands_for is None:
         return costs.estimate(operation.work(problem), problem.machine)
@@ -286,7 +286,7 @@ def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[fl
 
 
 def _caution(problem: Problem) -> str:
-    """What a caller should know who asks for a kernel that nobody has run."""
+    """A warning for the caller of a kernel that was never run on such a GPU."""
     found = problem.machine
     if found.architecture not in UNTRIED or tables.exists(found.kind):
         return ""
@@ -296,7 +296,7 @@ def _caution(problem: Problem) -> str:
 def _best_config(operation: Operation, kernel: Kernel, problem: Problem) -> Any:
     """The configuration for a problem: what a table has, or the kernel's default.
 
-    Without a table there is nothing to warn of: only the configuration is asked for.
+    A missing table gives no warning, because the configuration alone is needed.
     """
     found = _measured(operation, kernel, problem)
     return found.config if found is not None else kernel.default(problem)
@@ -308,17 +308,22 @@ def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice 
         return None
     found = _look_up(operation, kernel, problem)
     if found is None and kernel.stands_for is not None:
-        # Another operation's problem, of which this one's estimate says nothing.
+        # The problem of another operation: this operation's estimate does not apply.
         found = tables.look_up(kernel, kernel.stands_for(problem)[0])
     return found
 
 
 def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
+<<<<<<< HEAD
     """What the table says; where shapes lie between its entries, with the operation's estimate.
 
     Of what has no estimate, the measured ratios are interpolated themselves.
     """
     if not has_estimate(operation, kernel, problem):
+=======
+    """The choice by the table; between its entries, corrected by the operation's estimate."""
+    if kernel.fused_from is not None:
+>>>>>>> sitem
         return tables.look_up(kernel, problem)
     estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
     return tables.look_up(kernel, problem, estimated)

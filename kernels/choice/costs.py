@@ -1,7 +1,7 @@
-"""Times estimated from what an operation asks of a device, for problems that no table has.
+"""Times estimated from an operation's work on a device, for problems without a tuned table.
 
-The rates were measured on 4 H100s of one NVLink domain. The estimates of the fused kernels lean to
-the slow side: a call goes to XLA unless the fused kernel is clearly faster.
+The rates were measured on 4 H100s of one NVLink domain. The estimates of the fused kernels are
+pessimistic: XLA serves a call unless the fused kernel is clearly faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What several measured shapes say of one between them."""
+"""The ratio of a shape, predicted from several measured shapes near it."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ from stretto.kernels.problem.problem import Problem
 SCHEMA = 1
 
 NEAR = 1.0
-"""How far, in doublings summed over the three sizes, an entry lends a shape its configuration."""
+"""Distance, in doublings summed over the sizes, up to which an entry's configuration is used."""
 
 REACH = 3.0
-"""How far an entry counts in the estimate of a shape. Of entries that were left out, those whose
-neighbours are 2 to 3 doublings away still came out better than by the estimate alone."""
+"""Distance up to which an entry corrects the estimate of a shape. With entries left out, shapes
+whose nearest entries are 2 to 3 doublings away were still predicted better than by the estimate."""
 
 MARGIN = 0.03
-"""By which share the fused kernel has to win at a shape that was not measured itself."""
+"""Share by which the fused kernel must be faster at a shape that was not measured."""
 
 
 type Estimate = Callable[[Problem], tuple[float, float]]
@@ -46,7 +46,7 @@ class TableError(ValueError):
     """A table that cannot be read, with what is wrong with it."""
 
 
-# What an entry of a file has besides the sizes of its problem.
+# The fields of an entry in a file, besides the sizes of its problem.
 FIELDS = ("op", "dtype", "devices", "fused_us", "xla_us", "config", "versions")
 
 
@@ -127,7 +127,7 @@ def file_name(device_kind: str) -> str:
 
 
 def folder() -> pathlib.Path:
-    """Where the tables lie."""
+    """The folder of the tables."""
     return pathlib.Path(str(importlib.resources.files("stretto.configs"))) / "tuned"
 
 
@@ -189,7 +189,7 @@ def table_for(device_kind: str) -> Table:
 
 
 def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) -> Choice | None:
-    """What the table of the problem's GPU says of it, None where it says nothing.
+    """The choice by the table of the problem's GPU; None where the table does not apply.
 
     That is where no entry is within `REACH`, where the result's elements are of another width than
     the operands', and where no near entry's configuration fits the kernel any more. Times are those

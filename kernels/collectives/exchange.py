@@ -1,16 +1,16 @@
-"""Kernels that only move: `all_gather` and `all_to_all`, by pushing pieces over NVLink.
+"""Kernels that only move data: `all_gather` and `all_to_all` push pieces over NVLink.
 
 Each block loads pieces of its device's operand into shared memory, one after another, and stores
-each from there straight into the results of the devices that want it, its own included. Nobody
-waits for anybody on the way.
+each of them in the results of the devices that need it, its own included. No device
+waits for another before the end.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `out[d]` | device `d` | | | its part |
 | `closing` (`handshake`) | peers' blocks | block 0 | all of them | all of `out` is in place |
 
-A device may store into a peer's result as soon as its body starts, since by then all have come to
-the launch (`handshake`).
+A device may store into a peer's result as soon as its body starts, because all devices have then
+started the launch (`handshake`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def all_gather(
 def all_to_all(
     x: jax.Array, team: Team, *, config: Config = Config(), interpret: Any = None
 ) -> jax.Array:
-    """`[size, rows, columns]` -> the same: part `i` goes to member `i`, part `d` came from `d`."""
+    """`[size, rows, columns]` -> the same: part `i` is sent to `i`, part `d` comes from `d`."""
 
     def routes(x_ref, out_ref):
         offsets = [*team.peer_offsets, 0]

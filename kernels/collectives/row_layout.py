@@ -1,7 +1,7 @@
 """Arrays as the collectives move them: parts of whole rows of 512 bytes.
 
-A collective is a matter of contiguous parts, one for each device: whatever the shape, the operand
-is seen as `[parts, rows, columns]`, where a row is 512 bytes (256 of a type of one byte). A part
+A collective moves contiguous parts, one for each device. An operand of any shape
+is viewed as `[parts, rows, columns]`, where a row is 512 bytes (256 of a type of one byte). A part
 that does not fill its rows is padded, which copies the operand; so does an axis that is not the
 first, or not alone.
 """

@@ -1,10 +1,10 @@
 """Kernels that add: `reduce_scatter` and `all_reduce`, by pulling pieces over NVLink.
 
 A device loads a piece of every member's operand into shared memory, adds them up in float32 in the
-order of the team, and stores the sum: at home (reduce-scatter), on every device (all-reduce of a
+order of the team, and stores the sum: on itself (reduce-scatter), on every device (all-reduce of a
 large array: each device sums its part of it), or only for itself (all-reduce of a small array: each
-device sums all of it, which saves a step). The order of the sum does not depend on who adds, so all
-devices hold bitwise the same result, and repeats do.
+device sums all of it, which saves a step). Every device adds in the same order, so all
+devices and all runs have bitwise the same result.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -142,7 +142,7 @@ def _launch(
 
 
 def _members(ref: Any, team: Team, part: Any) -> list[tuple[jax.Array, Any]]:
-    """(member, its part of `ref`) of every member, in the order in which they are best asked."""
+    """(member, its part of `ref`) of every member, in the order in which to read them."""
     own = [(team.device_id(), ref.at[part])]
     return own + [
         (team.neighbour(i), copies.remote(ref, team, team.neighbour(i)).at[part])

@@ -35,12 +35,12 @@ from stretto.distributed.team import Team
 from stretto.kernels.problem.problem import Problem
 
 COLUMNS = 256
-"""Of the pieces that a row is made of: what the copy engine takes at once."""
+"""Elements of a piece of a row: the most that the copy engine moves at once."""
 MOST_PIECES = 256
 STEP = 4
 """Pieces that are added at once, at most: eight elements of each thread."""
 SMEM_BYTES = 220_000
-SMALL_BYTES = 4 * (STEP * COLUMNS + 64)  # Of what the threads' sums of squares meet in.
+SMALL_BYTES = 4 * (STEP * COLUMNS + 64)  # Where threads add their sums of squares.
 ONE_SHOT_BYTES = 256 * 1024
 """Up to which several devices take one shot; not measured, it is the all-reduce's."""
 
@@ -50,7 +50,7 @@ class Config:
     """How rows are shared out.
 
     Attributes:
-      num_blocks: blocks that take rows; with a sixteenth of the multiprocessors left, devices meet
+      num_blocks: blocks that process rows; with a sixteenth of multiprocessors free, devices start
         without XLA's barrier.
       stages: rows of a block on their way at once, each of every member.
     """
@@ -165,7 +165,7 @@ def all_reduce_rms_norm(
 
 
 def _members(ref: Any, team: Team) -> list[tuple[Any, Any]]:
-    """(member, its `ref`) of every member, in the order in which they are best asked."""
+    """(member, its `ref`) of every member, in the order in which to read them."""
     peers = [team.neighbour(offset) for offset in team.peer_offsets]
     return [(team.device_id(), ref)] + [(peer, copies.remote(ref, team, peer)) for peer in peers]
 

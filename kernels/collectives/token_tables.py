@@ -93,14 +93,14 @@ class Chunks:
     def place(self, n: Int) -> tuple[Int, Int]:
         """(whose, its first token) of this block's chunk `n`; whose as an offset on the ring.
 
-        Devices that are equally far ask different ones at the same time.
+        At the same time, all devices read from different ones.
         """
         i = kernel.block_id() + n * self.num_blocks
         chunk = schedule.div(i, self.team.size)
         return i - chunk * self.team.size, chunk * self.tokens
 
     def padded(self, table: jax.Array, fill: float) -> jax.Array:
-        """`[tokens, top_k]` with whole chunks of rows, as wide as the copy engine wants them."""
+        """`[tokens, top_k]` with whole chunks of rows, of the width that the copy engine needs."""
         tokens, top_k = table.shape
         rows = self.number * self.tokens - tokens
         return jnp.pad(table, ((0, rows), (0, -top_k % 4)), constant_values=fill)
@@ -116,7 +116,7 @@ def everyones(ref: Any, team: Team) -> list[Any]:
 
 
 def of_device(refs: list[Any], offset: Int, fun: Any) -> None:
-    """`fun` of the one of `refs` at `offset`; the copy engine wants to know it when traced."""
+    """`fun` of the ref at `offset`; the copy engine needs the ref while the kernel is traced."""
     if len(refs) == 1:
         fun(refs[0])
         return
@@ -141,7 +141,7 @@ class Tables:
     arrived: Any
 
     def fetch(self, n: Int) -> None:
-        """Asks for chunk `n` of this block, if it has so many."""
+        """Starts to load chunk `n` of this block, if there is one."""
 
         @pl.when(n < self.chunks.own)
         def _():
@@ -158,7 +158,7 @@ class Tables:
                 )
 
     def enter(self, n: Int) -> None:
-        """Returns once chunk `n` is there, and asks for the next; called once for each."""
+        """Returns once chunk `n` is loaded, and starts the next load; called once for each."""
         plgpu.barrier_wait(self.arrived.at[schedule.rem(n, TABLE_SLOTS)])
         self.fetch(n + 1)
 

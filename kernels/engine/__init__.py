@@ -1,1 +1,1 @@
-"""What fused kernels are made of."""
+"""The building blocks of fused kernels."""

@@ -1,6 +1,6 @@
 """What each architecture has: its main loop, and the tiles that serve there.
 
-The type of a configuration of tiles stands for an architecture.
+The type of a configuration of tiles selects the architecture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
         return (self.large,) if self.paired is None else (self.large, self.paired)
 
     def large_for(self, rows: int) -> TileConfig:
-        """`paired` where so many rows fill its tiles, else `large`."""
+        """`paired` if `rows` fill its tiles, else `large`."""
         return self.paired if self.paired is not None and _fill(self.paired, rows) else self.large
 
     def adding_for(self, rows: int, *, wide: bool) -> TileConfig:
@@ -124,10 +124,10 @@ def check_tiles(tiles: TileConfig, problem: Problem) -> None:
 
 
 def mainloop_of(config: Any, product: Product) -> Mainloop:
-    """The main loop that `config` is for, whose type stands for an architecture.
+    """The main loop of `config`, whose type selects the architecture.
 
     Raises:
-      NotImplementedError: there is none for such a configuration, or none that has the product's
+      NotImplementedError: there is no main loop for the configuration, or none with the product's
         fold.
     """
     if isinstance(config, hopper_tiles.TileConfig):

@@ -99,7 +99,7 @@ class Gates:
     def _slot(self, i: Int, gate: Int) -> Int:
         """The slot of a gate of the block's `i`-th tile, the same in both roles.
 
-        Any function would do; the polling warp is ahead the further, the later slots come again.
+        Any function is correct; the later slots repeat, the further ahead the polling warp can be.
         """
         k_tiles = self.block.parts.k_tiles
         first = i * self._along(k_tiles) if isinstance(k_tiles, int) else i

@@ -22,7 +22,7 @@ def load(
     ring: Ring,
     of_tile: Callable[[Int, Tile], None] | None = None,
 ) -> None:
-    """Loads the operands of tile after tile, as stages come free and operands arrive.
+    """Loads the operands of one tile after another, as stages become free and operands arrive.
 
     `of_tile` is called with (number of the block's tile, tile) after its loads: what else this warp
     loads for it.
@@ -37,7 +37,7 @@ def load(
             plgpu.barrier_wait(ring.empty.at[stage])
             if gates is not None:
                 gates.go_through(i, k)
-            # Each copy, once complete, publishes its tile to whoever multiplies.
+            # Each copy, once complete, publishes its tile to the warps that multiply.
             lhs, rhs = ring.arrivals(stage)
             parts.lhs.load(tile, k, ring.lhs.at[stage], lhs)
             parts.rhs.load(tile, k, ring.rhs.at[stage], rhs)

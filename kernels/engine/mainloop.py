@@ -1,4 +1,4 @@
-"""What a main loop is: the part of a matmul kernel that is written anew for each architecture."""
+"""The interface of main loops: the part of a matmul kernel that each architecture has its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Role(NamedTuple):
       run: their code.
       warpgroups: how many run it; 0 for a single warp.
       registers: of each of their threads, where the even share is not what they need; four single
-        warps share a warpgroup, and get what the neediest asks for.
+        warps share a warpgroup, and get the largest of their registers.
     """
 
     run: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Orders of the tiles of a matrix product: plain integers, the same in a kernel or out of it."""
+"""Orders of the tiles of a matrix product: integer functions, for kernels and for tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def raster(index: Int, m_tiles: int, n_tiles: int, width: int) -> tuple[Int, Int
 class ShardOrder:
     """Tiles of shards of `m_shard` rows and `n` columns, shard after shard.
 
-    Within a shard they follow a raster. Which shard a step stands for is the kernel's affair.
+    Within a shard they follow a raster. The kernel defines the shard of a step.
 
     Attributes:
       m_shard, n: the size of a shard.
@@ -95,9 +95,10 @@ class ShardOrder:
 class OwnersOrder:
     """Tiles of a matrix of which every device owns the rows of one shard, its own in between.
 
-    A device makes tiles for its `size - 1` peers and for itself. The blocks make `num_blocks` tiles
-    at a time, a *wave*. Of every tile of a shard the device makes the peers' in turn, and its own
-    some waves later, when the peers' products for it have come. So the order has three sections:
+    A device computes tiles for its `size - 1` peers and for itself. The blocks compute `num_blocks`
+    tiles at a time, a *wave*. For every tile of a shard the device computes the peers' tiles, and
+    its own some waves later, when the peers' products for it have arrived. So the order has three
+    sections:
 
     | section | tiles | which |
     |---|---|---|
@@ -108,14 +109,14 @@ class OwnersOrder:
     Within a full wave the tiles are rotated by one block a wave: if a block had
     an own tile in every wave, or in none, the blocks would have unequal work.
 
-    Without a `lag` all of the own tiles come last, as in a `ShardOrder`.
+    Without a `lag` all own tiles are last, as in a `ShardOrder`.
 
     Attributes:
       shard: the tiles of one shard.
       size: the number of devices.
       num_blocks: blocks that share the tiles: block `b` takes those at `b`, `b + num_blocks`, ...
         Where several blocks make a tile together, these clusters are meant.
-      lag: how many waves an own tile comes after the peers' same tile in the mixed section, as far
+      lag: waves between an own tile and the peers' same tile in the mixed section, as far
         as a shard has the tiles for it; fewer at both ends. Or None.
     """
 
@@ -170,7 +171,7 @@ class OwnersOrder:
     def _sections(self, lag: int) -> tuple[int, int, int]:
         """Tiles of each section: (last own, mixed, lead).
 
-        In the mixed section an own tile comes `last_own` groups of `size` tiles after the peers'
+        In the mixed section an own tile follows `last_own` groups of `size` tiles after the peers'
         same tile: `lag` waves, rounded up so that every section holds whole groups.
         """
         wanted = ceil_div(lag * self.num_blocks, self.size**2)
@@ -178,7 +179,7 @@ class OwnersOrder:
         return last_own, self.size * (self.shard.tiles_per_shard - last_own), self.peers * last_own
 
     def _raster(self, index: Int) -> tuple[Int, Int]:
-        """Narrower than a shard's own: what is worked on at once lies in all shards."""
+        """Narrower than a shard's own raster, because the tiles of one wave are in all shards."""
         width = max(1, self.shard.shape.raster_width // self.size)
         return raster(index, self.shard.m_tiles, self.shard.n_tiles, width)
 
@@ -245,6 +246,6 @@ class RowTilesOrder:
         n = lax.div(within, jnp.maximum(height, 1))
         m = within - n * height
         m = band * width + where(rem(n, 2) == 1, height - 1 - m, m)
-        # Beyond the last tile, where nobody uses it, it must be a place in memory all the same.
+        # Beyond the last tile, where it is not used, it must still be a place in memory.
         m = jnp.clip(m, 0, self.most - 1)
         return Tile(jnp.int32(0), m, n, self.facts(m))

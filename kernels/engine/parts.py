@@ -1,18 +1,18 @@
-"""The parts of a fused matmul: what a kernel says of itself, and what a main loop asks for.
+"""The parts of a fused matmul: a kernel defines them, and a main loop uses them.
 
-| part | says |
+| part | defines |
 |---|---|
-| `Order` | which tile comes when, and how many there are |
-| `Stream` | where the tiles of an operand come from, and what they wait for (`Arrival`) |
+| `Order` | the order of tiles, and their number |
+| `Stream` | where the tiles of an operand are loaded from, and what they wait for (`Arrival`) |
 | `Fold` | how the products along the contraction become the total of a tile |
-| `Scales` | what the products are multiplied by first, of operands in 8 bits |
-| `Epilogue` | what is made of the total before it is stored |
+| `Scales` | the factors of the products, for operands in 8 bits |
+| `Epilogue` | the function that is applied to the total before it is stored |
 | `BesideParts` | the same with arrays, or of two products |
-| `Sink` | where the result of a tile goes, and who is told |
-| `Transfer` | what one spare warp of every block moves meanwhile |
+| `Sink` | where the result of a tile is stored, and which signal follows |
+| `Transfer` | the data that one spare warp of every block moves during the products |
 
-`fuse` puts them together with a main loop (`mainloop.Mainloop`), which is made for a `Product`:
-what it has to know before the kernel's memory, and with it the parts, exist.
+`fuse` combines them with a main loop (`mainloop.Mainloop`), which is built for a `Product`: the
+facts that are needed before the kernel's memory, and with it the parts, exist.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Tile(NamedTuple):
 
 
 class Order(Protocol):
-    """Which tile comes when: cluster `c` of `C` makes those at `c`, `c + C`, ..."""
+    """The order of tiles: cluster `c` of `C` computes those at `c`, `c + C`, ..."""
 
     def count(self) -> Int:
-        """How many tiles there are, perhaps read from memory; asked once, first in the kernel."""
+        """The number of tiles, perhaps read from memory; called once, first in the kernel."""
         ...
 
     def locate(self, index: Int, /) -> Tile:
-        """The tile at `index`; asked by every role, for each of its tiles."""
+        """The tile at `index`; called by every role, for each of its tiles."""
         ...
 
 
@@ -91,12 +91,12 @@ class Stream:
 
 
 class Fold:
-    """How products along the contraction become a total; main loops say which kinds they have."""
+    """How products along the contraction become a total; a main loop lists the kinds it has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Fold):
-    """The products are added up in float32, and nothing else is."""
+    """The products alone are added up in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ class Addends(Fold):
     """The products are added up in float32, and with them matrices of the result's type.
 
     Attributes:
-      most: how many are added to a tile at most.
-      count: tile -> how many are added to it.
-      wait: called in the warp that brings them, with (tile); returns once they may be read.
+      most: the most matrices that are added to a tile.
+      count: tile -> the number of matrices that are added to it.
+      wait: called with (tile) in the warp that loads them; returns once they may be read.
       window: (tile, index of the addend, first row, rows, first column, columns), within the tile
         -> the view of global memory that holds this piece of the addend.
     """
@@ -149,7 +149,7 @@ class Epilogue(Protocol):
 
 
 def elementwise(fun: epilogues.Function | None) -> Epilogue | None:
-    """The epilogue of an elementwise function, which does not see where its elements lie."""
+    """The epilogue of an elementwise function, which does not depend on the elements' places."""
     if fun is None:
         return None
     plain = epilogues.without_derivatives(fun)
@@ -217,12 +217,12 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What one warp of every block moves meanwhile, in a kernel of several devices.
+    """The data that one warp of every block moves, in a kernel of several devices.
 
     Attributes:
       run: called once peers' memory may be read; returns when this block has read all it needs.
       finish: called in block 0, once no peer reads this device's memory any more; waits for
-        whatever else must have happened before the kernel ends.
+        all other events that must precede the end of the kernel.
     """
 
     run: Callable[[], None]
@@ -234,9 +234,9 @@ class Parts:
     """A kernel, as the sum of its parts.
 
     Attributes:
-      k_tiles: the length of the contraction, in tiles: a number, or a function of the tile, asked
+      k_tiles: the length of the contraction, in tiles: a number, or a function of the tile, called
         by every role, which may read it from memory; it may be zero for a tile.
-      ahead: `order.locate` is asked a tile ahead, also once beyond the last one: for an order that
+      ahead: `order.locate` is called a tile ahead, also once beyond the last one: for an order that
         reads memory, which takes as long as a step of the contraction.
     """
 
@@ -255,12 +255,12 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """The product that a main loop is made for: what it knows before there is any memory.
+    """The product that a main loop is built for, as known before the kernel has any memory.
 
     Attributes:
       lhs, rhs, out: types of the operands and of the result.
-      lhs_transposed: tiles of lhs lie in memory as `[tile_k, tile_m]`.
-      rhs_transposed: tiles of rhs lie in memory as `[tile_n, tile_k]`.
+      lhs_transposed: tiles of lhs are stored as `[tile_k, tile_m]`.
+      rhs_transposed: tiles of rhs are stored as `[tile_n, tile_k]`.
       ragged: the sink stores some tiles in part (`Sink.rows`).
       fold: the kind of `Parts.fold`.
       scales: the granularity of `Parts.scales`; None without them.

@@ -2,8 +2,8 @@
 
 | barrier | arrives | waits | proves |
 |---|---|---|---|
-| `full[stage]` | all copies into it | whoever multiplies | it holds tiles, and their scales |
-| `empty[stage]` | whoever multiplies | loading warp | it may be overwritten |
+| `full[stage]` | all copies into it | multiplying warps | it holds tiles, and their scales |
+| `empty[stage]` | multiplying warps | loading warp | it may be overwritten |
 
 Of a tile that two blocks make together each has half of the rows of lhs, and half of the columns of
 rhs; `full` is then the first block's (`stages.Halves`).
@@ -114,7 +114,7 @@ def scratch(
     Args:
       shape: of the tiles.
       num_stages: how many there are.
-      product: the types of the operands, and how they lie.
+      product: the types of the operands, and their layouts.
       empty: the barriers of that name, one for each stage.
       copies: that arrive at `full`: those of both tiles, and of scales that come with them.
     """

@@ -27,7 +27,7 @@ class Segments:
         return sum(self.counts)
 
     def visit(self, tile: Int, fun: Callable[[int, Int], None]) -> None:
-        """Calls `fun(i, tile within matrix i)` in a kernel, for the matrix that `tile` lies in."""
+        """Calls `fun(i, tile within matrix i)` in a kernel, for the matrix that holds `tile`."""
         if len(self.counts) == 1:
             fun(0, tile)
             return

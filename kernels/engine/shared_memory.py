@@ -1,4 +1,4 @@
-"""Tiles in shared memory, as the tensor cores and the copy engine of NVIDIA's GPUs want them."""
+"""Tiles in shared memory, in the layout of NVIDIA's tensor cores and copy engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row_elements(dtype: jax.typing.DTypeLike) -> int:
 
 
 def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
-    """Layout of a tile whose rows are 128 bytes, in which no two threads meet in a bank."""
+    """Layout of a tile whose rows are 128 bytes, without bank conflicts."""
     tiling = plgpu.TilingTransform((8, row_elements(dtype)))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
     return tiling, swizzle

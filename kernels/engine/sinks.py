@@ -18,7 +18,7 @@ def along_n(
     shape: TileShape,
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
 ) -> Sink:
-    """Results that lie side by side, in `segments` of columns of tiles.
+    """Results side by side, in `segments` of columns of tiles.
 
     `leading` are the indices of a tile's matrix in a result of more than two dimensions.
     """

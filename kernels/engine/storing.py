@@ -1,4 +1,4 @@
-"""The storing warp: stores what becomes of totals, tile after tile, whatever made them."""
+"""The storing warp: stores finished tiles out of shared memory, for every main loop."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def store(
     bring: Callable[[Tile], None] | None = None,
     refill: Callable[[Tile, int], None] | None = None,
 ) -> None:
-    """Stores tile after tile as its pieces are handed over.
+    """Stores one tile after another, as its pieces are filled.
 
-    `bring` is called with each tile before its stores: what else this warp does for a total.
-    `refill` is called with (tile, index of a piece) once the piece's buffer has been read, and
-    starts a copy into it; whoever fills the buffer waits for that copy, and not for `free`.
+    `bring` is called with each tile before its stores, for other work of this warp.
+    `refill` is called with (tile, index of a piece) after the piece's buffer was read, and starts a
+    copy into it; the threads that fill the buffer wait for that copy, and not for `free`.
     """
     if refill is None:
         for buffer in range(pieces.num_buffers):
@@ -79,16 +79,16 @@ def store(
 
 
 def _store_tile(sink: Sink, pieces: Pieces, tile: Tile) -> None:
-    """Stores a tile's pieces as they are handed over; on return the buffers have been read."""
+    """Stores a tile's pieces as they are filled; on return the buffers have been read."""
     buffers, places = pieces.num_buffers, pieces.places
     with jax.named_scope("store"):
         for index, place in enumerate(places):
             buffer = index % buffers
-            # Whoever holds the total has put the piece into the buffer.
+            # The warpgroup that holds the total has filled the buffer.
             plgpu.barrier_wait(pieces.filled.at[buffer])
             pieces.store(sink, tile, buffer, place)
             plgpu.commit_smem_to_gmem_group()
-            if index >= buffers - 1:  # All buffers are in use: the oldest comes free.
+            if index >= buffers - 1:  # All buffers are in use: waits for the oldest.
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
                 # Publishes to those that fill buffers that this one has been read.
                 plgpu.barrier_arrive(pieces.free.at[(index + 1) % buffers])

@@ -1,4 +1,4 @@
-"""Streams of operands that lie in this device's memory, one matrix or several side by side."""
+"""Streams of operands in this device's memory, one matrix or several side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.kernels.engine.segments import Segments
 
 
 def of(ref: Ref, window: Callable[[Tile, Int], tuple]) -> Stream:
-    """One matrix; `window` is (tile, tile along the contraction) -> where that lies in it."""
+    """One matrix; `window` is (tile, tile along the contraction) -> its place in the matrix."""
     return along_k([ref], Segments((1,)), window)
 
 
@@ -20,7 +20,7 @@ def along_k(
 ) -> Stream:
     """Matrices that follow each other along the contraction, in `segments`.
 
-    `window` is (tile, tile along the contraction of one matrix) -> where it lies in that matrix.
+    `window` is (tile, tile along the contraction of one matrix) -> its place in that matrix.
     """
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
@@ -33,9 +33,9 @@ def along_k(
 
 
 def along_n(refs: Sequence[Ref], segments: Segments, window: Callable[[Int, Int], tuple]) -> Stream:
-    """Right-hand sides that lie side by side, in `segments` of columns of tiles.
+    """Right-hand sides side by side, in `segments` of columns of tiles.
 
-    `window` is (tile along the contraction, column of tiles of one matrix) -> where it lies in it.
+    `window` is (tile along the contraction, column of tiles of one matrix) -> its place in it.
     """
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:

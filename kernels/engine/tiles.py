@@ -12,11 +12,11 @@ type Window = tuple[pl.Slice, pl.Slice]
 
 
 class TileShape(Protocol):
-    """What every configuration of a main loop says: a tile, in elements, and who makes it."""
+    """The fields of every configuration of a main loop: a tile, in elements, and its blocks."""
 
     @property
     def blocks(self) -> int:
-        """Blocks of a cluster that make a tile together, each of them equal rows of it."""
+        """Blocks of a cluster that compute a tile together, an equal part of the rows each."""
         ...
 
     @property

@@ -46,15 +46,15 @@ class Fetch(Protocol):
         ...
 
     def place(self, index: Int, /) -> copies.Place:
-        """Where the piece at `index`, in the order in which they are wanted, lies."""
+        """The place of the piece at `index`, in the order in which the matmul needs them."""
         ...
 
     def sources(self, ref: Ref, /) -> Sequence[Ref]:
-        """The arrays that pieces come from, `ref` here and on the peers, for `copies.Pull`."""
+        """The source arrays of pieces, `ref` here and on the peers, for `copies.Pull`."""
         ...
 
     def destination(self, gathered: Ref, source: Int, /) -> Ref:
-        """Where the pieces of a source go."""
+        """The destination of the pieces of a source."""
         ...
 
 
@@ -70,7 +70,7 @@ def pull(
 ) -> None:
     """Fetches this block's share of the pieces; all are in place, and `arrived` called, on return.
 
-    The blocks take pieces in turn, so that they come in the order in which they are wanted.
+    The blocks take pieces in turn, so that pieces arrive in the order in which they are needed.
     """
     block = kernel.block_id()
     copies.Pull(

@@ -14,7 +14,7 @@ from stretto.kernels.fused.obstacles import check_pull_slots
 from stretto.kernels.problem.problem import Problem
 
 FEW_ROWS = 1024
-"""With more rows there is too much to send for it not to be hidden."""
+"""With more rows, communication takes so long that it must be overlapped."""
 OWN_LAG = 3
 NARROW_BYTES = 2  # of an element, where no problem says its type
 PIECE_ROWS = 64
@@ -28,10 +28,10 @@ class AddConfig:
     Attributes:
       tiles: of the matmul.
       pull_slots: pieces of 64 rows x 128 bytes on their way at once, per block.
-      own_last: whether all tiles of the own rows come after all for peers, or each of them some
+      own_last: whether all tiles of the own rows follow all tiles for peers, or each of them some
         waves after the same tile for the peers (`tiles.OwnersOrder`, with a lag of `OWN_LAG`).
-      unfused: multiply by XLA's matmul, and add up with a kernel that only does that; all else is
-        then of no account.
+      unfused: multiply by XLA's matmul, and add up with a separate kernel; the other fields are
+        then ignored.
     """
 
     tiles: TileConfig = tile_config.LARGE

@@ -1,9 +1,9 @@
 """`out = epilogue(all_gather(lhs) @ rhs)`, for one rhs or several, the gather under the matmul.
 
 Each device multiplies its own shard of lhs first, then those of its successors on the ring. One
-spare warp of every block fetches the peers' shards meanwhile, straight from the peers' operands,
-into a local buffer, in the order in which the matmul will want them; the matmul waits for a chunk
-of columns at a time. Pulling leaves the data semaphores local: the only word between devices is,
+spare warp of every block fetches the peers' shards at the same time, from the peers' operands
+into a local buffer, in the order in which the matmul needs them; the matmul waits for a chunk
+of columns at a time. Pulling keeps the data semaphores local: the only signal between devices is,
 at the end, that a peer's operand is no longer needed. With `Config.gather_first` all rows are gathered first
 and multiplied as one matrix (`gathering_rows_first`); `received` then has no first index.
 
@@ -13,7 +13,7 @@ and multiplied as one matrix (`gathering_rows_first`); `received` then has no fi
 | `received[i, c]` | each pulling warp, per piece | the polling warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
-Peers' operands are ready once the pulling warp has met them (`handshake`).
+Peers' operands are ready once the pulling warp has waited for the peers' start (`handshake`).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Config(PullConfig):
       gather_first: gather all rows into one matrix and multiply that, for shards smaller than a
         tile; otherwise shard after shard, under which the gather hides (`gathering`).
       unfused: gather with a kernel that only gathers, and multiply by XLA's matmul; all else is
-        then of no account.
+        then ignored.
     """
 
     chunk_columns: int = 1024
@@ -106,7 +106,7 @@ def default_config(problem: Problem) -> Config:
 def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
 
-    And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
+    And the gathered lhs `[D * m_shard, k]` with `call.options.return_gathered`.
     """
     if call.config.unfused:
         return unfused.all_gather_matmul(operands, call)

@@ -1,11 +1,11 @@
 """`out = epilogue(all_gather(lhs) @ rhs)`, lhs gathered along its columns, the contraction.
 
 The kernel is that of `all_gather_matmul`, and so is its protocol: the peers' shards are pulled, and
-the only word between devices is, at the end, that a peer's operand is no longer needed. But each
+the only signal between devices is, at the end, that a peer's operand is no longer needed. But each
 tile of the result needs all devices' columns of lhs. It begins with the device's own, times the
-rows of rhs that belong to them, and goes on with its successors' on the ring. A spare warp of every
-block fetches these meanwhile, a band of rows after the other, in the order in which the tiles want
-them (`gathering_by_columns`).
+rows of rhs that belong to them, and continues with its successors' on the ring. A spare warp of
+every block fetches these at the same time, one band of rows after another, in the order of the
+tiles (`gathering_by_columns`).
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -71,7 +71,7 @@ def default_config(problem: Problem) -> Config:
 def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m, k_shard]` times each of `[D * k_shard, n_i]` -> `[m, n_i]`, as the public operation.
 
-    And the gathered lhs `[m, D * k_shard]` where `call.options.return_gathered` asks for it.
+    And the gathered lhs `[m, D * k_shard]` with `call.options.return_gathered`.
     """
     lhs, rhs, arrays = with_arrays(operands)
     options = call.options

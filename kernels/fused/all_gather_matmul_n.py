@@ -1,7 +1,7 @@
 """`out = epilogue(lhs @ all_gather(rhs))`, rhs gathered along its columns: no kernel of its own.
 
 It is the transpose of an all-gather matmul, `out^T = epilogue(all_gather(rhs^T) @ lhs^T)`, and so
-the kernel of `all_gather_matmul` serves it, which takes `lhs` as a right-hand side given
+the kernel of `all_gather_matmul` serves it, with `lhs` as a right-hand side that is given
 transposed. XLA transposes the result, and the device's own shard of rhs unless that is given
 transposed; the public operation has it do so.
 """

@@ -87,11 +87,11 @@ class Kept:
 
     @property
     def count(self) -> int:
-        """Shards that there is room for."""
+        """Number of shards in the buffer."""
         return self.team.size - (not self.by_shard)
 
     def index(self, step: Int) -> Int:
-        """The index of the shard that comes at `step`, of the device so many places further."""
+        """The index of the shard of `step`, which belongs to the device `step` places further."""
         shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
         return shard if self.by_shard else step - 1
 
@@ -109,7 +109,7 @@ def launch(
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
     `arrays` are the epilogue's. Returns the results `[*gather.out_rows, n_i]`, and after them the
-    gathered lhs, if asked for.
+    gathered lhs, if requested.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed

@@ -31,7 +31,7 @@ def by_columns(
     """Shards `[plan.rows, plan.columns]`, whole tiles, for a result of `n` columns.
 
     `plan` cuts the peers' columns into pieces; a chunk of it has the rows of a tile. `by_shard`
-    asks for the gathered columns in the order of the shards (`Kept`). The step of a tile is 0.
+    keeps the gathered columns in the order of the shards (`Kept`). The step of a tile is 0.
     """
     kept = Kept(team, by_shard)
     tiles_of_shard = plan.columns // shape.tile_k

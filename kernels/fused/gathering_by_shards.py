@@ -1,6 +1,6 @@
 """Gathering rows of lhs shard after shard: the device's own first, then its successors'.
 
-What the others send comes in under the arithmetic on what is here. It suits shards that fill tiles.
+The peers' rows arrive during the arithmetic on the own rows. For shards that fill tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stretto.kernels.fused.gathering import Gather, Kept
 def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard: bool) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
-    `by_shard` asks for the gathered rows in the order of the shards (`Kept`). The step of a tile is
+    `by_shard` keeps the gathered rows in the order of the shards (`Kept`). The step of a tile is
     how many places further the device is whose rows it takes.
     """
     kept = Kept(team, by_shard)

@@ -1,7 +1,7 @@
 """Gathering rows of lhs first: all of them into one small matrix, which is then multiplied.
 
-A shard smaller than a tile would waste most of it, and rhs would pass through the multiprocessors
-once for each shard. While the rows come the ring fills with rhs.
+A shard smaller than a tile would leave most of the tile empty, and every block would load rhs
+once for each shard. While the rows arrive, the ring of stages fills with rhs.
 
 The device copies its own rows as well. They also fill up the last tile: where a tile reaches beyond
 its array, the copy engine makes up zeros, which took longer than rows that are there (64 x 8192 x
@@ -83,7 +83,7 @@ class _Fetch:
         return self.plan.piece_rows, self.plan.piece_columns
 
     def place(self, index: Int) -> copies.Place:
-        """A piece of the rows at `row`, which are of the device so many shards further."""
+        """A piece of the rows at `row`, whose device is as many shards further."""
         row, column, chunk = self.plan.locate(index)
         source = schedule.div(row, self.m_shard)
         return copies.Place(source, row - source * self.m_shard, column, (chunk,))
@@ -94,7 +94,7 @@ class _Fetch:
         return [lhs, *transfers.on_peers(lhs, self.team), *[lhs] * filling]
 
     def destination(self, gathered: Ref, source: Int) -> Ref:
-        """The rows of a shard among all; after them come those that fill up."""
+        """The rows of a shard among all; rows that fill the last tile follow."""
         shard = schedule.shard_of_step(self.team.device_id(), source, self.team.size)
         place = schedule.where(source < self.team.size, shard, source)
         return gathered.at[pl.ds(place * self.m_shard, self.m_shard)]

@@ -1,7 +1,7 @@
 """`out[r] = lhs[r] @ rhs[group of r]`, and the derivative by rhs, on one device.
 
-Rows of lhs lie group by group, and how many each group has is read at run time. Tables made from
-the sizes by XLA say which tiles there are (`tables`):
+Rows of lhs are ordered by group, and the sizes of the groups are read at run time. Tables that XLA
+computes from the sizes list the tiles (`tables`):
 
 | product | a tile is | its contraction | its edge |
 |---|---|---|---|
@@ -224,7 +224,7 @@ def contracted(
     order = ShardOrder(lhs.shape[1], rhs.shape[1], tiles, steps=groups)
 
     def stream(whole: Ref, copied: Ref, columns: Callable[[Tile], pl.Slice]) -> Stream:
-        """An operand's rows, `tile_k` at a time: where they lie, then those that are copied."""
+        """An operand's rows, `tile_k` at a time: whole tiles in place, then the copied rows."""
 
         def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
             first_row, where_they_lie = tile.facts[:2]
@@ -302,15 +302,15 @@ def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 def sum_before(x: jax.Array) -> jax.Array:
     """The sum of those before each of `x`, int32 `[g]`.
 
-    XLA makes one reduction of it, and of `jnp.cumsum` several kernels, each of which takes longer
-    to launch than to run at these sizes.
+    XLA compiles it to one reduction, and `jnp.cumsum` to several kernels, each of which takes
+    longer to launch than to run at these sizes.
     """
     number = jnp.arange(len(x))
     return jnp.sum(jnp.where(number < number[:, None], x, 0), axis=1, dtype=jnp.int32)
 
 
 def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
-    """The tiles along the rows, int32 `[most + 1, 4]`; their number stands first in the last row.
+    """The tiles along the rows, int32 `[most + 1, 4]`; their number is first in the last row.
 
     Of each the group, the first row as a multiple of `ALIGNED`, and the first and the last row
     within the tile that are the group's; the latter exclusive. The rows that belong to no group are
@@ -324,7 +324,7 @@ def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
     before = sum_before(tiles)
     after = before + tiles
     number = jnp.arange(most + 1, dtype=jnp.int32)
-    # As many groups end before a tile as it has groups before it: no search, which loops.
+    # The number of groups that end before a tile is its group: a sum, as a search would loop.
     group = jnp.sum(after <= number[:, None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, len(tiles) - 1)
     first = aligned[group] + (number - before[group]) * tile_m
@@ -338,7 +338,7 @@ def k_tiles_of(sizes: jax.Array, m: int, tile_k: int) -> tuple[jax.Array, jax.Ar
 
     Of each group the first row of its whole tiles as a multiple of `ALIGNED`, the number of these,
     and the number of tiles that its other rows fill: fewer than `ALIGNED` before them and fewer
-    than `tile_k` after them. Where a row to be copied is missing stands one that no array has.
+    than `tile_k` after them. A missing row to be copied has an index beyond every array.
     """
     starts, ends = bounds(sizes, m)
     first = jnp.minimum((starts + ALIGNED - 1) // ALIGNED * ALIGNED, ends)

@@ -4,8 +4,8 @@
 a two-shot all-reduce. All devices hold bitwise the same result, since each element is summed once,
 by its owner. Protocol and device code are in `matmul_reduce_scatter.py`.
 
-Own tiles come between those for peers. If they all came last, a device would send all of its result
-in the last part of its time, faster than the links can.
+Own tiles stand between those for peers. If all of them were last, a device would send all of its
+result in the last part of its time, faster than the links can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stretto.kernels.problem.problem import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """How the fused kernel is cut up; by default own tiles come between those for peers."""
+    """Configuration of the fused kernel; by default own tiles stand between those for peers."""
 
     own_last: bool = False
 

@@ -1,8 +1,8 @@
 """`out = reduce_scatter(lhs @ rhs)`, the scatter under the matmul; and `all_reduce` on top of it.
 
-Each device makes the tiles of its peers' rows, and keeps these products in its own memory. A spare
-warp of every block pulls the peers' products for this device's rows, each as soon as it is finished.
-The own rows come last, or each tile some time after the same tile for the peers
+Each device computes the tiles of its peers' rows, and keeps these products in its own memory. A
+spare warp of every block pulls the peers' products for this device's rows as they are finished.
+The own rows are last, or each own tile some waves after the same tile for the peers
 (`orders.OwnersOrder`). Between its products the device adds, in float32, what was pulled
 (`parts.Addends`), and stores the sum: in its own memory, or for an all-reduce on every device.
 (`reducing` has these parts.)
@@ -58,7 +58,7 @@ from stretto.kernels.problem.problem import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """How the fused kernel is cut up; by default all of the own tiles come last."""
+    """Configuration of the fused kernel; by default all own tiles are last."""
 
 
 def default_config(problem: Problem) -> Config:

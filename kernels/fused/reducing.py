@@ -95,7 +95,7 @@ class Products:
         """Fetches whole tiles, one after another, in the order in which peers make them.
 
         All devices go through the tiles in one order, but for the rotation within a wave
-        (`orders.OwnersOrder`), so the peers' tiles for this device come in the order of its own
+        (`orders.OwnersOrder`), so the peers' tiles for this device arrive in the order of its own
         list. A tile is in place before the next one is waited for: a device that made the next one
         only after it had got this one would never make it.
         """

@@ -1,8 +1,8 @@
 """Matmuls of few rows: a small kernel that sends, and XLA's matmul, one after the other.
 
-With few rows there is little to send and little to hide it under, and what counts is how soon each
-starts. A kernel that only sends is there in some 5 us: it needs no semaphores, which XLA would have
-to zero, and few multiprocessors, so that it meets its peers by itself (`handshake`). XLA's own
+With few rows both the transfer and the product are short, so the time to start each
+dominates. A kernel that only sends starts in about 5 us: it needs no semaphores, which XLA would
+have to zero, and few multiprocessors, so that it starts by counters (`handshake`). XLA's own
 matmul reads rhs as fast as the memory can.
 
 Sums are those of the fused kernels: products rounded to the result's type, added in float32 in the

@@ -1,10 +1,10 @@
 """The collectives over several nodes: kernels within each, XLA's collectives between them.
 
 Each device exchanges with the device of its number on the other nodes, so every byte crosses
-between nodes once, over all of a node's network cards. Results lie in the order of the whole team:
+between nodes once, over all of a node's network cards. Results have the order of the whole team:
 nodes first, then the devices of each.
 
-Each function takes a `Call` whose `split` says which axes lie within a node; its `config` is of the
+Each function takes a `Call` whose `split` has the axes within a node; its `config` is of the
 kernel that gathers, or of the one that adds.
 """
 

@@ -1,12 +1,12 @@
 """The fused matmuls over several nodes: kernels within each, XLA's collectives between them.
 
-Each function takes a `Call` whose `split` says which axes lie within a node, and is what the public
-operation runs in place of its kernel. Results lie
+Each function takes a `Call` whose `split` has the axes within a node. The public
+operation runs it in place of its kernel. Results are
 in the order of the whole team: nodes first, then the devices of each.
 
 | operation | crosses between nodes | while a kernel works on |
 |---|---|---|
-| all-gather matmul | rows of lhs | the own node's rows, then the pieces that have come |
+| all-gather matmul | rows of lhs | the own node's rows, then the pieces that have arrived |
 | matmul reduce-scatter | a node's sums of another one's rows | the next piece, the own rows last |
 | matmul all-reduce | a node's sums, each device's part | the next piece |
 
@@ -35,7 +35,7 @@ type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 def all_gather_matmul(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
 
-    And the gathered lhs `[D * m_shard, k]` where `call.options.return_gathered` asks for it.
+    And the gathered lhs `[D * m_shard, k]` with `call.options.return_gathered`.
     """
     lhs, rhs, _ = with_arrays(operands)
     team, within = _within(call)
@@ -48,7 +48,7 @@ def all_gather_matmul(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...],
     )
 
     def whole(*parts: jax.Array) -> jax.Array:
-        """One result, put together from what the kernels made of each piece."""
+        """One result, joined from the kernels' results for each piece."""
         columns = parts[0].shape[1]
         out = nodes.room_for((team.count, team.devices, m_shard, columns), parts[0])
         for (node, first, _), part in zip(gathered, parts, strict=True):

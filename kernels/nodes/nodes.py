@@ -1,9 +1,9 @@
 """Teams that span nodes: which part of an operation is a kernel's, and in which pieces.
 
 Kernels join the devices of one node (`topology`). An operation over `("node", "gpu")` is therefore
-made of one over "gpu", fused, and of XLA's collectives over "node", cut into pieces: while one
-crosses between nodes, a kernel works on the one before. The files `hierarchical_*.py` are made of
-what is here.
+a fused operation over "gpu" and XLA's collectives over "node", in pieces: while one
+piece crosses between nodes, a kernel works on the one before. The files `hierarchical_*.py` use
+this file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.distributed import schedule
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.devices.topology import Split
 
-# Pieces that what goes to or comes from other nodes is cut into, at most.
+# The most pieces into which the traffic with other nodes is divided.
 MOST_PIECES = 4
 # Below it a kernel of a matmul would not fill a device, or a collective not pay for its launch.
 LEAST_ROWS = 2048

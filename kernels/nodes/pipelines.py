@@ -1,12 +1,12 @@
 """Pipelines over the nodes of a team: one piece crosses while a kernel works on the one before.
 
-Each takes the kernel as a function. What makes the overlap is the order of things, kept by barriers
+Each takes the kernel as a function. Operations overlap because of their order, kept by barriers
 between values: XLA's scheduler starts a collective as early as its operand allows, and waits for it
 as late as its result is needed. Collectives go one after another, like kernels: XLA would make one
 of those that do not wait for each other, which begins with the last piece and ends before the first
 is used.
 
-Where it says values, they are arrays or tuples of arrays.
+"Values" are arrays or tuples of arrays.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ type Pieces = Sequence[tuple[int, int]]
 def _one_after_another(work: Work, operands: Sequence[Any]) -> list[Any]:
     """`work` of each operand, each begun once the one before is done.
 
-    XLA keeps an order only between values that are used behind a barrier: a result is what comes
-    out of the barrier before the next call. The first operand has one too, which keeps XLA from
-    handing a kernel a slice of another array in place of an array of its own.
+    XLA keeps an order only between values that are used behind a barrier: a result is the output
+    of the barrier before the next call. The first operand has one too, which prevents XLA from
+    passing a kernel a slice of another array in place of an array of its own.
     """
     results: list[Any] = []
     for operand in operands:
@@ -43,11 +43,11 @@ def _one_after_another(work: Work, operands: Sequence[Any]) -> list[Any]:
 def gather(
     team: Nodes, rows: jax.Array, pieces: Pieces, work: Work
 ) -> list[tuple[jax.Array, int, Any]]:
-    """Works on the own node's rows, then on every other node's, piece by piece as they come.
+    """Works on the own node's rows, then on every other node's, piece by piece as they arrive.
 
     Returns:
-      For each piece: the node that it came from, its first row there, and the values that `work`
-      made of it.
+      For each piece: its node, its first row there, and the values that `work`
+      returned for it.
     """
     places = [(shift, first, end) for shift in team.shifts for first, end in pieces]
     here, results = rows, []

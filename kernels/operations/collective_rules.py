@@ -1,4 +1,4 @@
-"""What the collectives' records are made of: references, derivatives, batches, trees, sizes."""
+"""Rules of the collectives' records: references, derivatives, batches, trees, sizes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def own_part(op: str, part: jax.Array, x: jax.Array, axis: int, parts: int) -> j
 def exchanged(
     op: str, parts: jax.Array, x: jax.Array, split_axis: int, concat_axis: int
 ) -> jax.Array:
-    """The parts of `x` that have come, `[D, elements]`, joined along `concat_axis`."""
+    """The received parts of `x`, `[D, elements]`, joined along `concat_axis`."""
     count = parts.shape[0]
     shape = jax.eval_shape(lambda x: split(op, x, "split_axis", split_axis, count), x).shape
     axis = checks.check_array_axis(op, "concat_axis", concat_axis, x)

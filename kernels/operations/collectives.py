@@ -46,7 +46,7 @@ def all_gather(
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array, or of the result that is stacked; may be negative.
       tiled: whether shards are joined, or stacked.
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         size by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
@@ -217,7 +217,7 @@ def _moved(
 def _fused(
     operation: Operation, x: jax.Array, axes: Axes, options: Any, backend: str, config: Any
 ) -> jax.Array | None:
-    """What a kernel makes of it, None where XLA serves."""
+    """The kernel's result, None where XLA serves."""
     sizes = dict(m=x.shape[0] if x.ndim else 1, n=math.prod(x.shape[1:]))
     types = Types(lhs=str(x.dtype), out=str(x.dtype))
     call = decide(operation, sizes, types, axes, options, backend=backend, config=config)
@@ -229,7 +229,7 @@ def _sums(operation: Operation, op: str) -> Operation:
     return operation if op == "sum" else EXTREMES[operation.name]
 
 
-# --- Derivatives of the linear ones: there is nothing to keep -------------------------------------
+# --- Derivatives of the linear ones: they need no residuals - -------------------------------------
 
 
 def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:

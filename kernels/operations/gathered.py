@@ -117,7 +117,7 @@ class Operands:
         return [(*self.rows(), n * side.shape[0 if self.transposed else 1]) for side in self.sides]
 
     def results_shapes(self, form: Form | None) -> list[Shape]:
-        """The same of what an epilogue makes of them."""
+        """The same for the results of an epilogue."""
         return self.products()[: 1 if form is not None and form.gated else None]
 
     def copied_elements(self) -> int:
@@ -148,7 +148,7 @@ class Operands:
     def results(
         self, outs: Sequence[jax.Array], gathered: Any
     ) -> tuple[tuple[jax.Array, ...], Any]:
-        """The products and the gathered operand as the caller wants them, from the kernel's."""
+        """The products and the gathered operand in the form that the caller expects."""
         if self.gather_axis == "n":
             if gathered is not None and not self.transposed:
                 gathered = gathered.T

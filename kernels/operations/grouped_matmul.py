@@ -1,4 +1,4 @@
-"""`grouped_matmul`: a matmul whose rows belong to groups, each with its own right-hand side."""
+"""`grouped_matmul`: a matmul of groups of rows, each with its own right-hand side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the results of the matmuls lie on the devices, given how the operands do."""
+"""The sharding of the matmuls' results, from that of their operands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ type Arguments = Mapping[str, Any]
 
 
 def of_gather(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> Any:
-    """Of `all_gather_matmul`: what is gathered no longer lies along the team."""
+    """Of `all_gather_matmul`: the gathered dimension is no longer sharded over the team."""
     gather_axis = arguments.get("gather_axis", "m")
     lhs, rhs = specs
     sides = rhs if isinstance(rhs, tuple) and not isinstance(rhs, P) else (rhs,)
@@ -33,7 +33,7 @@ def of_gather(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> Any:
 
 
 def of_scatter(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> P:
-    """Of `matmul_reduce_scatter`: the rows lie along the team, too."""
+    """Of `matmul_reduce_scatter`: the rows are sharded over the team, too."""
     rows = list(_first(specs[0])[:-1])
     axis = arguments.get("axis", 0) % (len(rows) + 1)
     rows[axis] = (*_names(rows[axis]), *axes)
@@ -67,7 +67,7 @@ def _names(entry: Any) -> tuple:
 
 
 def _without(entry: Any, axes: Axes, name: str) -> Any:
-    """The axes that a dimension still lies along once it has been gathered over `axes`."""
+    """The axes over which a dimension is still sharded once it is gathered over `axes`."""
     names = _names(entry)
     kept = len(names) - len(axes)
     if kept < 0 or names[kept:] != axes:

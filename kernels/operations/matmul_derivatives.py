@@ -3,7 +3,7 @@
 The gather of one is the scatter of the other: the derivative of `all_gather_matmul` is a
 `matmul_reduce_scatter` and the other way round, so a backward pass moves no more bytes than the
 forward pass of the other operation, plus the gathered operand for the weights' gradient. The rules
-get those operations as arguments, with the backend bound that the forward pass asked for.
+get those operations as arguments, bound to the backend of the forward pass.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def gather_backward(
     """lhs_bar = reduce_scatter(sum of product_bar @ rhs^T), rhs_bar = gathered^T @ product_bar.
 
     One reduce-scatter serves all right-hand sides: its kernel adds their products up. `gathered`
-    has what the caller made of it besides, which is scattered, too.
+    has the cotangent of the returned gathered operand, which is scattered, too.
     """
     lhs, rhs, gathered = residuals
     out_bars, gathered_bar = bars
@@ -119,6 +119,6 @@ def reduce_backward(
 
 
 def _rhs_bar(lhs: jax.Array, product_bar: jax.Array, call: Call) -> jax.Array:
-    """The derivative by rhs of `lhs @ rhs`, as rhs lies in memory."""
+    """The derivative by rhs of `lhs @ rhs`, in the layout of rhs."""
     x, y = (product_bar, lhs) if call.options.rhs_transposed else (lhs, product_bar)
     return matmul_of_columns(x, y).astype(lhs.dtype)

@@ -57,7 +57,7 @@ def all_gather_matmul(
     """`out = epilogue(all_gather(lhs) @ rhs)`, inside `jax.shard_map`; differentiable.
 
     Or `epilogue(lhs @ all_gather(rhs))`. Of the problem `M x K x N`, `gather_axis` names the
-    dimension along which the gathered operand lies in shards. Per device, in a team of D:
+    dimension along which the gathered operand is sharded. Per device, in a team of D:
 
     | `gather_axis` | lhs | rhs | rhs, transposed | out |
     |---|---|---|---|---|
@@ -65,7 +65,7 @@ def all_gather_matmul(
     | "k" | **`[m, k / D]`** | `[k, n]` | `[n, k]` | `[m, n]` |
     | "n" | `[m, k]` | **`[k, n / D]`** | **`[n / D, k]`** | `[m, n]` |
 
-    What is not gathered is the device's own: of "m" and "k" columns of rhs and out, with out
+    The other operand is the device's own: for "m" and "k" columns of rhs and out, with out
     `[m, D * n]` as a whole; of "n" rows of lhs and out, as in fully sharded data parallelism.
 
     Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m", and for the others
@@ -75,7 +75,7 @@ def all_gather_matmul(
     With more dimensions before its rows, lhs `[..., k]` is a batch, gathered along `axis`: equal to
     `lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, of `[b, s / D, k]` with `axis=1`
     `[b, s, n]`. If `axis` is the first dimension (but for some of size 1), nothing is copied;
-    otherwise XLA puts the result in order, as `stretto.explain` says.
+    otherwise XLA copies the result into order, and `stretto.explain` reports it.
 
     Args:
       lhs: matrix, or a batch of them; the fused kernel takes bfloat16 and float16.
@@ -83,7 +83,7 @@ def all_gather_matmul(
         gathered once for all (queries, keys and values; gate and up). Not for "n".
       axis_name: mesh axis, or tuple of axes, to gather over.
       epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
-        It is applied to pieces of the product, so what looks at several elements is refused. Or
+        It is applied to pieces of the product, so a function of several elements is an error. Or
         a name ("gelu"), `(function, *arrays)`, or a `stretto.Epilogue` (`stretto.epilogues` has the
         common ones), whose arrays broadcast to the result of one device. With a gated one such as
         "swiglu", rhs is a pair (gate, up), and out is one matrix.
@@ -95,13 +95,13 @@ def all_gather_matmul(
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
     Returns:
-      out, or a tuple of them where rhs is one; with the gathered operand after it, if asked for.
+      out, or a tuple if rhs is one; followed by the gathered operand with `return_gathered`.
 
     Raises:
       ValueError: operands that do not fit each other, an unknown axis or backend, a call outside
@@ -176,7 +176,7 @@ def matmul_reduce_scatter(
 
     Equals `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=axis, tiled=True)`, also of a
     batch, lhs `[..., k_shard]`. If `axis` is the first dimension (but for some of size 1), nothing
-    is copied; otherwise XLA puts lhs in order, as `stretto.explain` says. The fused kernel rounds
+    is copied; otherwise XLA copies lhs into order (`stretto.explain` reports it). The kernel rounds
     each peer's partial product once, to `out_dtype`, adds them to the device's own in float32,
     always in the same order, and rounds the sum; XLA sums in `out_dtype`.
 
@@ -190,7 +190,7 @@ def matmul_reduce_scatter(
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       axis: of lhs and of the result, scattered; may be negative, and not the last one.
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
 
@@ -267,7 +267,7 @@ def matmul_all_reduce(
       epilogue: as for `matmul_reduce_scatter`. All devices must hold the same arrays.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
-      config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
+      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
 

@@ -39,12 +39,12 @@ def decide(
       operation: what is called.
       sizes: of the whole problem, over all devices.
       types: of the elements.
-      axes: of the mesh, which the team lies along.
+      axes: the mesh axes of the team.
       options: the operation's own.
-      backend, config: what the caller asked for.
+      backend, config: the caller's arguments.
       obstacle: why no kernel can serve the call, where the operation found a reason.
-      copied: bytes that a kernel's call copies beside it.
-      remark: what `explain` says of the choice besides.
+      copied: bytes that a kernel's call copies in addition.
+      remark: a further sentence on the choice, for `explain`.
 
     Raises:
       ValueError: `backend` is unknown or cannot serve, or `config` does not fit.

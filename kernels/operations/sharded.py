@@ -24,24 +24,24 @@ def sharded(
 ) -> Callable[..., Any]:
     """`operation` on whole arrays, outside of `jax.shard_map`.
 
-    `stretto.sharded(stretto.all_gather_matmul)(x, w, "tp")` is `x @ w`, of `x` whose rows lie along
-    "tp". What the operands lie along besides, such as a batch along "dp", stays as it is.
+    `stretto.sharded(stretto.all_gather_matmul)(x, w, "tp")` is `x @ w`, for `x` with rows sharded
+    over "tp". Other axes of the operands' sharding, such as a batch over "dp", are kept.
 
     Args:
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
       mesh: by default that of the operands, or the enclosing one (`jax.set_mesh`).
-      in_specs: how each operand lies on the mesh, a spec each (of a tuple of matrices, a tuple);
-        after them those of arrays that are passed by name, such as biases. By default as their
-        types say, on a mesh of `AxisType.Explicit`, or as arrays outside of `jax.jit` lie.
-      out_specs: how the results lie; by default as follows from the operands, for the matmuls and
-        the operations on experts.
+      in_specs: the sharding of each operand, a spec each (for a tuple of matrices, a tuple), then
+        of the arrays that are passed by name, such as biases. By default that of their types, on a
+        mesh of `AxisType.Explicit`, or of the arrays outside of `jax.jit`.
+      out_specs: the sharding of the results; for the matmuls and the operations on experts, by
+        default derived from the operands.
 
     Returns:
       A function of what `operation` takes.
 
     Raises:
       ValueError: `operation` is none over a team; from the function, where a mesh or a spec is
-        missing, or what is gathered does not lie along the team.
+        missing, or the gathered operand is not sharded over the team.
     """
     records = [r for r in OPERATIONS.values() if r.public is operation and r.communicates]
     if not records:
@@ -110,7 +110,7 @@ def _whole(spec: P, x: jax.Array) -> P:
 
 
 def _sharding(record: Operation, x: Any) -> NamedSharding:
-    """How `x` lies on a mesh, as its type says or, for an array that is there, as it does."""
+    """The sharding of `x`, from its type or, for a concrete array, from the array."""
     found = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     if not isinstance(found, NamedSharding):
         found = jax.typeof(x).sharding

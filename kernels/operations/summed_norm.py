@@ -118,7 +118,7 @@ def _check(x: Any, residual: Any, weight: Any, epsilon: float) -> None:
 
 
 def _obstacle_of_operands(operands: Operands, axes: Axes) -> str | None:
-    """What keeps the kernel from this call, whatever its size: each device stores for all."""
+    """Why the kernel cannot serve this call, for any size: each device stores for all."""
     _, residual, weight = operands
     for name, array in (("residual", residual), ("weight", weight)):
         if varying_axes(array) & set(axes):

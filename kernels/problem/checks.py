@@ -82,7 +82,7 @@ def check_array(op: str, name: str, x: Any) -> None:
 
 
 def as_matrices(op: str, name: str, operand: Any) -> tuple[Any, ...]:
-    """A matrix as a tuple of one, a tuple or list of some as it is; ValueError if it is neither."""
+    """A matrix as a tuple of one, a tuple or list as a tuple; ValueError if it is neither."""
     if not isinstance(operand, tuple | list):
         return (operand,)
     if not operand:

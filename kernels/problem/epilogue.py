@@ -1,7 +1,7 @@
-"""An epilogue with its arrays: what is made of the product of a matmul before it is stored.
+"""An epilogue with its arrays: a function of the product of a matmul, applied before the store.
 
 A caller gives an `Epilogue`. Its function and how it is applied (`Form`) are known when a program
-is traced, as other options are; its arrays are operands, which derivatives are taken by.
+is traced, like other options; its arrays are operands with derivatives.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Epilogue:
     Attributes:
       function: elementwise; with `gated`, of two products.
       arrays: floats or bools that broadcast to the result of one device, as in NumPy. For several
-        right-hand sides an array, or a tuple of one for each.
-      gated: `function(gate, up, *arrays)` of the products with two right-hand sides, which becomes
+        right-hand sides: one array, or a tuple of one for each.
+      gated: `function(gate, up, *arrays)` of the products with two right-hand sides, which gives
         one result.
     """
 
@@ -70,7 +70,7 @@ class Form:
     def results(
         self, products: Sequence[jax.Array], arrays: Sequence[Any]
     ) -> tuple[jax.Array, ...]:
-        """What becomes of the float32 products with each right-hand side; in float32.
+        """The results for the float32 products with each right-hand side; in float32.
 
         Arrays have to broadcast to the products, which may have any shape.
         """
@@ -92,12 +92,12 @@ def part(array: Any, index: int) -> Any:
 
 
 def seen_dtype(dtype: Any, product: Any) -> Any:
-    """The type in which a function gets an array: bools as they are, floats as the product."""
+    """The type of an array as the function's argument: bool, or the type of the product."""
     return dtype if dtype == jnp.bool_ else product
 
 
 def seen(array: jax.Array, product: jax.Array) -> jax.Array:
-    """An array as a function gets it, beside the product."""
+    """An array as the function's argument, with the product's shape."""
     return jnp.broadcast_to(array.astype(seen_dtype(array.dtype, product.dtype)), product.shape)
 
 

@@ -11,7 +11,7 @@ import jax
 from stretto.distributed import compiling, simulating
 
 HOPPER, BLACKWELL = "sm_90", "sm_100"
-# Where no such device is at hand to be asked: parts of the names that the driver gives.
+# For devices that are not present: parts of the names that the driver gives.
 ARCHITECTURES = {
     HOPPER: ("H100", "H200", "H800", "H20", "GH200"),
     BLACKWELL: ("B100", "B200", "GB200"),
@@ -27,7 +27,7 @@ MULTIPROCESSORS = 132
 class Machine:
     """One device of the enclosing mesh.
 
-    A device that is no GPU is described as the GPU that the simulator makes of it, but for its
+    A device that is no GPU is described as the GPU that the simulator simulates, except for its
     `platform` and `kind`.
 
     Attributes:

@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How an operation over several nodes is cut up; over one node, `kernel` alone counts.
+    """Configuration of an operation over several nodes; over one node, only `kernel` counts.
 
     Attributes:
-      pieces: that all that goes to other nodes, or comes from them, is cut into; at least one for
-        each node. By default as many as leave a kernel enough to do (`nodes.MOST_PIECES`).
+      pieces: into which all traffic with other nodes is divided; at least one for
+        each node. By default so many that each kernel has enough work (`nodes.MOST_PIECES`).
       kernel: the configuration of the fused kernel; chosen by default.
     """
 

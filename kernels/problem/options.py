@@ -1,4 +1,4 @@
-"""What the matmuls' calls ask for besides their operands."""
+"""The arguments of the matmuls besides their operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MatmulOptions:
     Attributes:
       out_dtype: type of the result.
       rhs_transposed: rhs is given as `[n, k]`.
-      epilogue: what is made of the float32 product; its arrays are operands.
+      epilogue: the function of the float32 product; its arrays are operands.
     """
 
     out_dtype: Any

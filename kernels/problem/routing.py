@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 
 NONE = -1
-"""In a table, an entry that goes nowhere."""
+"""In a table, an entry that is sent nowhere."""
 
 
 class Routing(NamedTuple):
-    """Where tokens go, as `expert_dispatch` found it; `expert_combine` brings them back by it.
+    """The destinations of tokens, from `expert_dispatch`; `expert_combine` returns the rows by it.
 
     Attributes:
       positions: int32 `[tokens, top_k]`, for each entry of this device `row * D + device`, the row
@@ -20,7 +20,7 @@ class Routing(NamedTuple):
       tokens_per_expert: int32 `[num_experts]`, entries of each expert over all devices of the team,
         those that did not fit included. The same on every device.
       dropped: int32, entries that did not fit, over all devices.
-      out_of_range: int32, entries whose expert is neither -1 nor one that there is, over all.
+      out_of_range: int32, entries whose expert is neither -1 nor an existing one, over all.
     """
 
     positions: jax.Array

@@ -1,6 +1,6 @@
-"""Scales of operands in 8 bits: which there are, what they must look like, and in which form.
+"""Scales of operands in 8 bits: granularities, shapes and layouts.
 
-A scale lies as its operand does: each of its dimensions is 1 or counts blocks of that dimension.
+A scale has the layout of its operand: each dimension is 1 or counts blocks of that dimension.
 
 | granularity | lhs `[m, k]` | rhs `[k, n]` | rhs, transposed `[n, k]` |
 |---|---|---|---|

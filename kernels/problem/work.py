@@ -1,4 +1,4 @@
-"""What a problem asks of one device: arithmetic, bytes sent, bytes held."""
+"""A problem's work on one device: arithmetic, bytes sent, bytes held."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a problem asks of one device.
+    """A problem's work on one device.
 
     Attributes:
       product: (m, k, n) of the matmul on one device; None for a plain collective.
-      matrices: right-hand sides that the rows of the product are shared out among.
+      matrices: right-hand sides among which the rows of the product are divided.
       traffic: the collective inside; None for an operation on one device.
       memory_bytes: read and written in memory at least, of one that only moves; 0 where nobody
         counted them.

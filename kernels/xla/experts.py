@@ -1,6 +1,6 @@
 """Tokens to their experts and back, through XLA's collectives, on any platform.
 
-Dispatch gathers all tokens, and each device takes those that its experts want: with as many choices
+Dispatch gathers all tokens, and each device selects those of its experts: with as many choices
 as devices nearly every token is wanted everywhere. Combine sums on the experts' devices what each
 token gets there, exchanges the sums, and adds them up in the order of the devices. `positions` is
 that of `routing.Routing`.

@@ -1,4 +1,4 @@
-"""Matmuls through XLA, as a model author would write them by hand.
+"""Matmuls by XLA, as a model author would write them by hand.
 
 A product is accumulated in float32 and rounded once.
 """

@@ -1,7 +1,7 @@
 """Which row of which device each token goes to, from the experts that it chose: tables for all.
 
-An entry is one choice of one token. Entries of one expert that come from one device are a group;
-within it they keep the order of tokens, and of a token's choices. A device's rows lie expert by
+An entry is one choice of one token. Entries of one expert from one device are a group;
+within it they keep the order of tokens, and of a token's choices. A device's rows are ordered by
 expert, and within an expert device by device, in the order of the team. Only counts cross between
 devices: `num_experts + 1` numbers of each.
 """

@@ -49,7 +49,7 @@ def compile_script(
     """Compiles the kernels of `script` for GPUs, and prints what became of each.
 
     The script runs on CPU devices, where its kernels compute nothing: their results are zeros. So
-    an `AssertionError` of its own, once there was a kernel, ends it but is no failure.
+    an `AssertionError` of its own, after the first kernel, ends it but is no failure.
 
     Args:
       script: path of a Python script.
@@ -92,7 +92,7 @@ def compile_script(
     print(_json(outcomes, gpus, stopped) if as_json else table(outcomes, gpus))
     if stopped and found:
         _say(
-            f"the script stopped at {stopped}. What follows has not been seen. Kernels compute"
+            f"the script stopped at {stopped}. Later kernels were not compiled. Kernels compute"
             " nothing here: their results are zeros"
         )
     if not outcomes:
@@ -196,9 +196,9 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stretto compile",
-        description="Run SCRIPT on CPU devices, compile its Mosaic GPU kernels for GPUs, which need"
-        " not be there, and print what came out. Kernels compute nothing meanwhile: their results"
-        " are zeros. Options go before SCRIPT; what follows it is the script's.",
+        description="Run SCRIPT on CPU devices, and compile its Mosaic GPU kernels for GPUs. No GPU"
+        " is needed. Prints the results of the compiler. Kernels do not run: their results"
+        " are zeros. Options go before SCRIPT; all arguments after it are the script's.",
     )
     parser.add_argument("script", metavar="SCRIPT", help="Python script")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")

@@ -31,7 +31,7 @@ def make_job(
     folder: Path,
     lost: Collection[str] = (),
 ) -> tuple[Job, str]:
-    """The job that the options describe, and a line on its devices if nobody asked for those.
+    """The job that the options describe, and a line on its devices if no option chose them.
 
     Args:
       folder: takes a hostfile for mpirun or srun if one is needed.
@@ -113,11 +113,11 @@ def _count_gpus(
     by_slurm: bool,
     limit_s: float,
 ) -> Mapping[str, int]:
-    """GPUs of the hosts: as Slurm says, or as they say themselves once they answer."""
+    """GPUs of the hosts: from Slurm, or from the hosts themselves."""
     environ = {**environ, "JAX_PLATFORMS": ""}
     if by_slurm and (found := slurm.gpus_of_hosts(environ, hosts)):
         return found
-    if by_slurm or dry_run:  # taken to be like this one; agents look, where any are started
+    if by_slurm or dry_run:  # assumed to be like this one; agents check, where any are started
         return dict.fromkeys(hosts, len(gpus.usable_gpus(environ)))
     if others := _others(hosts):
         check_hosts(others, environ, limit_s, _say)
@@ -162,11 +162,11 @@ def _split(arguments: str) -> list[str]:
 def _hint(starter: Starter) -> str:
     if starter == "srun":
         return (
-            "look at squeue and sinfo, whether its nodes are up and free; on one node "
+            "check with squeue and sinfo that its nodes are up and free; on one node "
             "--launcher local does without srun"
         )
     if starter == "local":
-        return "look at the load of this machine"
+        return "check the load of this machine"
     return "check that ssh to it works without a password"
 
 

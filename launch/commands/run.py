@@ -64,7 +64,7 @@ def _check(options: RunOptions, environ: Mapping[str, str]) -> None:
 
 
 def _run(options: RunOptions, environ: Mapping[str, str]) -> int:
-    """Run a job, again after a failure if that was asked for; returns the last status.
+    """Run a job, again after a failure with --restarts; returns the last status.
 
     Raises:
       LaunchError: it could not be started, at first or at last.
@@ -94,9 +94,9 @@ def _attempt(
     *,
     is_last: bool,
 ) -> int:
-    """Plan the job anew and run it once: hosts that are gone give way to spare ones.
+    """Plan the job again and run it once: spare hosts replace lost ones.
 
-    A job that cannot be started is a failed attempt, if it ran before: a host may come back. One
+    A job that cannot be started is a failed attempt, if it ran before: a host may return. One
     that never ran would not be mended by trying again.
     """
     try:

@@ -63,8 +63,8 @@ def simulate(
       devices: CPU devices that the script sees.
       schedule: "random", "round_robin", "pct", or "rotating": one or the other, by the seed.
       from_the_end: kernels count their devices from the end; None leaves it to the seed.
-      core_count: blocks that kernels launch where they ask for the number of multiprocessors.
-      detect_races: look for data races.
+      core_count: the number of multiprocessors that kernels see.
+      detect_races: detect data races.
       check_hardware: report kernels that no such GPU runs. They are the same for every seed, so
         that is done for the first alone.
       target: the GPU that is simulated, "h100" or "b200".
@@ -142,7 +142,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tell(report: Report, *, among_others: bool) -> None:
-    """Says what one seed found: in a line, if others follow and it found nothing wrong."""
+    """Prints the report of one seed: one line, if other seeds follow and it has no finding."""
     if report.launches and among_others and report.ok:
         seen = f"; --seed {report.seed} alone shows its warnings" if report.warnings else ""
         _say(f"{report.title}: {report.launches} kernel launches, nothing wrong found{seen}")
@@ -200,13 +200,13 @@ def _parser() -> argparse.ArgumentParser:
         "--blocks",
         type=int,
         default=4,
-        help="what kernels find as the number of multiprocessors (%(default)s)",
+        help="the number of multiprocessors that kernels see (%(default)s)",
     )
-    parser.add_argument("--no-races", action="store_true", help="do not look for data races")
+    parser.add_argument("--no-races", action="store_true", help="do not detect data races")
     parser.add_argument(
         "--no-hardware",
         action="store_true",
-        help="do not ask whether that GPU can run the kernels",
+        help="do not check whether that GPU can run the kernels",
     )
     parser.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
     return parser

@@ -28,7 +28,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Tell what this machine can do, and what is wrong with it. Exit status 1 on errors."""
+    """List what this machine can do, and its faults. Exit status 1 on errors."""
 
     json: FlagCreatePairsOff[bool] = False
     """Print the findings as JSON."""

@@ -11,7 +11,7 @@ Level = Literal["ok", "warning", "error"]
 class Finding:
     """One line of the doctor's report.
 
-    ``error`` means that jobs, or a layout that was asked for, cannot run; ``warning`` that
+    ``error`` means that jobs, or a requested layout, cannot run; ``warning`` that
     something works less well or only in part. Both come with a ``way_out``.
     """
 

@@ -1,4 +1,4 @@
-"""Whether kernels can keep counters in memory that all GPUs share, and so meet by themselves."""
+"""Whether kernels can start by counters in memory that all GPUs share."""
 
 import sys
 
@@ -23,8 +23,8 @@ def judge_answer(answer: Output) -> Finding:
     if "error" in told:
         return warning(
             "heap",
-            f"GPUs cannot share memory for kernels to meet in: {told['error']}",
+            f"GPUs cannot share memory for the start of kernels: {told['error']}",
             "choose GPUs that reach each other by CUDA_VISIBLE_DEVICES, or set STRETTO_HEAP=0:"
             " small kernels then start some 10 us later",
         )
-    return ok("heap", f"{told['gpus']} GPUs share memory for kernels to meet in")
+    return ok("heap", f"{told['gpus']} GPUs share memory for the start of kernels")

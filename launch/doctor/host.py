@@ -46,7 +46,7 @@ def _loopback_error() -> str | None:
 
 
 def judge_loopback(problem: str | None) -> Finding:
-    """Processes of one machine meet over loopback."""
+    """Processes of one machine communicate over loopback."""
     if problem is not None:
         return error("loopback", f"127.0.0.1: {problem}", "bring it up: ip link set lo up")
     return ok("loopback", "127.0.0.1 can be listened on and reached")
@@ -81,7 +81,7 @@ def _shared_memory() -> int | None:
 
 
 def judge_shared_memory(free: int | None) -> Finding:
-    """NCCL's processes of one host talk through /dev/shm; containers often have 64 MiB of it."""
+    """NCCL's processes of one host communicate through /dev/shm; containers often have 64 MiB."""
     if free is None:
         return ok("shared memory", "no /dev/shm on this system")
     text = f"{free / _GIB:.1f} GiB free in /dev/shm"

@@ -24,7 +24,7 @@ def judge_jax_devices(answer: Output, num_gpus: int) -> Finding:
         return error(
             "jax devices",
             f"JAX does not start: {answer.last_words()}",
-            "run python -c 'import jax; jax.devices()' to see all of it",
+            "run python -c 'import jax; jax.devices()' for the whole message",
         )
     count = len(seen["kinds"])
     if not seen["adds"]:
@@ -40,6 +40,6 @@ def judge_jax_devices(answer: Output, num_gpus: int) -> Finding:
         return warning(
             "jax devices",
             f"{text}, of the {num_gpus} GPUs that should be visible",
-            "look at CUDA_VISIBLE_DEVICES and JAX_PLATFORMS",
+            "check CUDA_VISIBLE_DEVICES and JAX_PLATFORMS",
         )
     return ok("jax devices", text)

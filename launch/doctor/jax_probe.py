@@ -1,4 +1,4 @@
-"""What JAX sees, in a process of its own: it may abort, and it would keep the GPUs.
+"""JAX's devices, read in a separate process: JAX may abort, and would keep the GPUs.
 
 Run as ``python -m stretto.launch.doctor.jax_probe``; prints one line of JSON.
 """

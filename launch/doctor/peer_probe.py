@@ -68,7 +68,7 @@ class Driver:
         return Device(device, context, kernel, memory)
 
     def can_access(self, one: "Device", other: "Device") -> bool:
-        """Whether the driver says that ``one`` can reach the memory of ``other``."""
+        """Whether ``one`` can reach the memory of ``other``, by the driver's report."""
         answer = ctypes.c_int()
         self.call("cuDeviceCanAccessPeer", ctypes.byref(answer), one.device, other.device)
         return bool(answer.value)

@@ -1,4 +1,4 @@
-"""Which GPUs reach each other's memory, by the driver's word and by a store that arrived."""
+"""Which GPUs reach each other's memory: by the driver's report, and by a test store."""
 
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def judge_answer(answer: Output) -> Finding:
         return warning(
             "peers",
             f"could not be tested: {told['error']}",
-            "see that no other job holds the GPUs, then ask again",
+            "check that no other job holds the GPUs, then run the doctor again",
         )
     return judge_matrix(told["reached"])
 

@@ -16,14 +16,14 @@ from stretto.launch.planning.platforms import asked_platform
 from stretto.launch.planning.survey import is_this_host
 
 Survey = Callable[[Sequence[str]], Mapping[str, int]]
-_SAY = "say --platform cpu to run on the CPU"
+_SAY = "pass --platform cpu to run on the CPU"
 
 
 @dataclass(frozen=True)
 class Chosen:
     """Hosts with the devices this job uses on each, and what those devices are.
 
-    ``why`` says where the platform comes from, if nobody asked for it.
+    ``why`` is the source of the platform, if no option chose it.
     """
 
     hosts: list[HostDevices]

@@ -1,6 +1,6 @@
 """Which GPUs of a machine a job may use, found without starting CUDA.
 
-What cannot be told is an error, never "no GPU": a job that should be on GPUs and finds itself on
+An unknown number is an error, never "no GPU": a job that should be on GPUs and finds itself on
 the CPU costs more than one that does not start.
 """
 
@@ -20,7 +20,7 @@ _MIG_LINE = re.compile(r"^\s+MIG (\S+)\s.*\(UUID: (MIG-[^)]+)\)")
 _LOST_LINE = re.compile(r"^Unable to determine the device handle", re.MULTILINE)
 _UNKNOWN_UUID = "GPU-unknown-"
 _WAY_OUT = "or run on the CPU with --platform cpu (JAX_PLATFORMS=cpu)"
-# What CUDA_VISIBLE_DEVICES has where somebody wants no GPU: people and Slurm.
+# Values of CUDA_VISIBLE_DEVICES for no GPU, by users and by Slurm.
 _NO_DEVICE = ("", "-1", "NoDevFiles")
 
 
@@ -50,7 +50,7 @@ def parse_listing(text: str) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class Listing:
-    """What ``nvidia-smi -L`` said on a host; ``lost`` is its word on a GPU that does not answer."""
+    """The output of ``nvidia-smi -L`` on a host; ``lost``: its message on a GPU that is lost."""
 
     gpus: tuple[Gpu, ...]
     lost: str = ""
@@ -71,7 +71,7 @@ def judge_listing(status: int, text: str, where: str) -> Listing:
         words = " ".join(text.split()) or "no words"
         raise LaunchError(
             f"nvidia-smi on {where} failed with status {status} ({words[:200]}), so its GPUs "
-            f"cannot be told; mend the driver, {_WAY_OUT}"
+            f"are unknown; repair the driver, {_WAY_OUT}"
         )
     lost = next((line for line in text.splitlines() if _LOST_LINE.match(line)), "")
     return Listing(parse_listing(text), lost)
@@ -95,8 +95,8 @@ def list_gpus(timeout_s: float | None = None) -> Listing:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"nvidia-smi on this machine gave no answer within {limit_s:g} s, so its GPUs cannot "
-            f"be told; mend the driver, {_WAY_OUT}"
+            f"nvidia-smi on this machine gave no answer within {limit_s:g} s, so its GPUs are "
+            f"unknown; repair the driver, {_WAY_OUT}"
         ) from None
     except OSError as error:
         raise LaunchError(f"{tool} cannot be run ({error.strerror}); mend it, {_WAY_OUT}") from None

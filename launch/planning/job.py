@@ -23,7 +23,7 @@ class Job:
     ``arguments`` begin with the script, or with ``-m`` and a module, whose file ``module_file`` is.
     ``bind`` says whether processes keep to the cores beside their GPUs; ``tee`` which processes
     are shown, all if None; ``takes_stdin`` whether process 0 reads the supervisor's input;
-    ``silence_limit_s`` how long a host may be silent; ``start_hint`` what to look at when agents
+    ``silence_limit_s`` how long a host may be silent; ``start_hint`` what to check when agents
     do not come.
     """
 

@@ -1,4 +1,4 @@
-"""From "so many devices on these hosts" to the processes of a job.
+"""From a number of devices on some hosts to the processes of a job.
 
 ``-n`` counts devices. With one process per node each host gets one process that owns all the
 devices the job uses there; with one process per GPU each device gets a process. On a machine

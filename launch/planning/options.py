@@ -30,24 +30,24 @@ class RunOptions:
     num_devices: Annotated[int | None, arg(name="num-devices", aliases=["-n"], metavar="COUNT")] = (
         None
     )
-    """Devices of the whole job. All GPUs if not given; 1 where there are none."""
+    """Devices of the whole job. Default: all GPUs; 1 without GPUs."""
 
     processes_per: Annotated[
         Literal["node", "gpu"] | int | None, arg(metavar="{node,gpu}|COUNT")
     ] = None
-    """One process per node with all its devices, one per device, or so many a node."""
+    """One process per node with all its devices, one per device, or COUNT per node."""
 
     module: Annotated[FlagCreatePairsOff[bool], arg(aliases=["-m"])] = False
-    """SCRIPT is a module's name, as for python -m; comes right before it."""
+    """SCRIPT is a module's name, as for python -m; stands right before it."""
 
     platform: Literal["cuda", "cpu"] | None = None
-    """What the devices are. If not given, what the hosts have; then that is said."""
+    """The type of devices. Default: GPUs if the hosts have any; the choice is printed."""
 
     min_devices: Annotated[int | None, arg(metavar="COUNT")] = None
-    """How few devices a restart may do with that has lost hosts. As many as before if not given."""
+    """The fewest devices with which to restart after lost hosts. Default: as many as before."""
 
     hostfile: Annotated[Path | None, arg(metavar="FILE")] = None
-    """File with a host a line: NAME slots=DEVICES."""
+    """File with one host per line: NAME slots=DEVICES."""
 
     hosts: Annotated[str | None, arg(metavar="HOSTS")] = None
     """Hosts and their devices: a:4,b:4."""
@@ -56,19 +56,19 @@ class RunOptions:
     """Cluster file (TOML), such as those in configs/cluster."""
 
     launcher: Literal["auto", "mpirun", "srun", "local"] = "auto"
-    """What starts the processes; auto finds out."""
+    """The program that starts the processes; auto chooses."""
 
     launcher_args: Annotated[str, arg(metavar="ARGS")] = ""
-    """More arguments for mpirun or srun, in one word: --launcher-args="--mca btl ^openib"."""
+    """More arguments for mpirun or srun, as one word: --launcher-args="--mca btl ^openib"."""
 
     bind: Literal["auto", "numa", "none"] = "auto"
-    """Keep each process on the cores beside its GPUs: where known, always, or never."""
+    """Bind each process to the cores beside its GPUs: where known, always, or never."""
 
     env: UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE, or NAME for its value here; repeat for more."""
 
     timeout: Annotated[float | None, arg(metavar="SECONDS")] = None
-    """Seconds after which the job is ended, and where each process is gets shown."""
+    """Seconds after which the job ends, and the place of each process is printed."""
 
     restarts: int = 0
     """How often to start a failed job again."""
@@ -80,28 +80,28 @@ class RunOptions:
     """Processes whose output is shown here: all, none, or such as 0,4-7."""
 
     stdin: Literal["first", "none"] = "first"
-    """Whether process 0 reads what is written to stretto run."""
+    """Whether process 0 reads the input of stretto run."""
 
     port: int = 0
-    """Port of JAX's coordinator; 0 takes a free one."""
+    """Port of JAX's coordinator; 0: any free one."""
 
     interface: Annotated[str | None, arg(metavar="NAME")] = None
     """Network interface between the hosts, such as eth0."""
 
     start_timeout: float = 60.0
-    """Seconds for all processes to come up."""
+    """Seconds in which all processes must start."""
 
     grace: float = 30.0
-    """Seconds that processes have to end in when the job gets SIGTERM or Ctrl-C."""
+    """Seconds for processes to end after SIGTERM or Ctrl-C."""
 
     control_port: int = 0
-    """Port at which stretto run hears of its processes; 0 takes a free one."""
+    """Port at which stretto run listens for its processes; 0: any free one."""
 
     network_timeout: float = 6.0
     """Seconds of silence after which a host counts as lost."""
 
     dry_run: FlagCreatePairsOff[bool] = False
-    """Show what would be started, and start nothing."""
+    """Print the commands and processes, and start nothing."""
 
 
 # Options that take a number, and what is one.

@@ -1,4 +1,4 @@
-"""Whether a job runs on GPUs or on CPUs: as it was asked for, else as its hosts are."""
+"""Whether a job runs on GPUs or on CPUs: by the options, else by its hosts."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -14,7 +14,7 @@ _NEITHER = "stretto run starts jobs on cuda or cpu"
 def asked_platform(
     option: PlatformName | None, of_cluster: Platform | None, environ: Mapping[str, str]
 ) -> Platform | None:
-    """What ``--platform`` says, else the cluster file, else ``JAX_PLATFORMS``; None if none does.
+    """The platform of ``--platform``, else of the cluster file, else of ``JAX_PLATFORMS``, or None.
 
     Raises:
       LaunchError: ``JAX_PLATFORMS`` has neither GPUs nor CPUs in it.

@@ -1,4 +1,4 @@
-"""Are a job's hosts there? Asked before mpirun, which waits for minutes on one that is not."""
+"""Whether a job's hosts answer, checked before mpirun, which would wait for minutes."""
 
 import shutil
 import socket
@@ -29,7 +29,7 @@ def check_hosts(
       names: as they were given, ``user@host`` too.
       environ: shows whether ssh is used.
       limit_s: how long to wait, in seconds.
-      say: takes a line for people about the hosts that are waited for.
+      say: called with a line about the hosts that the job waits for.
 
     Raises:
       LaunchError: names the hosts that are not there in time, and why.
@@ -77,7 +77,7 @@ def _problem(name: str, by_ssh: bool) -> str | None:
 
 
 def _silence(host: str, port: int) -> str | None:
-    """Why no ssh server is heard there: one greets whoever connects."""
+    """Why no ssh server answers there: a server greets every connection."""
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as sock:
             greeting = sock.recv(4)

@@ -1,4 +1,4 @@
-"""Slurm's allocation of this job: its hosts, their GPUs and tasks, as it tells them.
+"""Slurm's allocation of this job: its hosts, their GPUs and tasks.
 
 Its variables describe the node they are read on; what other nodes have, ``scontrol`` knows.
 """
@@ -62,7 +62,7 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def gpus_of_hosts(environ: Mapping[str, str], hosts: Sequence[str]) -> dict[str, int] | None:
-    """GPUs that Slurm gives this job on each of its hosts; None where it does not say.
+    """GPUs that Slurm gives this job on each of its hosts; None where unknown.
 
     By ``scontrol``, since nodes may have different numbers of them; else by the variables of
     this node, taken to hold for all.

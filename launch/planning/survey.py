@@ -1,4 +1,4 @@
-"""What GPUs other hosts have: each is asked, over the program by which mpirun would reach it."""
+"""The GPUs of other hosts, read over the program by which mpirun would reach them."""
 
 import re
 import shlex
@@ -50,7 +50,7 @@ def _count(host: str, environ: Mapping[str, str]) -> int:
 
 
 def _ask(host: str, environ: Mapping[str, str]) -> gpus.Listing:
-    way_out = "check the login, or say --platform cuda or --platform cpu"
+    way_out = "check the login, or pass --platform cuda or --platform cpu"
     try:
         answer = subprocess.run(
             [*reach_command(environ), host, _QUESTION],
@@ -81,7 +81,7 @@ def parse_answer(text: str, host: str, otherwise: str) -> gpus.Listing:
 
 
 def reach_command(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The program and options by which a host is reached: a stand-in's, or ssh's."""
+    """The program and options that reach a host: a replacement for ssh, or ssh."""
     for name in _STAND_INS:
         words = shlex.split(environ.get(name, "").partition(":")[0])
         if words:

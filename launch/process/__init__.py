@@ -1,1 +1,1 @@
-"""What runs in a process of the user's: who started it, whom it joins, and its signs of life."""
+"""Code that runs in the user's processes: their launcher, their job, and their progress."""

@@ -60,7 +60,7 @@ _IDENTITY: dict[Launcher, tuple[str, ...]] = {
 
 
 def fingerprint(environ: Mapping[str, str]) -> str:
-    """What a process of ``stretto run`` is told of the launchers around it.
+    """What a process of ``stretto run`` knows of the launchers around it.
 
     A process that this one starts by another launcher finds another fingerprint of that.
     """

@@ -1,4 +1,4 @@
-"""What a process tells its agent on the way: how far it is, and which programs it compiles.
+"""Messages of a process to its agent: its progress, and the programs that it compiles.
 
 ``stretto.launch.progress`` is for the report if a job hangs; the programs are compared with those
 of the other processes (``programs.py``).
@@ -50,7 +50,7 @@ def decode(record: bytes) -> str:
 
 
 def tell_programs() -> None:
-    """Tell the agent of every program that this process compiles together with others.
+    """Report to the agent every program that this process compiles together with others.
 
     Does nothing in a script that ``stretto run`` did not start, or where
     ``STRETTO_CHECK_PROGRAMS`` is 0.

@@ -41,7 +41,7 @@ _process: Process | None = None
 
 
 def initialize(*, timeout_s: float = 60.0) -> Process:
-    """Make this process one of its job, before anything asks JAX for its devices.
+    """Make this process one of its job, before anything reads JAX's devices.
 
     Calls ``jax.distributed.initialize`` if the job has more than one process, and otherwise
     only limits JAX to the job's GPUs where it does not use all. In a job on GPUs it starts JAX's
@@ -99,7 +99,7 @@ def _place(launched: Launched, environ: Mapping[str, str], timeout_s: float) -> 
 
 
 def devices_of_local_process(launched: Launched, num_gpus: int) -> tuple[int, ...] | None:
-    """The GPUs of one of several processes on a host, for launchers that do not say.
+    """The GPUs of one of several processes on a host, for launchers that do not assign them.
 
     A process alone on its host takes all. Several share evenly what they all see; where each
     sees just one, its launcher has narrowed ``CUDA_VISIBLE_DEVICES`` itself.
@@ -163,7 +163,7 @@ def _join(process: Process, timeout_s: float) -> None:
 
 
 def _check_on_gpus() -> None:
-    """JAX takes the CPU in silence where a process sees no GPU, even if it is told ``cuda,cpu``."""
+    """JAX silently uses the CPU where a process sees no GPU, even with ``cuda,cpu``."""
     import jax
 
     found = jax.default_backend()

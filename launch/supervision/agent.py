@@ -1,8 +1,8 @@
-"""The launcher's hand on each process: started by mpirun, srun or directly, one a process.
+"""The agent of each process: started by mpirun, by srun or directly, one per process.
 
-An agent connects to the supervisor, says where it is, gets the script to run, and runs it in a
-worker of its own session. It passes on what the worker writes and how the worker ended,
-and ends the worker when told to, when its launcher ends it, or when the supervisor is gone. So
+An agent connects to the supervisor, reports its host, receives the script, and runs it in a
+worker with a session of its own. It forwards the worker's output and exit status,
+and ends the worker on request, when its launcher ends it, or when the supervisor is gone. So
 nothing depends on how an MPI library forwards environment, output or signals, and a job whose
 network is cut ends on both sides of the cut.
 
@@ -173,7 +173,7 @@ class Agent:
             self._selector.register(pipe, selectors.EVENT_READ, self._on_output)
 
     def _feed(self, sink: Sink, data: bytes) -> None:
-        """Hand a piece of input to the worker; asks for the next once it is taken."""
+        """Pass a piece of input to the worker; requests the next once the worker has it."""
         with contextlib.suppress(OSError):  # it reads no more
             if sink.put(data):
                 self._channel.send("stdin")
@@ -296,7 +296,7 @@ class Agent:
 
 
 def _introduction(environ: dict[str, str]) -> Message:
-    """Where this agent is, as it tells the supervisor first."""
+    """The place of this agent, its first message to the supervisor."""
     launched = detect(environ)
     index, count = (launched.process_id, launched.num_processes) if launched else (0, 1)
     own, first = map(environ.get, (environment.AGENT_INDEX, environment.AGENT_FIRST))

@@ -1,7 +1,7 @@
 """Which of several failures brought the others about.
 
 When a process ends, its peers see its connections close, often before its end itself is heard of.
-What they say then is a symptom: it ranks below every cause, whichever came first.
+Their errors are symptoms, which rank below every cause, in any order of arrival.
 """
 
 import enum
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 # Signals by which a process dies of itself or of the kernel. SIGABRT is not one of them: a program
 # aborts for reasons of its own, JAX's runtime for another process's.
 _CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-# What peers of a process that is gone, or late, say of it: gloo, NCCL, gRPC, JAX's coordination
+# Errors of the peers of a process that is gone, or late: gloo, NCCL, gRPC, JAX's coordination
 # service, and Python's own sockets.
 _SYMPTOMS = re.compile(
     r"\[?gloo|connection (?:closed|reset|refused)|broken ?pipe|socket closed"
@@ -50,7 +50,7 @@ class Failure:
     ``how`` is a phrase ("exit status 3"), ``status`` the job's exit status if this is the
     cause, ``signal`` the signal that killed it, ``moment`` when it failed (seconds on the
     supervisor's clock), ``rank`` whether it may be another's consequence, ``by_launcher`` that
-    mpirun or srun may have ended it, whose words then tell why.
+    mpirun or srun may have ended it; their output then has the reason.
     """
 
     process_id: int

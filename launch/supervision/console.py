@@ -85,7 +85,7 @@ class Console:
         self._wake = wake
 
     def check(self) -> None:
-        """Raises ``BrokenPipeError`` if nobody will read what is written any more."""
+        """Raises ``BrokenPipeError`` if the reader of the output is gone."""
         if self._terminal.error is not None:
             raise self._terminal.error
 
@@ -112,7 +112,7 @@ class Console:
     def close(self, *, in_haste: bool = False) -> None:
         """Let what is left be written, as long as its reader takes; ``in_haste`` for a moment only.
 
-        What the launcher itself has to say is then written as far as it goes.
+        The launcher's own messages are then written as far as possible.
         """
         while not self.drain(_CLOSE_LIMIT_S) and not in_haste:
             pass
@@ -178,7 +178,7 @@ class _Terminal:
             except BrokenPipeError as error:
                 self.error = error
             except OSError:
-                continue  # a terminal that was closed, a full disk: the job goes on without
+                continue  # a terminal that was closed, a full disk: the job continues without
 
 
 def _is_hidden(line: bytes) -> bool:

@@ -1,7 +1,7 @@
-"""Processes that have come to the end of their script while others wait for them for ever.
+"""Processes that have reached the end of their script while others wait for them for ever.
 
 A process may end before the others. It must not, if they still run something together with it: then
-they wait until JAX gives up, which takes minutes. They stand still meanwhile.
+they wait until JAX's own limit, which takes minutes. They are idle until then.
 """
 
 import time
@@ -16,7 +16,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class Departures:
-    """Looks out for processes that wait for one that has finished."""
+    """Watches for processes that wait for one that has finished."""
 
     def __init__(self, members: Sequence[Member]):
         self._members = members

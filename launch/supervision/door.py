@@ -1,4 +1,4 @@
-"""The port at which agents connect: who shows the job's token comes in, others are dropped.
+"""The port at which agents connect: connections without the job's token are dropped.
 
 Anybody who reaches the port may send anything. Nothing that a stranger does ends the job, and a
 crowd of them takes no more than a few descriptors each for a few seconds.
@@ -22,14 +22,14 @@ _TRIES_OF_A_FREE_PORT = 8
 
 
 class Door:
-    """Listens, and hands over the connections that have shown the token.
+    """Listens, and returns the connections that have shown the token.
 
     Args:
-      selector: told of what is to be read; the keys' data are functions to call then.
+      selector: registers the sockets; the keys' data are the functions to call.
       token: what an agent's first message must have.
       admit: takes a connection and its first message; ValueError turns it away.
       num_expected: how many agents may come at the same time.
-      say: takes a line for people, about those who were dropped.
+      say: called with a line about each dropped connection.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Door:
         return listeners[0].getsockname()[1]
 
     def on_time(self) -> None:
-        """Drop those who have said nothing for too long."""
+        """Drop connections that were silent for too long."""
         now = time.monotonic()
         for channel, (_, since) in list(self._strangers.items()):
             if now > since + _HELLO_LIMIT_S:
-                self._drop(channel, "said nothing")
+                self._drop(channel, "sent nothing")
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
@@ -123,7 +123,7 @@ class Door:
     def _tell(self, where: str, why: str) -> None:
         self._num_dropped += 1
         if self._num_dropped <= _MOST_SAID:
-            last = "; further ones are not told" if self._num_dropped == _MOST_SAID else ""
+            last = "; further ones are not reported" if self._num_dropped == _MOST_SAID else ""
             self._say(f"stretto: a connection from {where} {why} and was dropped{last}")
 
 

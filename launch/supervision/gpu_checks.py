@@ -1,4 +1,4 @@
-"""An agent looks whether its process's GPUs are there, and keeps it to the cores beside them."""
+"""An agent checks that its process's GPUs exist, and binds it to the cores beside them."""
 
 import socket
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def take_gpus(message: Message, environ: Mapping[str, str]) -> str | None:
     if last >= len(found):
         return (
             f"{name} has {len(found)} GPUs that a job can use, and number {last} was planned "
-            "there; correct its slots, or say --platform cpu to run on the CPU"
+            "there; correct its slots, or pass --platform cpu to run on the CPU"
         )
     if message["bind"] == "none":
         return None

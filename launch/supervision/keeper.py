@@ -1,4 +1,4 @@
-"""Stands between the supervisor and mpirun or srun, so that nothing of them outlives the job.
+"""A process between the supervisor and mpirun or srun, so that nothing of them outlives the job.
 
 Run as ``python keeper.py FOLDER SECONDS PROGRAM ARGS``. It ends with the program and with its
 status. When its standard input ends, since the supervisor has let go or was killed, it asks the

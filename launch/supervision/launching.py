@@ -28,7 +28,7 @@ class Launchers:
     """Each command as a child of the supervisor, in a session of its own.
 
     Args:
-      selector: told of what they write.
+      selector: registers their output.
       num_processes: how many agents there are.
 
     Attributes:

@@ -55,7 +55,7 @@ class Logs:
     Args:
       folder: where they go.
       attempt: 0, or the number of the restart, which then is part of their names.
-      say: takes one line if a file cannot be written; the job goes on without it.
+      say: called with one line if a file cannot be written; the job continues without it.
     """
 
     def __init__(self, folder: Path, attempt: int, say: Callable[[str], None]):
@@ -113,4 +113,4 @@ class Logs:
             if not self._complained:
                 self._complained = True
                 what = f"{self._path(process_id)} cannot be written ({error.strerror})"
-                self._say(f"stretto: {what}; the job goes on, its log has gaps")
+                self._say(f"stretto: {what}; the job continues, its log has gaps")

@@ -1,4 +1,4 @@
-"""One process of a job as the supervisor knows it, by what its agent has told."""
+"""One process of a job as the supervisor sees it, from its agent's messages."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ class Member:
         self.reaches_coordinator: bool | None = None
         self.over = False
         self.connected = True
-        self.lost_host = False  # nothing heard from it any more, though its end was not told
+        self.lost_host = False  # its connection is silent, though its end was not reported
         self.stayed_alone = False  # has used JAX, and has not joined the others
         self.progress = ""
         self.programs: list[Program] = []
@@ -149,7 +149,7 @@ class Member:
         return exited(self.process_id, number, moment) if number else None
 
     def lose(self, error: Exception) -> Failure | None:
-        """The connection is gone; a failure unless the process was over or told to end."""
+        """The connection is gone; a failure unless the process had ended or was asked to end."""
         was_over, self.over, self._lost = self.over, True, True
         self.connected = False
         if was_over or self._stopping:
@@ -163,7 +163,7 @@ class Member:
         return Failure(self.process_id, how, 1, now)
 
     def is_needed_by(self, other: "Member") -> bool:
-        """Whether it has told of a program that both run together."""
+        """Whether it has reported a program that both run together."""
         return any(other.process_id in program.processes for program in self.programs)
 
     def stopped_too_long(self, limit_s: float) -> Failure | None:
@@ -201,7 +201,7 @@ class Member:
             return None
         if self.is_here and not _is_stopped(self.agent_pid):
             if silent_s < _BUSY_HOST_FACTOR * limit_s:
-                return None  # the machine is overloaded: whoever runs answers at last
+                return None  # the machine is overloaded: a running process answers at last
             how = f"its agent on host {self.host} has not answered for {silent_s:.0f} s"
             return Failure(self.process_id, how, 1, now)
         how = f"its agent on host {self.host} was stopped, or hangs, for {silent_s:.0f} s"

@@ -1,4 +1,4 @@
-"""Writes output in a thread of its own, so that a reader or a disk that is slow holds up nobody.
+"""Writes output in a thread of its own, so that a slow reader or disk delays nothing else.
 
 The console is one outlet, the log files are another. Each says how much of every process's output
 it has dealt with; no process may be ahead of that by more than a ``Flow``.

@@ -1,4 +1,4 @@
-"""Whether all processes of a job run the same programs, by what they tell as they compile them.
+"""Whether all processes of a job run the same programs, from their messages as they compile them.
 
 A program that several processes run must be the same on all: with other shapes, or another program
 in its place, they wait for each other for ever, or compute nonsense. Each process tells of the
@@ -22,7 +22,7 @@ _COMPARE_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Program:
-    """A program that several processes run; ``digest`` tells those that differ apart."""
+    """A program that several processes run; ``digest`` distinguishes different ones."""
 
     text: str
     digest: str
@@ -34,7 +34,7 @@ class Program:
         return cls(record["text"], record["digest"], tuple(record["processes"]))
 
 
-# What a process told, each program once, in the order in which it first compiled them.
+# The programs of a process, each once, in the order in which it first compiled them.
 type Told = dict[str, Program]
 
 

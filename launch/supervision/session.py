@@ -1,4 +1,4 @@
-"""The agents of one attempt: their launchers, their connections, and what they tell.
+"""The agents of one attempt: their launchers, their connections, and their messages.
 
 One thread, one selector, and nothing in it that waits for a reader, a disk or a peer. ``wait``
 handles what arrives; whoever follows the job looks at ``members`` and ``failures`` in between.

@@ -1,4 +1,4 @@
-"""Whether a process stands still: as one does that waits for others in a collective.
+"""Whether a process is idle, as in a wait for others in a collective.
 
 Its main thread then waits for another thread, and it computes nothing. One that sleeps, reads a
 file or waits for a program that it started does something of its own, and one that compiles

@@ -1,4 +1,4 @@
-"""Runs one attempt of a job and tells how it ended.
+"""Runs one attempt of a job and reports how it ended.
 
 The first process that fails ends the job; after a moment in which other evidence may arrive,
 the rest are ended and the cause is printed, last. Symptoms are given longer: what is behind them

@@ -83,6 +83,26 @@ def test_figures_of_a_fused_matmul(make_results):
     assert 0.4 < fused.over_xla < 0.7
 
 
+def test_a_kernel_that_multiplies_faster_than_the_matmuls_alone_lowers_the_floor(
+    make_results, tmp_path
+):
+    found = make_results()
+    case = next(m for m in found.measurements if m.kernel == "all_gather_matmul")
+    fused, alone = case.of("fused"), case.matmul_floor
+    fused.time = 0.9 * alone
+    fused.share_of_floor = case.floor / fused.time
+    fused.intervals["share_of_floor"] = (1.05, 1.15)
+    assert fused.share_of_floor > 1
+    path = tmp_path / "recorded.json"
+    results.write(found, path)
+    case = results.read(path).measurements[found.measurements.index(case)]
+    fused, xla = case.of("fused"), case.of("xla")
+    assert case.floor == fused.time and case.matmul_floor == alone
+    assert fused.share_of_floor == 1 and "share_of_floor" not in fused.intervals
+    assert xla.share_of_floor == pytest.approx(fused.time / xla.time)
+    assert "the fastest of the row" in table.floor_sentence(case)
+
+
 def test_bandwidths_are_those_of_nccl_tests(make_results):
     for kernel, factor in (("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75)):
         case = next(m for m in make_results().measurements if m.kernel == kernel and m.devices == 4)
@@ -166,7 +186,7 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     text = readme.read_text()
     assert text.startswith("before\n<!-- times -->\nMicroseconds on 4 devices")
     assert text.endswith("<!-- /times -->\nafter\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     assert "| `all_gather_matmul` | 8192x8192x8192 |" in text
     assert len(re.findall("^[|] `", text, re.MULTILINE)) <= performance.README_ROWS
     machine = (every / "nvidia-h100-80gb-hbm3-one-process.md").read_text()

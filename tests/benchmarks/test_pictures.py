@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 
-from stretto.benchmarks.pages import drawing, plots
+from stretto.benchmarks.pages import drawing, plan_picture, plots
 
 KERNELS = ("all_gather_matmul", "all_reduce")
 
@@ -76,6 +77,36 @@ def test_every_peer_has_a_look_of_its_own():
     assert len(set(looks)) == len(looks)
     colours = [colour for peer, colour in drawing.COLOURS.items()]
     assert len(set(colours)) == len(colours) and drawing.COLOURS.keys() == drawing.MARKERS.keys()
+
+
+# Machado, Oliveira and Fernandes (2009), of linear RGB, at full severity.
+BLINDNESS = {
+    "none": np.eye(3),
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+}
+
+
+def as_seen(colour: str, blindness: str) -> np.ndarray:
+    """The colour in CIE L*a*b*, in which equal distances look about equally far."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.array(BLINDNESS[blindness]) @ linear, 0, 1)
+    xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
+    xyz = xyz / [0.9505, 1.0, 1.0888]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("blindness", BLINDNESS)
+@pytest.mark.parametrize(
+    "palette", [[*drawing.COLOURS.values(), drawing.FLOOR], plan_picture._SHADES]
+)
+def test_the_colour_blind_tell_colours_apart(palette, blindness):
+    """15 is about six times the smallest difference that is seen."""
+    for one, other in itertools.combinations(palette, 2):
+        distance = np.linalg.norm(as_seen(one, blindness) - as_seen(other, blindness))
+        assert distance > 15, (one, other)
 
 
 def roof_and_points(results):

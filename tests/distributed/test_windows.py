@@ -79,8 +79,8 @@ def test_a_launch_of_a_kernel_that_may_run_on_is_refused(move):
     with pytest.raises(
         ValueError,
         match=r"kernel own: a window of \(1, 8, 128\) is stored to an array of \(2, 20, 128\), at"
-        r" .*copy_smem_to_gmem.* the edge of dimension 1, of 20 elements, but runs on .*"
-        r" Take windows whose size there divides 20, or narrower ones",
+        r" .*copy_smem_to_gmem.* the edge of dimension 1, of 20 elements, but continues .*"
+        r" Use windows whose size there divides 20, or narrower ones",
     ):
         move(20)
 

@@ -1,1 +1,1 @@
-"""What is looked at before a kernel runs: what no GPU or no simulator can do."""
+"""Checks before a kernel runs: operations that no GPU or not the simulator can run."""

@@ -1,4 +1,4 @@
-"""What a kernel may ask of a GPU of compute capability 9.0 or 10.0, as far as its jaxpr says.
+"""Limits of a GPU of compute capability 9.0 or 10.0, checked on a kernel's jaxpr.
 
 Only what is known for certain: a kernel that is reported here runs on no such GPU. Mosaic GPU
 itself may need more, such as shared memory for reductions.

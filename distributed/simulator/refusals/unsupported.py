@@ -1,4 +1,4 @@
-"""What of Mosaic GPU the simulator refuses, and why: told before a kernel is prepared."""
+"""Operations of Mosaic GPU that the simulator refuses, checked before a kernel is prepared."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BLACKWELLS: dict[str, str] = {
     "commit_tmem": _TENSOR_MEMORY,
     "wait_load_tmem": _TENSOR_MEMORY,
 }
-"""What a simulation of Hopper refuses, and why. Of several in a kernel, the first is told."""
+"""What a simulation of Hopper refuses, and why. Of several in a kernel, the first is reported."""
 
 HOPPERS: dict[str, str] = {"wgmma_ref": _WGMMA}
 """What a simulation of Blackwell refuses."""

@@ -1,1 +1,1 @@
-"""What the simulator has to say: findings, their lines, traces and numbers."""
+"""The simulator's output: findings, their lines, traces and numbers."""

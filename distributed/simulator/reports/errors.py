@@ -22,7 +22,7 @@ class SimulationError(StrettoError, RuntimeError):
 
 
 class DeadlockError(SimulationError):
-    """No task can move: each one left waits for something that nobody will do."""
+    """No task can run: each waits for an event that no other task will cause."""
 
 
 class FindingError(SimulationError):
@@ -34,7 +34,7 @@ class KernelFaultError(SimulationError):
 
 
 class UnsupportedKernelError(StrettoError, NotImplementedError):
-    """The kernel uses something that the simulator does not know. The message says where.
+    """The kernel uses an operation that the simulator does not know. The message has its line.
 
     Attributes:
       site: the line that the message names; None as long as it names none.
@@ -44,7 +44,7 @@ class UnsupportedKernelError(StrettoError, NotImplementedError):
 
 
 class RendezvousError(SimulationError):
-    """Some devices of the mesh never came to the kernel that the others wait in."""
+    """Some devices of the mesh did not reach the kernel in which the others wait."""
 
 
 class StepLimitError(SimulationError):

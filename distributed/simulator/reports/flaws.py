@@ -1,4 +1,4 @@
-"""What is wrong with a kernel before it runs: found once, told at each of its launches."""
+"""Errors of a kernel that are found before it runs: found once, reported at each launch."""
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ from stretto.distributed.sites import Site
 
 @dataclass
 class Finding:
-    """Something that the kernel does and may not do, or that looks like a mistake.
+    """An error of the kernel, or a likely mistake.
 
     Attributes:
       kind: "race", "unordered tensor cores", "uninitialised", "uncommitted store",
         "unawaited copy", "after end", "before start", "semaphore scope", or "semaphore not zero".
       key: what makes two findings the same.
       message: the whole story, with source lines.
-      sites: the source lines, in the order they are told.
-      is_warning: legal on the device as it is today, so it fails no run.
+      sites: the source lines, in the order of the report.
+      is_warning: legal on today's devices, so it fails no run.
       count: how often it was seen.
       launch: which launch of the simulation it is from, from 0.
     """
@@ -47,13 +47,13 @@ class Report:
       schedule: the order of steps that it ran in.
       from_the_end: kernels of `kernel.launch` counted their devices from the end.
       findings: what would be wrong on a device: races, reads of uninitialised memory, and so on.
-      warnings: what is legal but worth a look, such as semaphores left above zero.
+      warnings: legal but suspicious, such as semaphores left above zero.
       launches: number of kernel launches simulated, over all teams.
-      nested_launches: those under a `simulate` inside this one, which has a report of its own.
+      nested_launches: launches under a `simulate` inside this one, which has its own report.
       nested_failures: how many such simulations found something wrong.
       output: lines that kernels printed with `debug_print`.
       statistics: bytes, copies, waits and steps, summed over the launches.
-      trace: what every task did, if it was asked for.
+      trace: the steps of every task, with `trace=True`.
       deadlock: the text of the deadlock, if there was one.
       failure: what else ended the run before it was done, such as a fault of the kernel or an
         exception of the script: nothing is known of what would have come.
@@ -86,7 +86,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the run came to its end and nothing is wrong (warnings apart)."""
+        """Whether the run reached its end without a finding (warnings apart)."""
         return not self.findings and self.deadlock is None and self.failure is None
 
     def fail(self, failure: str) -> None:
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """Which run it is: what to ask for to have it again."""
+        """The seed and schedule of the run, with which to repeat it."""
         order = ", devices counted from the end" if self.from_the_end else ""
         return f"simulation, seed {self.seed} ({self.schedule}{order})"
 

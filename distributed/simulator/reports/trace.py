@@ -1,4 +1,4 @@
-"""What every task did and waited for, to be looked at in Perfetto (https://ui.perfetto.dev)."""
+"""The operations and waits of every task, for Perfetto (https://ui.perfetto.dev)."""
 
 from __future__ import annotations
 

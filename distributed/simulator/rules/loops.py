@@ -1,4 +1,4 @@
-"""Loops, and what happens while one looks again and again for something to change."""
+"""Loops, also those that poll until something changes."""
 
 from __future__ import annotations
 

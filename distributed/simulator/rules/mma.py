@@ -60,7 +60,7 @@ def _wgmma_ref(compiler: Compiler, eqn: Any) -> Step:
 def _operand(
     task: Any, view: ViewPlan, env: list, place: tuple[int, int], site: Site
 ) -> np.ndarray:
-    """Reads an operand in shared memory, which the operation goes on reading for a while."""
+    """Reads an operand in shared memory, which the operation reads until it ends."""
     region = view.region(task, env)
     machine = task.machine
     access = Access(

@@ -1,4 +1,4 @@
-"""Barriers in shared memory, as the hardware has them: arrivals, bytes still to come, a phase."""
+"""Barriers in shared memory as on the hardware: arrivals, pending bytes, a phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vector clocks: what each task knows of what the others have done.
+"""Vector clocks: for each task, the progress of the others that it is ordered after.
 
 A clock is an int32 array indexed by timeline. Every task has a timeline, and so has every operation
 that a task leaves running: a bulk copy, a matmul. `clock[t] >= n` says that the n-th stretch of
@@ -49,7 +49,7 @@ def _grown(clock: Clock, size: int) -> Clock:
 
 
 class Timelines:
-    """Hands out timelines."""
+    """Allocates timelines."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -148,7 +148,7 @@ def load_body(
       source: region of global memory.
       fill: None, or (shape of the whole, index of the source in it): the rest is filled with zeros.
       targets: regions of shared memory, each with the barrier that learns of the arrival.
-      num_bytes: what the barriers are told has landed.
+      num_bytes: the bytes that arrive at the barriers.
       select: takes the part that the targets get out of the whole, zeros included.
     """
     machine = copy.issuer.machine

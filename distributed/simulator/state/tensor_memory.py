@@ -22,7 +22,7 @@ def read(machine: Any, region: Region, access: Access, tensor: Clock) -> None:
       machine: the launch.
       region: of tensor memory.
       access: the read.
-      tensor: what is in order for whoever reads (`Task.tensor`).
+      tensor: what is in order for readers (`Task.tensor`).
     """
     _check_order(machine, region, access, tensor, machine.detector.last_writes(region))
     machine.detector.read(region, access)
