@@ -40,8 +40,8 @@ def load(
                 gates.go_through(i, k)
             # Each copy, once complete, publishes its tile to whoever multiplies.
             lhs, rhs = ring.arrivals(stage)
-            parts.lhs.load(tile, k, ring.lhs.at[stage], lhs)
-            parts.rhs.load(tile, k, ring.rhs.at[stage], rhs)
+            parts.lhs.load(tile, k, ring.loaded_lhs.at[stage], lhs)
+            parts.rhs.load(tile, k, ring.loaded_rhs.at[stage], rhs)
             if parts.scales is not None and ring.scales is not None:
                 parts.scales.lhs(tile, k, ring.scales.lhs.at[stage], ring.full.at[stage])
                 of_rhs = ring.scales.rhs.at[stage, pl.ds(0, SCALE_COPIES)]

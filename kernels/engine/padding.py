@@ -1,51 +1,105 @@
-"""Padding matrices to the sizes that the copy engine takes: whole 8 x 64 tiles of swizzled rows.
+"""Which matrices the copy engine takes as they are, and what is padded of the others.
 
-At least two such tiles a side, too: along a dimension of one tile Mosaic GPU ignores the index, so
-a store past the edge, which should be dropped, would land in the first tile (seen on H100s with
-JAX 0.11.2).
-"""
+| a matrix | is taken |
+|---|---|
+| of whole 8 x 64 tiles of swizzled rows, two at least a side | as it is, a tile of a product by one copy |
+| whose rows are multiples of 16 bytes | as it is, through rows of 128 bytes (`shared_memory.with_edges`) |
+| of any other | with its columns filled up to such rows: a copy |
+
+Along a dimension of one 8 x 64 tile Mosaic GPU ignores the index, so a store past the edge, which
+should be dropped, would land in the first tile (seen on H100s with JAX 0.11.2). A main loop that takes
+whole tiles only (`TileShape.takes_edges`) has everything padded to them.
+"""  # noqa: E501
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stretto.kernels.engine.shared_memory import row_elements
+from stretto.kernels.engine.tiles import TileShape
 
-# Multiples that the rows and the columns of a 16 bit operand must have.
+# Multiples that the rows and the columns of a 16 bit operand of whole tiles have.
 ROWS = 8
 COLUMNS = 64
+ROW_BYTES = 16
+"""Of which the rows of every array that the copy engine takes are a multiple."""
 
 
 def columns_of(dtype: jax.typing.DTypeLike) -> int:
-    """The multiple that the columns of an operand of a type must have: a row of the swizzle."""
+    """The multiple that the columns of whole tiles of a type are: a row of the swizzle."""
     return row_elements(dtype)
 
 
+def is_whole(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> bool:
+    """Whether a matrix `[..., rows, columns]` is made of whole tiles, two at least a side."""
+    multiples = ROWS, columns_of(dtype)
+    return all(n == padded(n, by) for n, by in zip(shape[-2:], multiples, strict=True))
+
+
 def padded(size: int, multiple: int) -> int:
-    """The least allowed size that is not below `size`."""
+    """The least number of elements in whole tiles, of `multiple` each, that is not below `size`."""
     return max(-(-size // multiple), 2) * multiple
 
 
-def pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """`x` `[..., m, n]` with zeros below and to the right, up to `padded` numbers of both.
+def shape_of(
+    shape: Sequence[int], dtype: jax.typing.DTypeLike, tiles: TileShape, rows: int = ROWS
+) -> tuple[int, int]:
+    """Rows and columns of a matrix `[..., m, n]` once it is padded for a product in `tiles`.
+
+    `rows` is the multiple that its rows must be where the main loop takes whole tiles only.
+    """
+    m, n = shape[-2:]
+    if not tiles.takes_edges:
+        return padded(m, rows), padded(n, columns_of(dtype))
+    if is_whole(shape, dtype):
+        return m, n
+    in_a_row = ROW_BYTES // jnp.dtype(dtype).itemsize
+    return m, -(-n // in_a_row) * in_a_row
+
+
+def pad(x: jax.Array, tiles: TileShape, rows: int = ROWS) -> jax.Array:
+    """`x` `[..., m, n]` with zeros below and to the right, as `shape_of` says.
 
     An array of the right sizes comes back as it is; any other is copied.
     """
-    m, n = x.shape[-2:]
-    below, right = padded(m, rows) - m, padded(n, columns) - n
+    return _filled_up(x, *shape_of(x.shape, x.dtype, tiles, rows))
+
+
+def edges(tiles: TileShape, **matrices: Any) -> dict[str, bool]:
+    """Which of `lhs`, `rhs` and `out`, padded or made for `tiles`, have edges, for a `Product`.
+
+    Each is an array or its shape and type, or several of these.
+    """
+    return {
+        f"{name}_edges": tiles.takes_edges
+        and not all(is_whole(x.shape, x.dtype) for x in jax.tree.leaves(matrix))
+        for name, matrix in matrices.items()
+    }
+
+
+def pad_parts(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:
+    """A matrix with zeros after each of `parts` equal parts of `axis`, up to `size` of each."""
+    given = x.shape[axis] // parts
+    missing = size - given
+    if not missing:
+        return x
+    separated = x.reshape(*x.shape[:axis], parts, given, *x.shape[axis + 1 :])
+    widths = [(0, missing if dim == axis + 1 else 0) for dim in range(separated.ndim)]
+    shape = (*x.shape[:axis], parts * size, *x.shape[axis + 1 :])
+    return jnp.pad(separated, widths).reshape(shape)
+
+
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """A matrix with zeros below, up to so many rows."""
+    return _filled_up(x, rows, x.shape[-1])
+
+
+def _filled_up(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    below, right = rows - x.shape[-2], columns - x.shape[-1]
     if not below and not right:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, below), (0, right)])
-
-
-def pad_parts(x: jax.Array, axis: int, parts: int, multiple: int) -> jax.Array:
-    """A matrix with zeros after each of `parts` equal parts of `axis`, each `padded` in size."""
-    size = x.shape[axis] // parts
-    missing = padded(size, multiple) - size
-    if not missing:
-        return x
-    separated = x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :])
-    widths = [(0, missing if dim == axis + 1 else 0) for dim in range(separated.ndim)]
-    shape = (*x.shape[:axis], parts * (size + missing), *x.shape[axis + 1 :])
-    return jnp.pad(separated, widths).reshape(shape)

@@ -12,6 +12,7 @@ rhs; `full` is then the first block's (`stages.Halves`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.engine.parts import Product, Ref
-from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
+from stretto.kernels.engine.shared_memory import (
+    ALIGNED_SCALES,
+    row_elements,
+    swizzled,
+    with_edges,
+)
 from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
@@ -36,16 +42,43 @@ class RingScales(NamedTuple):
 class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
+    An operand with edges is loaded through another view of the same memory, `loaded_lhs` and
+    `loaded_rhs`: of rhs 8 x 64 tiles, unless it is transposed.
     And the scales of blocks, where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
     """
 
     lhs: Ref
     rhs: Ref
+    loaded_lhs: Ref
+    loaded_rhs: Ref
     full: Ref
     empty: Ref
     scales: RingScales | None = None
     halved: tuple[int, int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        product: Product,
+        refs: Mapping[str, Ref],
+        scales: RingScales | None = None,
+        halved: tuple[int, int] | None = None,
+    ) -> Ring:
+        """The ring of the refs that `scratch` asked for."""
+        lhs, rhs = refs["lhs_smem"], refs["rhs_smem"]
+        lhs, loaded_lhs = lhs if product.lhs_edges else (lhs, lhs)
+        rhs, loaded_rhs = rhs if product.rhs_edges else (rhs, rhs)
+        return cls(
+            lhs=lhs,
+            rhs=rhs,
+            loaded_lhs=loaded_lhs,
+            loaded_rhs=loaded_rhs,
+            full=refs["full"],
+            empty=refs["empty"],
+            scales=scales,
+            halved=halved,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -97,9 +130,27 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
         )
     return dict(
-        lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
-        rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
+        lhs_smem=_memory(lhs, product.lhs, edges=product.lhs_edges),
+        rhs_smem=_memory(rhs, product.rhs, edges=product.rhs_edges),
         **scales,
-        full=plgpu.Barrier(num_arrivals=4 if blocks else 2, num_barriers=num_stages),
+        full=plgpu.Barrier(
+            num_arrivals=1 + copies_of_rhs(shape, product) + 2 * blocks,
+            num_barriers=num_stages,
+        ),
         empty=empty,
     )
+
+
+def copies_of_rhs(shape: TileShape, product: Product) -> int:
+    """The copies that a tile of rhs is loaded by."""
+    row = row_elements(product.rhs)
+    if not product.rhs_edges or product.rhs_transposed or shape.tile_n == row:
+        return 1
+    return shape.tile_k // 8 * (shape.tile_n // row)
+
+
+def _memory(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, edges: bool) -> Any:
+    """Stages, and where the array has edges a second view of them to load through."""
+    if edges:
+        return with_edges(shape, dtype)
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import CLUSTER_AXIS
@@ -26,7 +28,17 @@ class Halves:
 
 
 def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
-    """Starts the copy of a window of global memory, or of this block's half of it, to `stage`."""
+    """Starts the copy of a window of global memory, or of this block's half of it, to `stage`.
+
+    A stage of four dimensions takes the window in tiles of rows and columns, which arrive one by
+    one.
+    """
+    if len(stage.shape) > len(window.shape):
+        down, across, rows, columns = stage.shape
+        for row, column in itertools.product(range(down), range(across)):
+            part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
+            plgpu.copy_gmem_to_smem(part, stage.at[row, column], barrier)
+        return
     if not isinstance(barrier, Halves):
         plgpu.copy_gmem_to_smem(window, stage, barrier)
         return

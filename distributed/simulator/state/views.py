@@ -33,6 +33,7 @@ class ViewPlan:
       multicast: mesh axes along which every device's memory is meant; None for one device.
       cluster: (axis names, index slots) of the block in the cluster that is meant.
       alias: (dtype, logical shape, byte offset) in a union.
+      tiling: of the alias.
     """
 
     ref: Slot
@@ -41,6 +42,7 @@ class ViewPlan:
     multicast: tuple | None = None
     cluster: tuple[tuple, tuple[Slot, ...]] | None = None
     alias: tuple[np.dtype, tuple[int, ...], int] | None = None
+    tiling: tuple[int, ...] = ()
 
     def region(self, task: Any, env: list) -> Region:
         """The one region meant; an error if it leaves the buffer."""
@@ -87,7 +89,7 @@ class ViewPlan:
         shape = buffer.data.shape
         if self.alias is not None:
             shape = self.alias[1]
-            steps.append(_alias_step(*self.alias, buffer.cells_per_byte))
+            steps.append(_alias_step(*self.alias, buffer.cells_per_byte, self.tiling))
         dims: list | None = None
         for kind, arg in self.steps:
             if kind == "index":
@@ -205,18 +207,43 @@ def _index_step(index: tuple) -> Callable:
     return lambda array, bookkeeping: array[index]
 
 
-def _alias_step(dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int) -> Callable:
+def _alias_step(
+    dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int, tiling: tuple[int, ...] = ()
+) -> Callable:
     if is_packed(dtype):
         return PackedView(dtype, shape, offset, cells_per_byte)
     size = int(np.prod(shape)) * dtype.itemsize
+    if tiling and shape[-1] == tiling[-1]:
+        tiling = ()  # Tiles below each other lie as their rows do.
 
     def step(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
         if bookkeeping:  # The last axis is the marks of an element.
             marks = array[offset * cells_per_byte : (offset + size) * cells_per_byte]
-            return marks.reshape((*shape, dtype.itemsize * cells_per_byte))
-        return array[offset : offset + size].view(dtype).reshape(shape)
+            cells = dtype.itemsize * cells_per_byte
+            return _apart(marks, shape, tiling, cells) if tiling else marks.reshape((*shape, cells))
+        elements = array[offset : offset + size].view(dtype)
+        if not tiling:
+            return elements.reshape(shape)
+        # Elements side by side lie apart, so this is a copy, which can only be read.
+        logical = _apart(elements, shape, tiling).reshape(shape)
+        logical.flags.writeable = False
+        return logical
 
     return step
+
+
+def _apart(flat: np.ndarray, shape: tuple, tiling: tuple, *cells: int) -> np.ndarray:
+    """An array of `shape` that lies as tiles in `flat`: a view with each tiled dimension as two.
+
+    An index of all of the tiled dimensions takes all of the two as well.
+    """
+    rank = len(tiling)
+    tiles = [n // t for n, t in zip(shape[len(shape) - rank :], tiling, strict=True)]
+    lead = shape[: len(shape) - rank]
+    first = len(lead)
+    pairs = [first + i + half * rank for i in range(rank) for half in (0, 1)]
+    view = flat.reshape((*lead, *tiles, *tiling, *cells))
+    return view.transpose((*range(first), *pairs, *range(first + 2 * rank, view.ndim)))
 
 
 def _other_step(kind: str, arg: Any, shape: tuple) -> tuple[Callable, tuple]:
@@ -258,6 +285,7 @@ def plan_view(compiler: Any, ref_atom: Any, transforms: Any) -> ViewPlan:
             if name == "UntilingTransform" and plan.alias is not None:
                 dtype, shape, offset = plan.alias
                 plan.alias = (dtype, _untiled(shape, transform.tiling), offset)
+                plan.tiling = tuple(transform.tiling)
         elif name == "NDIndexer":
             plan.steps.append(("index", [_dim(compiler, i) for i in transform.indices]))
         elif name == "ReshapeTransform":

@@ -83,13 +83,7 @@ class Matmul:
         self, block: Block, gates: Gates | None, scratch: Mapping[str, Ref]
     ) -> Sequence[Role]:
         """Draining, loading, issuing and storing, and bringing addends."""
-        stages = Ring(
-            lhs=scratch["lhs_smem"],
-            rhs=scratch["rhs_smem"],
-            full=scratch["full"],
-            empty=scratch["empty"],
-            halved=self._halved(),
-        )
+        stages = Ring.of(self.product, scratch, halved=self._halved())
         totals = Accumulators(
             config=self.config,
             totals=scratch["totals"],

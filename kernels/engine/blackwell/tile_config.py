@@ -29,6 +29,7 @@ class TileConfig:
     """
 
     architecture: ClassVar[str] = BLACKWELL
+    takes_edges: ClassVar[bool] = False
 
     blocks: int = 1
     tile_m: int = LANES

@@ -28,6 +28,7 @@ class TileConfig:
     """
 
     architecture: ClassVar[str] = HOPPER
+    takes_edges: ClassVar[bool] = True
 
     tile_m: int = 128
     tile_n: int = 256
