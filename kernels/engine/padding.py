@@ -69,6 +69,11 @@ def pad(x: jax.Array, tiles: TileShape, rows: int = ROWS) -> jax.Array:
     return _filled_up(x, *shape_of(x.shape, x.dtype, tiles, rows))
 
 
+def pad_to_tiles(x: jax.Array, rows: int) -> jax.Array:
+    """`x` `[..., m, n]` with zeros up to whole tiles, and up to a multiple of `rows`."""
+    return _filled_up(x, padded(x.shape[-2], rows), padded(x.shape[-1], columns_of(x.dtype)))
+
+
 def edges(tiles: TileShape, **matrices: Any) -> dict[str, bool]:
     """Which of `lhs`, `rhs` and `out`, padded or made for `tiles`, have edges, for a `Product`.
 

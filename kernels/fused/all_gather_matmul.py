@@ -40,6 +40,10 @@ from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
 
 
+LEAST_ROWS = 4
+"""Of a piece, where all rows are gathered first: with fewer, copying lhs takes less time."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PullConfig):
     """How the fused kernel is cut up.
@@ -64,6 +68,16 @@ class Config(PullConfig):
                 f"chunk_columns={self.chunk_columns} must be a multiple of"
                 f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
             )
+
+    def piece_rows(self, m_shard: int) -> int:
+        """Rows of a piece, where all rows are gathered first: none reaches into another shard."""
+        return [r for r in range(1, self.pull_rows + 1) if m_shard % r == 0][-1]
+
+    def gathered_rows(self, m_shard: int) -> int:
+        """Rows of a shard as it is gathered: more than it has where they make no pieces."""
+        if self.gather_first and self.piece_rows(m_shard) < LEAST_ROWS:
+            return padding.padded(m_shard, padding.ROWS)
+        return m_shard
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
@@ -115,8 +129,9 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     options = call.options
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
-    padded = padding.pad(lhs, padding.ROWS, padding.COLUMNS)
-    sides = [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs]
+    tiles = call.config.tiles
+    padded = padding.pad(_in_pieces(lhs, call.config), tiles)
+    sides = [padding.pad(x, tiles, padding.COLUMNS) for x in rhs]
     gather = _gather(padded, sides, team, call)
     results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul")
     columns = gathering.widths_of(rhs, options.rhs_transposed) + [k] * options.return_gathered
@@ -136,6 +151,12 @@ KERNEL = Kernel(
 )
 
 
+def _in_pieces(lhs: jax.Array, config: Config) -> jax.Array:
+    """lhs, with zeros below where its rows are gathered first and cannot be cut into pieces."""
+    rows = lhs.shape[0]
+    return padding.pad_rows(lhs, config.gathered_rows(rows))
+
+
 def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:
     """What is pulled, piece by piece, of padded lhs `[m_shard, k]`, and which tile needs what."""
     config: Config = call.config
@@ -153,9 +174,11 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
             chunk_columns=config.chunk_columns,
         )
 
+    turned = call.options.rhs_transposed
     if config.gather_first:
-        piece_rows = [r for r in range(1, config.pull_rows + 1) if m_shard % r == 0][-1]
         rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
-        return rows_first(team, plan(rows, piece_rows), m_shard, n, shape)
+        pieces = plan(rows, config.piece_rows(m_shard))
+        return rows_first(team, pieces, m_shard, n, shape, rhs_transposed=turned)
     by_shard = call.options.return_gathered
-    return by_shards(team, plan(m_shard, config.pull_rows), n, shape, by_shard=by_shard)
+    pieces = plan(m_shard, config.pull_rows)
+    return by_shards(team, pieces, n, shape, by_shard=by_shard, rhs_transposed=turned)

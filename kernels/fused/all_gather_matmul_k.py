@@ -78,13 +78,10 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     options = call.options
     team = Team.along(call.axes)
     m, k_shard = lhs.shape
-    k_axis, n_axis = (1, 0) if options.rhs_transposed else (0, 1)
+    n_axis = 0 if options.rhs_transposed else 1
 
-    def padded_rhs(x: jax.Array) -> jax.Array:
-        x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
-        return padding.pad(x, padding.COLUMNS, padding.COLUMNS)
-
-    padded, sides = padding.pad(lhs, padding.ROWS, padding.COLUMNS), [padded_rhs(x) for x in rhs]
+    padded = padding.pad(lhs, call.config.tiles)
+    sides = [_in_parts(x, team.size, padded.shape[1], call) for x in rhs]
     gather = _gather(padded, sides, team, call)
     results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul_k")
     outs = tuple(
@@ -93,6 +90,19 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     if not options.return_gathered:
         return outs, None
     return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
+
+
+def _in_parts(rhs: jax.Array, parts: int, k_shard: int, call: Call) -> jax.Array:
+    """rhs with the devices' parts of the contraction as a dimension, as `by_columns` takes it.
+
+    lhs was padded to `k_shard` columns. So are the columns of rhs, where it is transposed.
+    """
+    tiles = call.config.tiles
+    if call.options.rhs_transposed:
+        rhs = padding.pad_parts(rhs, 1, parts, k_shard)
+        rows, _ = padding.shape_of((len(rhs), k_shard), rhs.dtype, tiles, padding.COLUMNS)
+        return padding.pad_rows(rhs, rows).reshape(rows, parts, k_shard)
+    return padding.pad(rhs.reshape(parts, -1, rhs.shape[1]), tiles, padding.COLUMNS)
 
 
 KERNEL = Kernel(
@@ -121,4 +131,5 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
         chunk_rows=shape.tile_m,
         band_rows=shape.raster_width * shape.tile_m,
     )
-    return by_columns(team, plan, n, shape, by_shard=by_shard)
+    turned = call.options.rhs_transposed
+    return by_columns(team, plan, n, shape, by_shard=by_shard, rhs_transposed=turned)

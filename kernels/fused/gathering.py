@@ -21,7 +21,7 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import sinks, streams, tiles
+from stretto.kernels.engine import padding, sinks, streams
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
@@ -40,7 +40,7 @@ class Gather:
       k_tiles: length of the contraction, in tiles.
       lhs: the kernel's refs -> the stream of lhs, own and gathered (`gathered`), which waits for
         `received`.
-      rhs_k: tile along the contraction -> the tile of rhs that it is multiplied by.
+      rhs_window: (tile along the contraction, column of tiles) -> the window of rhs.
       fetch: what is fetched from peers; the key of a place is its index in `received`.
       leading: tile -> the indices of its matrix in the result.
       received: shape of the semaphores that count pieces.
@@ -52,7 +52,7 @@ class Gather:
     order: ShardOrder
     k_tiles: int
     lhs: Callable[[Refs], Stream]
-    rhs_k: Callable[[Int], Int] = lambda k: k
+    rhs_window: Callable[[Int, Int], tuple]
     fetch: Fetch
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: ()
     received: tuple[int, ...]
@@ -96,17 +96,21 @@ def launch(
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
     widths = widths_of(rhs, rhs_transposed)
     columns = Segments.of(widths, shape.tile_n)
-    product = Product(lhs=lhs.dtype, rhs=rhs[0].dtype, out=out_dtype, rhs_transposed=rhs_transposed)
-
-    def rhs_window(k: Int, n: Int) -> tiles.Window:
-        return tiles.rhs_window(shape, gather.rhs_k(k), n, rhs_transposed)
+    outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths]
+    product = Product(
+        lhs=lhs.dtype,
+        rhs=rhs[0].dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        **padding.edges(shape, lhs=lhs, rhs=[_matrix(x, rhs_transposed) for x in rhs], out=outs),
+    )
 
     def parts(refs: Refs) -> Parts:
         return Parts(
             order=gather.order,
             k_tiles=gather.k_tiles,
             lhs=gather.lhs(refs),
-            rhs=streams.along_n(refs.rhs, columns, rhs_window),
+            rhs=streams.along_n(refs.rhs, columns, gather.rhs_window),
             sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
             epilogue=elementwise(options.epilogue and options.epilogue.function),
             transfer=Transfer(
@@ -131,7 +135,7 @@ def launch(
         num_tiles=gather.order.num_tiles,
         operands=dict(lhs=lhs, rhs=rhs),
         outs=dict(
-            outs=[jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths],
+            outs=outs,
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
         ),
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
@@ -144,6 +148,11 @@ def launch(
     return [*results["outs"], gather.complete(results["gathered"], lhs)]
 
 
+def _matrix(rhs: jax.Array, transposed: bool) -> jax.ShapeDtypeStruct:
+    """A matrix of rhs as a tile is copied out of it, without the dimension of the devices."""
+    return jax.ShapeDtypeStruct((rhs.shape[0 if transposed else -2], rhs.shape[-1]), rhs.dtype)
+
+
 def widths_of(rhs: Sequence[jax.Array], rhs_transposed: bool) -> list[int]:
-    """The columns of each of rhs, `[k, n_i]` or `[n_i, k]`."""
-    return [x.shape[0 if rhs_transposed else 1] for x in rhs]
+    """The columns of each of rhs, `[..., k, n_i]` or `[n_i, ..., k]`."""
+    return [x.shape[0 if rhs_transposed else -1] for x in rhs]

@@ -18,11 +18,13 @@ from stretto.kernels.engine import stages, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
-from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
 from stretto.kernels.fused.gathering import Gather, Kept
 
 
-def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard: bool) -> Gather:
+def by_shards(
+    team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard: bool, rhs_transposed: bool
+) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
     `by_shard` asks for the gathered rows in the order of the shards (`Kept`). The step of a tile is
@@ -40,6 +42,7 @@ def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard:
         order=ShardOrder(plan.rows, n, shape, steps=team.size),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
         lhs=lambda refs: _stream(refs, plan, kept, shape),
+        rhs_window=lambda k, n: rhs_window(shape, k, n, rhs_transposed),
         fetch=_Fetch(team, plan, kept),
         leading=leading,
         received=(team.size - 1, plan.chunks),

@@ -21,11 +21,13 @@ from stretto.kernels.engine import streams, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
-from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
 from stretto.kernels.fused.gathering import Gather
 
 
-def rows_first(team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShape) -> Gather:
+def rows_first(
+    team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShape, *, rhs_transposed: bool
+) -> Gather:
     """Shards of `m_shard` rows, for a result of `n` columns.
 
     `plan` cuts the matrix of all rows, and of those that fill up its last tile, into pieces, none
@@ -36,6 +38,7 @@ def rows_first(team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShap
         order=ShardOrder(rows, n, shape),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
         lhs=lambda refs: _stream(refs, plan, shape),
+        rhs_window=lambda k, n: rhs_window(shape, k, n, rhs_transposed),
         fetch=_Fetch(team, plan, m_shard),
         received=(plan.chunks,),
         out_rows=(rows,),
