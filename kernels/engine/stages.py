@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
+import jax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,9 +36,13 @@ def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
     """
     if len(stage.shape) > len(window.shape):
         down, across, rows, columns = stage.shape
-        for row, column in itertools.product(range(down), range(across)):
-            part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
-            plgpu.copy_gmem_to_smem(part, stage.at[row, column], barrier)
+
+        def fill_row(row: jax.Array, _: None) -> None:
+            for column in range(across):
+                part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
+                plgpu.copy_gmem_to_smem(part, stage.at[row, column], barrier)
+
+        lax.fori_loop(0, down, fill_row, None)  # Unrolled it would take more registers.
         return
     if not isinstance(barrier, Halves):
         plgpu.copy_gmem_to_smem(window, stage, barrier)

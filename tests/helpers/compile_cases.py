@@ -118,6 +118,22 @@ def gathers(name: str) -> Iterator[Program]:
     yield "transposed", mapped, structs
 
 
+def odd_sizes(*names: str) -> Iterator[Program]:
+    """Sizes that fit no tile, with rows of multiples of 16 bytes: nothing is copied or padded."""
+    mesh = aot.mesh_of_gpus((2,), ("x",))
+    for name in names:
+        yield name, *fused(name, mesh, (2006, 1040, 2064))
+        if name in cases.OPERATIONS:  # A tile of rhs lies otherwise where it is transposed.
+            body = functools.partial(cases.mapped, name, mesh, "x", backend="pallas", config=None)
+            (lhs, rhs), _ = cases.specs(name)
+            structs = [
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+                for shape, spec in (((2006, 1040), lhs), ((2064, 1040), P(*rhs[::-1])))
+            ]
+            turned = (lhs, P(*rhs[::-1]))
+            yield f"{name}, transposed", body(rhs_transposed=True, in_specs=turned), structs
+
+
 def no_limit() -> Iterator[Program]:
     """Waits that spin for ever, as measurements of what the limit costs need them."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
