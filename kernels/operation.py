@@ -40,6 +40,8 @@ class Kernel:
         says that it is faster.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
+      copies: (problem, configuration) -> bytes that XLA copies because of the sizes; most sizes
+        cost none.
     """
 
     Config: type
@@ -50,6 +52,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    copies: Callable[[Problem, Any], int] = lambda problem, config: 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -208,8 +208,15 @@ def _within(operation: Operation, problem: Problem, split: topology.Split) -> Pr
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
-    if problem.copied:
-        return _with_copies(operation, kernel, problem)
+    plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0))
+    of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
+    if not problem.copied and not of_sizes:
+        return plain
+    return _with_copies(operation, kernel, problem, plain, of_sizes)
+
+
+def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The faster one, of operands that a kernel takes as they are."""
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
     unknown = untried or kernel.untried
     found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
@@ -232,24 +239,40 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     )
 
 
-def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
-    """The faster one where the kernel's operands or results have to be copied besides."""
-    plain = faster(operation, kernel, dataclasses.replace(problem, copied=0))
+def _with_copies(
+    operation: Operation, kernel: Kernel, problem: Problem, plain: Choice, of_sizes: int
+) -> Choice:
+    """The faster one where the kernel's operands or results have to be copied besides.
+
+    `plain` is the faster one without; `of_sizes` are the bytes that are copied because of the sizes.
+    """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
     fused_us, xla_us = plain.fused_us, plain.xla_us
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
-    fused_us += costs.moved_in_memory_us(problem.copied)
+    fused_us += costs.moved_in_memory_us(problem.copied + of_sizes)
     is_fused = plain.backend == "pallas" and fused_us < xla_us
+    reason = plain.reason if is_fused else f"{plain.reason}, but for the copies"
+    if of_sizes:
+        reason += (
+            f"; {of_sizes / 2**20:.3g} MiB are copied, because of rows that are no multiple of 16"
+            " bytes"
+        )
     return dataclasses.replace(
         plain,
         problem=problem,
         backend="pallas" if is_fused else "xla",
-        reason=f"{plain.reason}, but for the copies" if not is_fused else plain.reason,
+        reason=reason,
         fused_us=fused_us,
         xla_us=xla_us,
     )
+
+
+def _is_measured(kernel: Kernel, problem: Problem) -> bool:
+    """Whether a table has the very problem, with all that a call of it copies."""
+    found = tables.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
+    return found is not None and found.fused_us is not None
 
 
 def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import gathering, unfused
+from stretto.kernels.fused import copied, gathering, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
 from stretto.kernels.fused.obstacles import obstacle
@@ -148,6 +148,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.by_rows,
 )
 
 

@@ -27,7 +27,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import gathering
+from stretto.kernels.fused import copied, gathering
 from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
@@ -111,6 +111,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.by_contraction,
 )
 
 

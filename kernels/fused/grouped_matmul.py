@@ -33,6 +33,7 @@ from stretto.kernels.engine.orders import GroupsOrder, RowTilesOrder, ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import piece_window, rhs_window
+from stretto.kernels.fused import copied
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -316,4 +317,5 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.one_device,
 )

@@ -48,7 +48,7 @@ from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import unfused
+from stretto.kernels.fused import copied, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products
@@ -121,6 +121,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.scattered,
 )
 
 
