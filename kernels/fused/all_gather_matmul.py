@@ -130,7 +130,8 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
     tiles = call.config.tiles
-    padded = padding.pad(_in_pieces(lhs, call.config), tiles)
+    rows = call.config.gathered_rows(lhs.shape[0])
+    padded = call.config.padded(padding.pad_rows(lhs, rows))
     sides = [padding.pad(x, tiles, padding.COLUMNS) for x in rhs]
     gather = _gather(padded, sides, team, call)
     results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul")
@@ -150,12 +151,6 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.by_rows,
 )
-
-
-def _in_pieces(lhs: jax.Array, config: Config) -> jax.Array:
-    """lhs, with zeros below where its rows are gathered first and cannot be cut into pieces."""
-    rows = lhs.shape[0]
-    return padding.pad_rows(lhs, config.gathered_rows(rows))
 
 
 def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:

@@ -80,7 +80,7 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     m, k_shard = lhs.shape
     n_axis = 0 if options.rhs_transposed else 1
 
-    padded = padding.pad(lhs, call.config.tiles)
+    padded = call.config.padded(lhs)
     sides = [_in_parts(x, team.size, padded.shape[1], call) for x in rhs]
     gather = _gather(padded, sides, team, call)
     results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul_k")
