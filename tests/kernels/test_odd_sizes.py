@@ -1,0 +1,167 @@
+"""Sizes that are no multiples of a tile: the right numbers, and nothing copied where rows are multiples
+of 16 bytes."""
+
+from __future__ import annotations
+
+import re
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F32
+
+import stretto as st
+from stretto.distributed import simulator
+from stretto.kernels.engine import padding
+from stretto.kernels.engine.blackwell import tile_config as blackwell
+from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, NARROWEST, TileConfig
+from stretto.kernels.fused import all_gather_matmul as gather
+from stretto.kernels.fused.local_matmul import local_matmul
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+
+COPIES = re.compile(r"stablehlo\.(pad|slice|concatenate|dynamic_slice|gather)\b")
+NARROW_STAGES = TileConfig(tile_n=128, num_stages=2, store_buffers=2)
+
+
+def test_what_is_whole():
+    assert padding.is_whole((16, 128), BF16) and padding.is_whole((3, 24, 192), BF16)
+    assert padding.is_whole((16, 64), F32)  # 128 bytes are half as many elements.
+    for shape in ((8, 128), (16, 64), (17, 128), (16, 136), (4, 128)):
+        assert not padding.is_whole(shape, BF16), shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "on_hopper", "on_blackwell"),
+    [
+        ((16, 128), (16, 128), (16, 128)),
+        ((17, 136), (17, 136), (24, 192)),
+        ((1, 8), (1, 8), (16, 128)),
+        ((17, 130), (17, 136), (24, 192)),
+    ],
+)
+def test_what_is_padded(shape, on_hopper, on_blackwell):
+    assert padding.shape_of(shape, BF16, LARGE) == on_hopper
+    assert padding.shape_of(shape, BF16, blackwell.LARGE) == on_blackwell
+    padded = padding.pad(jnp.ones(shape, BF16), LARGE)
+    assert padded.shape == on_hopper and padded.sum(dtype=F32) == np.prod(shape)
+
+
+def product(m, k, n, *, seed, transposed=False, **options):
+    lhs, rhs = cases.operands(m, k, n, seed=seed)
+    given = jnp.asarray(rhs.T if transposed else rhs, BF16)
+    out = local_matmul(
+        jnp.asarray(lhs, BF16),
+        given,
+        rhs_transposed=transposed,
+        interpret=simulator.SimulatorParams(),
+        **options,
+    )
+    np.testing.assert_array_equal(np.asarray(out, np.float32), cases.rounded(lhs @ rhs, out.dtype))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "transposed", "out_dtype"),
+    [((131, 136, 200), False, None), ((3, 72, 8), True, F32)],
+)
+def test_on_one_device(sizes, transposed, out_dtype):
+    product(*sizes, seed=1, transposed=transposed, out_dtype=out_dtype, config=NARROW_STAGES)
+
+
+def drawn(seed: int) -> tuple:
+    """Sizes, tiles and how rhs lies, of a seed."""
+    rng = np.random.default_rng(seed)
+    m = int(rng.integers(1, 300))
+    k, n = (8 * int(rng.integers(1, 40)) for _ in range(2))
+    tiles = (NARROW_STAGES, NARROWEST, NARROW, LARGE)[int(rng.integers(4))]
+    return (m, k, n), tiles, bool(rng.integers(2)), (None, F32)[int(rng.integers(2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_sizes_on_one_device(seed):
+    sizes, tiles, transposed, out_dtype = drawn(seed)
+    product(*sizes, seed=seed, transposed=transposed, out_dtype=out_dtype, config=tiles)
+
+
+def check(name, devices, shape, *, seed=0, **options):
+    with simulator_of(seed):
+        lhs, rhs = cases.operands(*cases.whole(name, devices, *shape), seed=seed)
+        out = cases.run(name, lhs, rhs, devices=devices, **options)
+    np.testing.assert_array_equal(out, cases.rounded(lhs @ rhs, BF16))
+
+
+def simulator_of(seed):
+    return st.simulate(seed=seed, core_count=2)
+
+
+# More than one tile of rows: a shard's last tile, and one of another device's rows.
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_on_several_devices(name):
+    check(name, 2, (131, 72, 136), config=None)
+
+
+def test_rows_that_devices_do_not_share_evenly():
+    lhs, rhs = cases.operands(133, 2 * 72, 136)
+    with simulator_of(0):
+        out = cases.run("matmul_all_reduce", lhs, rhs, devices=2, config=None)
+    np.testing.assert_array_equal(out, cases.rounded(lhs @ rhs, BF16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_random_sizes_on_several_devices(name, seed):
+    rng = np.random.default_rng(seed)
+    shape = int(rng.integers(1, 280)), *(int(rng.integers(1, 300)) for _ in range(2))
+    if rng.integers(2):
+        shape = shape[0], *(-(-size // 8) * 8 for size in shape[1:])
+    check(name, int(rng.choice([2, 3, 4])), shape, seed=seed, config=None)
+
+
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_nothing_is_copied_where_rows_are_multiples_of_16_bytes(name):
+    """But by the transposed form, which XLA transposes."""
+    m, k, n = cases.whole(name, 2, 136 if name == "all_gather_matmul_n" else 131, 72, 136)
+    structs = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((m, k), (k, n))]
+    with simulator_of(0):
+        program = jax.jit(cases.mapped(name, cases.mesh_of(2), backend="pallas", config=None))
+        text = program.lower(*structs).as_text()
+    assert not COPIES.search(text), COPIES.findall(text)
+
+
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_the_choice_counts_copies(name):
+    def copied(m, k, n, devices=2):
+        problem = Problem(
+            operation=name,
+            sizes=dict(m=m, k=k, n=n),
+            types=Types(lhs="bfloat16", out="bfloat16"),
+            devices=devices,
+            machine=Machine.of_kind("gpu", "NVIDIA H200"),
+        )
+        kernel = OPERATIONS[name].kernels[0]
+        return kernel.copies(problem, kernel.default(problem))
+
+    assert not copied(8192, 8192, 8192) and not copied(8208, 8208, 8208)
+    assert copied(8200, 8200 + 2, 8200 + 2) > 0
+
+
+def test_few_rows_that_make_no_pieces_are_copied():
+    config = gather.Config(gather_first=True)
+    assert [config.gathered_rows(rows) for rows in (5, 12, 37, 2)] == [5, 12, 40, 16]
+    assert gather.Config().gathered_rows(37) == 37
+
+
+def test_copies_are_counted_and_said():
+    """The same product with rows of 16 bytes is the kernel's."""
+    kind = "NVIDIA H200"
+    even, odd = (
+        st.explain_sizes("all_gather_matmul", m=2048, k=8192, n=n, devices=2, kind=kind).choice
+        for n in (28672, 28674)
+    )
+    assert even.backend == "pallas" and "are copied" not in even.reason
+    assert "MiB are copied, because of rows that are no multiple of 16 bytes" in odd.reason
