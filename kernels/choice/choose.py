@@ -244,7 +244,7 @@ def _with_copies(
 ) -> Choice:
     """The faster one where the kernel's operands or results have to be copied besides.
 
-    `plain` is the faster one without; `of_sizes` are the bytes that are copied because of the sizes.
+    `plain` is the faster one without; `of_sizes` bytes are copied because of the sizes.
     """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)

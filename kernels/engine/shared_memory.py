@@ -29,10 +29,10 @@ def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
 def with_edges(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     """The same, `[..., rows, columns]`, for arrays that are not made of whole 8 x 64 tiles.
 
-    As (what warps and tensor cores use, what is copied). The latter are rows of 128 bytes, which the
-    copy engine fills from rows of the array, of which it cuts off any number, and of columns, and
-    fills up with zeros. Of more columns than a row has it is `[..., rows / 8, columns / 64, 8, 64]`,
-    a copy for each 8 x 64.
+    As (what warps and tensor cores use, what is copied). The latter are rows of 128 bytes, which
+    the copy engine fills from rows of the array; it cuts off any number of them, and of columns,
+    and fills up with zeros. Of more columns than a row has, the latter are 8 x 64 tiles,
+    `[..., rows / 8, columns / 64, 8, 64]`, a copy each.
     """
     in_tiles, row = swizzled(dtype), row_elements(dtype)
     *before, rows, columns = shape

@@ -39,7 +39,6 @@ from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
 
-
 LEAST_ROWS = 4
 """Of a piece, where all rows are gathered first: with fewer, copying lhs takes less time."""
 

@@ -34,7 +34,7 @@ def of_matrices(problem: Problem, config: Any, lhs: Shape, rhs: Shape, out: Shap
 
 
 def by_rows(problem: Problem, config: Any) -> int:
-    """The same of a matmul of rows that are gathered: `[m / D, k]`, `[k, n / D]` -> `[m, n / D]`."""
+    """The same of an all-gather matmul, by rows: `[m / D, k]`, `[k, n / D]` -> `[m, n / D]`."""
     m, k, n = (problem.sizes[name] for name in "mkn")
     rows, columns = ceil_div(m, problem.devices), ceil_div(n, problem.devices)
     moved = of_matrices(problem, config, (rows, k), (k, columns), (m, columns))
@@ -45,7 +45,7 @@ def by_rows(problem: Problem, config: Any) -> int:
 
 
 def by_contraction(problem: Problem, config: Any) -> int:
-    """The same of one whose contraction is gathered: `[m, k / D]`, `[k, n / D]` -> `[m, n / D]`."""
+    """The same of one by the contraction: `[m, k / D]`, `[k, n / D]` -> `[m, n / D]`."""
     m, k, n = (problem.sizes[name] for name in "mkn")
     part, columns = ceil_div(k, problem.devices), ceil_div(n, problem.devices)
     return of_matrices(problem, config, (m, part), (k, columns), (m, columns))

@@ -107,7 +107,7 @@ def sharded(
 def _in_shards(
     lhs: Sequence[jax.Array], m_shard: int, size: int, tiles: TileShape
 ) -> list[jax.Array]:
-    """Each of lhs padded, `[size, m_shard, k_i]`; as they are where the rows cannot be dealt out."""
+    """Each of lhs padded, `[size, m_shard, k_i]`; or `[m, k_i]`, where shards are not full."""
     padded = [padding.pad(x, tiles) for x in lhs] if tiles.takes_edges else list(lhs)
     if tiles.takes_edges and m_shard * size != len(lhs[0]):
         return padded
@@ -139,9 +139,9 @@ def launch(
 ) -> jax.Array:
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
-    All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`. The pairs'
-    products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size,
-    m_shard, n]`.
+    All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`. The
+    pairs' products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce)
+    `[size, m_shard, n]`.
     """
     n, dealt_out = rhs[0].shape[0 if rhs_transposed else 1], lhs[0].ndim == 3
     m_shard = lhs[0].shape[1] if dealt_out else schedule.ceil_div(len(lhs[0]), team.size)

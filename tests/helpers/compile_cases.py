@@ -124,14 +124,17 @@ def odd_sizes(*names: str) -> Iterator[Program]:
     for name in names:
         yield name, *fused(name, mesh, (2006, 1040, 2064))
         if name in cases.OPERATIONS:  # A tile of rhs lies otherwise where it is transposed.
-            body = functools.partial(cases.mapped, name, mesh, "x", backend="pallas", config=None)
-            (lhs, rhs), _ = cases.specs(name)
+            (lhs, rhs), out = cases.specs(name)
+            turned = lhs, P(*rhs[::-1])
+            call = functools.partial(
+                cases.FORMS[name], axis_name="x", rhs_transposed=True, backend="pallas"
+            )
             structs = [
                 jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-                for shape, spec in (((2006, 1040), lhs), ((2064, 1040), P(*rhs[::-1])))
+                for shape, spec in zip([(2006, 1040), (2064, 1040)], turned, strict=True)
             ]
-            turned = (lhs, P(*rhs[::-1]))
-            yield f"{name}, transposed", body(rhs_transposed=True, in_specs=turned), structs
+            mapped = jax.shard_map(call, mesh=mesh, in_specs=turned, out_specs=out, check_vma=False)
+            yield f"{name}, transposed", mapped, structs
 
 
 def no_limit() -> Iterator[Program]:
@@ -455,6 +458,10 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
+    "odd sizes": functools.partial(odd_sizes, "matmul_reduce_scatter"),
+    "odd sizes of gathers": functools.partial(
+        odd_sizes, "all_gather_matmul", "all_gather_matmul_k"
+    ),
     "epilogue": epilogue,
     "no limit": no_limit,
     "stacked": stacked,

@@ -1,5 +1,7 @@
-"""Sizes that are no multiples of a tile: the right numbers, and nothing copied where rows are multiples
-of 16 bytes."""
+"""Sizes that are no multiples of a tile: the right numbers, and no copies.
+
+Operands and results are used as they are where their rows are multiples of 16 bytes.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import numpy as np
 from stretto.distributed.simulator.reports.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.state.memory import Buffer, Region
 from stretto.distributed.simulator.state.packing import PackedView, is_packed
+from stretto.distributed.simulator.state.tiled_alias import TiledView
 
 # Layout only: they move elements within a buffer and change none.
 _LAYOUT = {
@@ -85,7 +86,7 @@ class ViewPlan:
         Returns:
           The region, and None if all of it is inside; else (shape of the whole, index of the part).
         """
-        steps: list[Callable] = []
+        steps: list[Any] = []
         shape = buffer.data.shape
         if self.alias is not None:
             shape = self.alias[1]
@@ -208,42 +209,21 @@ def _index_step(index: tuple) -> Callable:
 
 
 def _alias_step(
-    dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int, tiling: tuple[int, ...] = ()
-) -> Callable:
+    dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int, tiling: tuple[int, ...]
+) -> Callable | TiledView:
     if is_packed(dtype):
         return PackedView(dtype, shape, offset, cells_per_byte)
+    if tiling and shape[-1] != tiling[-1]:  # Else tiles lie below each other, as rows do.
+        return TiledView(dtype, shape, offset, cells_per_byte, tiling)
     size = int(np.prod(shape)) * dtype.itemsize
-    if tiling and shape[-1] == tiling[-1]:
-        tiling = ()  # Tiles below each other lie as their rows do.
 
     def step(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
         if bookkeeping:  # The last axis is the marks of an element.
             marks = array[offset * cells_per_byte : (offset + size) * cells_per_byte]
-            cells = dtype.itemsize * cells_per_byte
-            return _apart(marks, shape, tiling, cells) if tiling else marks.reshape((*shape, cells))
-        elements = array[offset : offset + size].view(dtype)
-        if not tiling:
-            return elements.reshape(shape)
-        # Elements side by side lie apart, so this is a copy, which can only be read.
-        logical = _apart(elements, shape, tiling).reshape(shape)
-        logical.flags.writeable = False
-        return logical
+            return marks.reshape((*shape, dtype.itemsize * cells_per_byte))
+        return array[offset : offset + size].view(dtype).reshape(shape)
 
     return step
-
-
-def _apart(flat: np.ndarray, shape: tuple, tiling: tuple, *cells: int) -> np.ndarray:
-    """An array of `shape` that lies as tiles in `flat`: a view with each tiled dimension as two.
-
-    An index of all of the tiled dimensions takes all of the two as well.
-    """
-    rank = len(tiling)
-    tiles = [n // t for n, t in zip(shape[len(shape) - rank :], tiling, strict=True)]
-    lead = shape[: len(shape) - rank]
-    first = len(lead)
-    pairs = [first + i + half * rank for i in range(rank) for half in (0, 1)]
-    view = flat.reshape((*lead, *tiles, *tiling, *cells))
-    return view.transpose((*range(first), *pairs, *range(first + 2 * rank, view.ndim)))
 
 
 def _other_step(kind: str, arg: Any, shape: tuple) -> tuple[Callable, tuple]:
