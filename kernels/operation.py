@@ -40,8 +40,8 @@ class Kernel:
         says that it is faster.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
-      copies: (problem, configuration) -> bytes that XLA copies because of the sizes; most sizes
-        cost none.
+      copies: (problem, configuration) -> bytes that XLA copies because of the sizes, or that take
+        as long to copy as what the kernel loses by them; even sizes cost none.
     """
 
     Config: type

@@ -256,8 +256,8 @@ def _with_copies(
     reason = plain.reason if is_fused else f"{plain.reason}, but for the copies"
     if of_sizes:
         reason += (
-            f"; {of_sizes / 2**20:.3g} MiB are copied, because of rows that are no multiple of 16"
-            " bytes"
+            f"; rows that are no multiples of 128 bytes cost as much as to copy"
+            f" {of_sizes / 2**20:.3g} MiB"
         )
     return dataclasses.replace(
         plain,

@@ -6,6 +6,9 @@
 | whose rows are multiples of 16 bytes | as it is, through rows of 128 bytes (`shared_memory.with_edges`) |
 | of any other | with its columns filled up to such rows: a copy |
 
+Rows that are no multiples of 128 bytes cost more to load: each row of a tile then lies in two lines of
+the L2. So a matrix that is used often enough is copied to such rows all the same (`REUSE`).
+
 Along a dimension of one 8 x 64 tile Mosaic GPU ignores the index, so a store past the edge, which
 should be dropped, would land in the first tile (seen on H100s with JAX 0.11.2). A main loop that takes
 whole tiles only (`TileShape.takes_edges`) has everything padded to them.
@@ -14,7 +17,7 @@ whole tiles only (`TileShape.takes_edges`) has everything padded to them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,10 @@ ROWS = 8
 COLUMNS = 64
 ROW_BYTES = 16
 """Of which the rows of every array that the copy engine takes are a multiple."""
+REUSE = dict(lhs=4096, rhs=2048)
+"""Columns of the result from which on a copy of lhs to rows of 128 bytes costs less than it saves,
+and rows of the result for rhs. On one H200 a product of 8192 x 8192 x 8192 took 1,615 us, of 8184 x
+8200 x 8168 1,957 with rhs transposed and 2,136 with it as it was; copying both took some 145."""
 
 
 def columns_of(dtype: jax.typing.DTypeLike) -> int:
@@ -45,28 +52,52 @@ def padded(size: int, multiple: int) -> int:
     return max(-(-size // multiple), 2) * multiple
 
 
+def in_lines(columns: int, dtype: jax.typing.DTypeLike) -> int:
+    """The least number of columns, not below `columns`, whose rows are multiples of 128 bytes."""
+    row = row_elements(dtype)
+    return -(-columns // row) * row
+
+
 def shape_of(
-    shape: Sequence[int], dtype: jax.typing.DTypeLike, tiles: TileShape, rows: int = ROWS
+    shape: Sequence[int],
+    dtype: jax.typing.DTypeLike,
+    tiles: TileShape,
+    rows: int = ROWS,
+    *,
+    copied: bool = False,
 ) -> tuple[int, int]:
     """Rows and columns of a matrix `[..., m, n]` once it is padded for a product in `tiles`.
 
-    `rows` is the multiple that its rows must be where the main loop takes whole tiles only.
+    `rows` is the multiple that its rows must be where the main loop takes whole tiles only. With
+    `copied` it is used often enough for rows of 128 bytes.
     """
     m, n = shape[-2:]
     if not tiles.takes_edges:
         return padded(m, rows), padded(n, columns_of(dtype))
     if is_whole(shape, dtype):
         return m, n
+    if copied:
+        return m, in_lines(n, dtype)
     in_a_row = ROW_BYTES // jnp.dtype(dtype).itemsize
     return m, -(-n // in_a_row) * in_a_row
 
 
-def pad(x: jax.Array, tiles: TileShape, rows: int = ROWS) -> jax.Array:
+def pad(x: jax.Array, tiles: TileShape, rows: int = ROWS, *, copied: bool = False) -> jax.Array:
     """`x` `[..., m, n]` with zeros below and to the right, as `shape_of` says.
 
     An array of the right sizes comes back as it is; any other is copied.
     """
-    return _filled_up(x, *shape_of(x.shape, x.dtype, tiles, rows))
+    return _filled_up(x, *shape_of(x.shape, x.dtype, tiles, rows, copied=copied))
+
+
+def made_columns(
+    columns: int, padded_columns: int, dtype: jax.typing.DTypeLike, tiles: TileShape
+) -> int:
+    """Columns of a result of which `columns` are wanted and rhs, padded, has `padded_columns`."""
+    if not tiles.takes_edges:
+        return padded_columns
+    in_a_row = ROW_BYTES // jnp.dtype(dtype).itemsize
+    return -(-columns // in_a_row) * in_a_row
 
 
 def pad_to_tiles(x: jax.Array, rows: int) -> jax.Array:
@@ -74,16 +105,25 @@ def pad_to_tiles(x: jax.Array, rows: int) -> jax.Array:
     return _filled_up(x, padded(x.shape[-2], rows), padded(x.shape[-1], columns_of(x.dtype)))
 
 
-def edges(tiles: TileShape, **matrices: Any) -> dict[str, bool]:
-    """Which of `lhs`, `rhs` and `out`, padded or made for `tiles`, have edges, for a `Product`.
+class Edges(TypedDict):
+    """What a `Product` is told of its matrices."""
+
+    lhs_edges: bool
+    rhs_edges: bool
+    out_edges: bool
+
+
+def edges(tiles: TileShape, *, lhs: Any, rhs: Any, out: Any) -> Edges:
+    """Which of the matrices, padded or made for `tiles`, have edges.
 
     Each is an array or its shape and type, or several of these.
     """
-    return {
-        f"{name}_edges": tiles.takes_edges
-        and not all(is_whole(x.shape, x.dtype) for x in jax.tree.leaves(matrix))
-        for name, matrix in matrices.items()
-    }
+
+    def has_edges(matrix: Any) -> bool:
+        whole = all(is_whole(x.shape, x.dtype) for x in jax.tree.leaves(matrix))
+        return tiles.takes_edges and not whole
+
+    return Edges(lhs_edges=has_edges(lhs), rhs_edges=has_edges(rhs), out_edges=has_edges(out))
 
 
 def pad_parts(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:

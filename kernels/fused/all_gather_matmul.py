@@ -130,11 +130,15 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     m_shard, k = lhs.shape
     tiles = call.config.tiles
     rows = call.config.gathered_rows(lhs.shape[0])
-    padded = call.config.padded(padding.pad_rows(lhs, rows))
-    sides = [padding.pad(x, tiles, padding.COLUMNS) for x in rhs]
+    widths = gathering.widths_of(rhs, options.rhs_transposed)
+    padded = call.config.padded(padding.pad_rows(lhs, rows), columns=sum(widths))
+    often = gathering.is_used_often(team.size * m_shard, options.rhs_transposed)
+    sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
     gather = _gather(padded, sides, team, call)
-    results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul")
-    columns = gathering.widths_of(rhs, options.rhs_transposed) + [k] * options.return_gathered
+    results = gathering.launch(
+        gather, padded, sides, team, call, wanted=widths, name="all_gather_matmul"
+    )
+    columns = widths + [k] * options.return_gathered
     cut = [
         x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(team.size * m_shard, n)
         for x, n in zip(results, columns, strict=True)
@@ -160,20 +164,23 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     widths = gathering.widths_of(rhs, call.options.rhs_transposed)
     n = Segments.of(widths, shape.tile_n).total * shape.tile_n
 
-    def plan(rows: int, piece_rows: int) -> PullPlan:
+    def plan(rows: int, piece_rows: int, stride: int) -> PullPlan:
         return PullPlan(
             rows=rows,
             columns=k,
             piece_rows=piece_rows,
-            piece_columns=config.piece_columns(k, k),
+            piece_columns=config.piece_columns(k, stride),
             chunk_columns=config.chunk_columns,
         )
 
     turned = call.options.rhs_transposed
     if config.gather_first:
         rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
-        pieces = plan(rows, config.piece_rows(m_shard))
+        pieces = plan(rows, config.piece_rows(m_shard), k)
         return rows_first(team, pieces, m_shard, n, shape, rhs_transposed=turned)
     by_shard = call.options.return_gathered
-    pieces = plan(m_shard, config.pull_rows)
-    return by_shards(team, pieces, n, shape, by_shard=by_shard, rhs_transposed=turned)
+    columns = gathering.kept_columns(lhs, by_shard)
+    pieces = plan(m_shard, config.pull_rows, columns)
+    return by_shards(
+        team, pieces, n, shape, columns=columns, by_shard=by_shard, rhs_transposed=turned
+    )

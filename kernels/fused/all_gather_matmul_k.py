@@ -78,31 +78,34 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     options = call.options
     team = Team.along(call.axes)
     m, k_shard = lhs.shape
-    n_axis = 0 if options.rhs_transposed else 1
 
-    padded = call.config.padded(lhs)
-    sides = [_in_parts(x, team.size, padded.shape[1], call) for x in rhs]
+    widths = gathering.widths_of(rhs, options.rhs_transposed)
+    padded = call.config.padded(lhs, columns=sum(widths))
+    often = gathering.is_used_often(m, options.rhs_transposed)
+    sides = [_in_parts(x, team.size, often, call) for x in rhs]
     gather = _gather(padded, sides, team, call)
-    results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul_k")
-    outs = tuple(
-        out[:m, : x.shape[n_axis]] for out, x in zip(results[: len(rhs)], rhs, strict=True)
+    results = gathering.launch(
+        gather, padded, sides, team, call, wanted=widths, name="all_gather_matmul_k"
     )
+    outs = tuple(out[:m, :n] for out, n in zip(results[: len(rhs)], widths, strict=True))
     if not options.return_gathered:
         return outs, None
     return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
 
 
-def _in_parts(rhs: jax.Array, parts: int, k_shard: int, call: Call) -> jax.Array:
+def _in_parts(rhs: jax.Array, parts: int, often: bool, call: Call) -> jax.Array:
     """rhs with the devices' parts of the contraction as a dimension, as `by_columns` takes it.
 
-    lhs was padded to `k_shard` columns. So are the columns of rhs, where it is transposed.
+    The columns that lhs was padded by are zero, and meet zeros beyond the end of a part.
     """
     tiles = call.config.tiles
-    if call.options.rhs_transposed:
-        rhs = padding.pad_parts(rhs, 1, parts, k_shard)
-        rows, _ = padding.shape_of((len(rhs), k_shard), rhs.dtype, tiles, padding.COLUMNS)
-        return padding.pad_rows(rhs, rows).reshape(rows, parts, k_shard)
-    return padding.pad(rhs.reshape(parts, -1, rhs.shape[1]), tiles, padding.COLUMNS)
+    if not call.options.rhs_transposed:
+        rhs = rhs.reshape(parts, -1, rhs.shape[1])
+        return padding.pad(rhs, tiles, padding.COLUMNS, copied=often)
+    matrix = len(rhs), rhs.shape[1] // parts
+    rows, k_shard = padding.shape_of(matrix, rhs.dtype, tiles, padding.COLUMNS, copied=often)
+    rhs = padding.pad_parts(rhs, 1, parts, k_shard)
+    return padding.pad_rows(rhs, rows).reshape(rows, parts, k_shard)
 
 
 KERNEL = Kernel(
@@ -123,14 +126,17 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     widths = gathering.widths_of(rhs, call.options.rhs_transposed)
     n = Segments.of(widths, shape.tile_n).total * shape.tile_n
     side_by_side = team.size if by_shard else team.size - 1  # Shards in a gathered row.
+    columns = gathering.kept_columns(lhs, by_shard)
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,
         columns=k_shard,
         piece_rows=config.pull_rows,
-        piece_columns=config.piece_columns(k_shard, side_by_side * k_shard),
+        piece_columns=config.piece_columns(k_shard, side_by_side * columns),
         chunk_rows=shape.tile_m,
         band_rows=shape.raster_width * shape.tile_m,
     )
     turned = call.options.rhs_transposed
-    return by_columns(team, plan, n, shape, by_shard=by_shard, rhs_transposed=turned)
+    return by_columns(
+        team, plan, n, shape, columns=columns, by_shard=by_shard, rhs_transposed=turned
+    )

@@ -22,15 +22,32 @@ def of_matrices(problem: Problem, config: Any, lhs: Shape, rhs: Shape, out: Shap
     """
     if getattr(config, "unfused", False):
         return 0
-    tiles, types = config.tiles, problem.types
-    made = {
-        shape: padding.shape_of(shape, types.lhs, tiles, rows)
-        for shape, rows in ((lhs, padding.ROWS), (rhs, padding.COLUMNS))
-    }
-    moved = sum(math.prod(new) for shape, new in made.items() if new != shape) * types.itemsize
-    if (made[lhs][0], made[rhs][1]) == (lhs[0], rhs[1]):
-        return moved
-    return moved + math.prod(out) * types.out_itemsize
+    m, n = out[0] if out[0] > lhs[0] else lhs[0], rhs[1]
+    made_lhs, of_lhs = _operand(problem, config, "lhs", lhs, n)
+    made_rhs, of_rhs = _operand(problem, config, "rhs", rhs, m)
+    row = padding.ROW_BYTES // problem.types.itemsize
+    fits = config.tiles.takes_edges and not rhs[1] % row
+    if fits or (made_lhs[0], made_rhs[1]) == (lhs[0], rhs[1]):
+        return of_lhs + of_rhs
+    return of_lhs + of_rhs + math.prod(out) * problem.types.out_itemsize
+
+
+def _operand(
+    problem: Problem, config: Any, name: str, shape: Shape, uses: int
+) -> tuple[Shape, int]:
+    """The shape that an operand is padded to, and the bytes of it that are copied.
+
+    Or that would take as long to copy as the product takes longer because of rows that are not
+    aligned, where they are left so.
+    """
+    tiles, itemsize, often = config.tiles, problem.types.itemsize, padding.REUSE[name]
+    rows = padding.ROWS if name == "lhs" else padding.COLUMNS
+    made = padding.shape_of(shape, problem.types.lhs, tiles, rows, copied=uses >= often)
+    size = math.prod(made) * itemsize
+    if made != shape:
+        return made, size
+    aligned = padding.in_lines(shape[1], problem.types.lhs) == shape[1]
+    return made, 0 if aligned else size * uses // often
 
 
 def by_rows(problem: Problem, config: Any) -> int:

@@ -86,17 +86,30 @@ class Kept:
 
 
 def launch(
-    gather: Gather, lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call, *, name: str
+    gather: Gather,
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    team: Team,
+    call: Call,
+    *,
+    wanted: Sequence[int],
+    name: str,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
     Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
+    They have the `wanted` columns, or a few more.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
     widths = widths_of(rhs, rhs_transposed)
     columns = Segments.of(widths, shape.tile_n)
-    outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths]
+    outs = [
+        jax.ShapeDtypeStruct(
+            (*gather.out_rows, padding.made_columns(n, width, out_dtype, shape)), out_dtype
+        )
+        for n, width in zip(wanted, widths, strict=True)
+    ]
     product = Product(
         lhs=lhs.dtype,
         rhs=rhs[0].dtype,
@@ -146,6 +159,16 @@ def launch(
     if not options.return_gathered:
         return results["outs"]
     return [*results["outs"], gather.complete(results["gathered"], lhs)]
+
+
+def kept_columns(lhs: jax.Array, by_shard: bool) -> int:
+    """Columns that peers' shards like lhs are kept in: aligned, but where they are returned."""
+    return lhs.shape[1] if by_shard else padding.in_lines(lhs.shape[1], lhs.dtype)
+
+
+def is_used_often(rows: int, rhs_transposed: bool) -> bool:
+    """Whether rhs is copied to aligned rows for a result of so many rows (`padding.REUSE`)."""
+    return rows >= padding.REUSE["lhs" if rhs_transposed else "rhs"]
 
 
 def _matrix(rhs: jax.Array, transposed: bool) -> jax.ShapeDtypeStruct:

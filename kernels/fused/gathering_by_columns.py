@@ -31,13 +31,15 @@ def by_columns(
     n: int,
     shape: TileShape,
     *,
+    columns: int,
     by_shard: bool,
     rhs_transposed: bool,
 ) -> Gather:
     """Shards `[plan.rows, plan.columns]` for a result of `n` columns.
 
     `plan` cuts the peers' columns into pieces; a chunk of it has the rows of a tile. `by_shard`
-    asks for the gathered columns in the order of the shards (`Kept`). The step of a tile is 0.
+    asks for the gathered columns in the order of the shards (`Kept`), each of which has room for
+    `columns`. The step of a tile is 0.
     Each of rhs is `[devices, k_shard, n_i]`, or `[n_i, devices, k_shard]`: the last tile of a
     device's part of the contraction is filled up with zeros.
     """
@@ -61,7 +63,7 @@ def by_columns(
         fetch=_Fetch(team, plan, kept),
         received=(plan.sources, plan.chunks),
         out_rows=(plan.rows,),
-        gathered=(plan.rows, kept.count, plan.columns),
+        gathered=(plan.rows, kept.count, columns),
         complete=complete,
     )
 

@@ -23,11 +23,19 @@ from stretto.kernels.fused.gathering import Gather, Kept
 
 
 def by_shards(
-    team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard: bool, rhs_transposed: bool
+    team: Team,
+    plan: PullPlan,
+    n: int,
+    shape: TileShape,
+    *,
+    columns: int,
+    by_shard: bool,
+    rhs_transposed: bool,
 ) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
-    `by_shard` asks for the gathered rows in the order of the shards (`Kept`). The step of a tile is
+    `by_shard` asks for the gathered rows in the order of the shards (`Kept`); they have room for
+    `columns`. The step of a tile is
     how many places further the device is whose rows it takes.
     """
     kept = Kept(team, by_shard)
@@ -47,7 +55,7 @@ def by_shards(
         leading=leading,
         received=(team.size - 1, plan.chunks),
         out_rows=(team.size, plan.rows),
-        gathered=(kept.count, plan.rows, plan.columns),
+        gathered=(kept.count, plan.rows, columns),
         complete=complete,
     )
 

@@ -91,10 +91,12 @@ def sharded(
     team = Team.along(call.axes)
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
     m_shard, tiles = schedule.ceil_div(m, team.size), call.config.tiles
+    often = m >= padding.REUSE["lhs" if call.options.rhs_transposed else "rhs"]
     out = launch(
-        _in_shards(lhs, m_shard, team.size, tiles),
-        [padding.pad(x, tiles, padding.COLUMNS) for x in rhs],
+        _in_shards(lhs, m_shard, team.size, tiles, copied=n >= padding.REUSE["lhs"]),
+        [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs],
         team,
+        wanted=n,
         out_dtype=call.options.out_dtype,
         config=call.config,
         rhs_transposed=call.options.rhs_transposed,
@@ -105,10 +107,10 @@ def sharded(
 
 
 def _in_shards(
-    lhs: Sequence[jax.Array], m_shard: int, size: int, tiles: TileShape
+    lhs: Sequence[jax.Array], m_shard: int, size: int, tiles: TileShape, *, copied: bool
 ) -> list[jax.Array]:
     """Each of lhs padded, `[size, m_shard, k_i]`; or `[m, k_i]`, where shards are not full."""
-    padded = [padding.pad(x, tiles) for x in lhs] if tiles.takes_edges else list(lhs)
+    padded = [padding.pad(x, tiles, copied=copied) if tiles.takes_edges else x for x in lhs]
     if tiles.takes_edges and m_shard * size != len(lhs[0]):
         return padded
     shards = [padding.pad_rows(x, size * m_shard).reshape(size, m_shard, -1) for x in padded]
@@ -130,6 +132,7 @@ def launch(
     rhs: Sequence[jax.Array],
     team: Team,
     *,
+    wanted: int,
     out_dtype: jnp.dtype,
     config: AddConfig,
     rhs_transposed: bool = False,
@@ -141,9 +144,10 @@ def launch(
 
     All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`. The
     pairs' products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce)
-    `[size, m_shard, n]`.
+    `[size, m_shard, n]`, of the `wanted` columns or a few more.
     """
-    n, dealt_out = rhs[0].shape[0 if rhs_transposed else 1], lhs[0].ndim == 3
+    given, dealt_out = rhs[0].shape[0 if rhs_transposed else 1], lhs[0].ndim == 3
+    n = padding.made_columns(wanted, given, out_dtype, config.tiles)
     m_shard = lhs[0].shape[1] if dealt_out else schedule.ceil_div(len(lhs[0]), team.size)
     shape, peers = config.tiles, team.size - 1
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
@@ -174,14 +178,14 @@ def launch(
 
     out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
     edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out)
+    edges["lhs_edges"] |= not dealt_out  # A tile begins at any row.
     product = Product(
         lhs=lhs[0].dtype,
         rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         fold=Addends,
-        # A tile begins at any row.
-        **edges | dict(lhs_edges=edges["lhs_edges"] or not dealt_out),
+        **edges,
     )
     kept = jax.ShapeDtypeStruct(
         (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype

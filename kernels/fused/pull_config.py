@@ -51,11 +51,11 @@ class PullConfig:
         pieces = self.pull_slots * self.pull_rows * self.pull_columns * itemsize
         return self.tiles.smem_bytes(itemsize) + pieces
 
-    def padded(self, lhs: jax.Array) -> jax.Array:
-        """lhs as pieces of it can be fetched (`padding.pad`): one row alone has whole pieces."""
-        if self.pull_rows == 1:
+    def padded(self, lhs: jax.Array, columns: int) -> jax.Array:
+        """lhs, of a result of `columns`, as pieces of it can be fetched (`padding.pad`)."""
+        if self.pull_rows == 1:  # One row alone has whole pieces.
             return padding.pad_to_tiles(lhs, padding.ROWS)
-        return padding.pad(lhs, self.tiles)
+        return padding.pad(lhs, self.tiles, copied=columns >= padding.REUSE["lhs"])
 
     def piece_columns(self, columns: int, row_stride: int) -> int:
         """Columns of a piece of arrays of `columns`, to be stored to rows `row_stride` apart.

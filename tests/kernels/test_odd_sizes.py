@@ -5,6 +5,7 @@ Operands and results are used as they are where their rows are multiples of 16 b
 
 from __future__ import annotations
 
+import functools
 import re
 
 import fused_cases as cases
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_cases import BF16, F32
+from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import simulator
@@ -148,8 +150,11 @@ def test_the_choice_counts_copies(name):
         kernel = OPERATIONS[name].kernels[0]
         return kernel.copies(problem, kernel.default(problem))
 
-    assert not copied(8192, 8192, 8192) and not copied(8208, 8208, 8208)
-    assert copied(8200, 8200 + 2, 8200 + 2) > 0
+    # Rows of 128 bytes; of 16, of small operands and of large ones; and of other ones.
+    assert not copied(8192, 8192, 8192)
+    few, many = (copied(m, m, m) for m in (1040, 8208))
+    assert 0 < few < 1040**2 and 8208**2 < many < 3 * 8208**2 * 2
+    assert copied(8202, 8202, 8202) > many
 
 
 def test_few_rows_that_make_no_pieces_are_copied():
@@ -165,5 +170,26 @@ def test_copies_are_counted_and_said():
         st.explain_sizes("all_gather_matmul", m=2048, k=8192, n=n, devices=2, kind=kind).choice
         for n in (28672, 28674)
     )
-    assert even.backend == "pallas" and "are copied" not in even.reason
-    assert "MiB are copied, because of rows that are no multiple of 16 bytes" in odd.reason
+    assert even.backend == "pallas" and "to copy" not in even.reason
+    assert "rows that are no multiples of 128 bytes cost as much as to copy" in odd.reason
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("name", ["all_gather_matmul", "all_gather_matmul_k", "matmul_all_reduce"])
+def test_operands_that_are_used_often_are_copied_to_aligned_rows(name, turned, monkeypatch):
+    monkeypatch.setattr(padding, "REUSE", dict(lhs=1, rhs=1))
+    m, k, n = cases.whole(name, 2, 131, 72, 136)
+    lhs, rhs = cases.operands(m, k, n)
+    (of_lhs, of_rhs), out = cases.specs(name)
+    call = functools.partial(
+        cases.FORMS[name], axis_name="x", rhs_transposed=turned, backend="pallas"
+    )
+    specs = of_lhs, P(*of_rhs[::-1]) if turned else of_rhs
+    program = jax.jit(
+        jax.shard_map(call, mesh=cases.mesh_of(2), in_specs=specs, out_specs=out, check_vma=False)
+    )
+    operands = [jnp.asarray(x, BF16) for x in (lhs, rhs.T if turned else rhs)]
+    with simulator_of(0):
+        assert program.lower(*operands).as_text().count("stablehlo.pad") == 2
+        found = np.asarray(program(*operands), np.float32)
+    np.testing.assert_array_equal(found, cases.rounded(lhs @ rhs, BF16))

@@ -29,7 +29,6 @@ class TileConfig:
     """
 
     architecture: ClassVar[str] = BLACKWELL
-    takes_edges: ClassVar[bool] = False
 
     blocks: int = 1
     tile_m: int = LANES
@@ -38,6 +37,11 @@ class TileConfig:
     num_stages: int = 3
     raster_width: int = 16
     store_buffers: int = 2
+
+    @property
+    def takes_edges(self) -> bool:
+        """Matrices must be made of whole 8 x 64 tiles."""
+        return False
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""

@@ -28,7 +28,6 @@ class TileConfig:
     """
 
     architecture: ClassVar[str] = HOPPER
-    takes_edges: ClassVar[bool] = True
 
     tile_m: int = 128
     tile_n: int = 256
@@ -41,6 +40,11 @@ class TileConfig:
     def blocks(self) -> int:
         """Every tile is made by one block."""
         return 1
+
+    @property
+    def takes_edges(self) -> bool:
+        """Matrices need not be made of whole 8 x 64 tiles."""
+        return True
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
