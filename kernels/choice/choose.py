@@ -253,7 +253,8 @@ def _with_copies(
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + of_sizes)
     is_fused = plain.backend == "pallas" and fused_us < xla_us
-    reason = plain.reason if is_fused else f"{plain.reason}, but for the copies"
+    turned = plain.backend == "pallas" and not is_fused
+    reason = f"{plain.reason}, but for the copies" if turned else plain.reason
     if of_sizes:
         reason += (
             f"; rows that are no multiples of 128 bytes cost as much as to copy"

@@ -34,7 +34,7 @@ def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
     A stage of four dimensions takes the window in tiles of rows and columns, which arrive one by
     one.
     """
-    if len(stage.shape) > len(window.shape):
+    if not isinstance(barrier, Halves) and len(stage.shape) > len(window.shape):
         down, across, rows, columns = stage.shape
 
         def fill_row(row: jax.Array, _: None) -> None:
