@@ -167,13 +167,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "fused": {"engine", "collectives", "operation", "problem", "xla"},
         "nodes": {"fused", "collectives", "operation", "problem", "xla"},
         "choice": {"operation", "problem"},
-        "operations": {"choice", "nodes", "fused", "collectives", "operation", "problem", "xla"},
-        "sequence": {"attention", "operations", "problem"},
+        "operations": {
+            *("choice", "nodes", "fused", "collectives", "operation", "problem", "xla"),
+            *("attention",),
+        },
     },
     "layers": {
         "parallel": set(),
         "placement": {"parallel"},
         "products": {"parallel"},
+        "experts": {"linear", "parallel", "placement", "products"},
         "linear": {"parallel", "placement", "products"},
         "feed_forward": {"linear", "parallel", "placement", "products"},
         "attention": {"linear", "parallel", "placement", "products"},

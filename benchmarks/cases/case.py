@@ -29,15 +29,19 @@ class Case:
       sizes: by name, of the whole problem, as the operation's examples have them.
       dtype: type of all elements but for operands with a type of their own.
       devices: the team's size.
+      values: how the operands are drawn, by the name that the operation's examples have for it;
+        "" for their usual way.
     """
 
     operation: Operation
     sizes: Sizes
     dtype: str
     devices: int
+    values: str = ""
 
     def __str__(self) -> str:
-        return f"{self.operation.name} {self.shape} {self.dtype} on {self.devices}"
+        drawn = f", {self.values}" if self.values else ""
+        return f"{self.operation.name} {self.shape} {self.dtype}{drawn} on {self.devices}"
 
     @property
     def shape(self) -> str:
@@ -45,9 +49,10 @@ class Case:
         return shapes.text_of(self.sizes)
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...], str, int]:
+    def key(self) -> tuple[str, tuple[int, ...], str, int, str]:
         """What names the case among others; its measurement has the same."""
-        return (self.operation.name, tuple(self.sizes.values()), self.dtype, self.devices)
+        sizes = tuple(self.sizes.values())
+        return (self.operation.name, sizes, self.dtype, self.devices, self.values)
 
     def check(self) -> None:
         """Raises UnavailableError if the sizes cannot be cut into the devices' shares."""
@@ -58,14 +63,18 @@ class Case:
     def call(
         self, backend: str, config: Any = None, *, axes: AxisNames = AXIS
     ) -> Callable[..., jax.Array]:
-        """The public operation as `call_of` has it."""
-        passed = {name: self.sizes[name] for name in self.operation.examples.passed}
-        return call_of(self.operation, backend, config, axes=axes, **passed)
+        """What is timed of the public operation as `call_of` has it."""
+        passed: dict[str, Any] = {n: self.sizes[n] for n in self.operation.examples.passed}
+        passed |= self.operation.examples.keywords_of(self.sizes)
+        call = call_of(self.operation, backend, config, axes=axes, **passed)
+        return self.operation.examples.timed(self.sizes, call)
 
     @functools.cached_property
     def operands(self) -> tuple[Operand, ...]:
         """The operands of one device."""
-        return self.operation.examples.operands(self.sizes, self.devices)
+        examples = self.operation.examples
+        make = examples.values[self.values] if self.values else examples.operands
+        return make(self.sizes, self.devices)
 
     def problem(self, machine: Machine) -> Problem:
         """The case as the choice of an implementation sees it, on such devices."""
@@ -119,7 +128,7 @@ def call_of(
     config: Any = None,
     *,
     axes: AxisNames = AXIS,
-    **passed: int,
+    **passed: Any,
 ) -> Callable[..., jax.Array]:
     """The public operation, as a function of one device's operands inside `shard_map`.
 
@@ -127,7 +136,7 @@ def call_of(
       operation: its record, whose examples say what else it takes.
       backend, config: as the operation takes them.
       axes: of the mesh, which the team lies along.
-      **passed: sizes that it takes as keyword arguments.
+      **passed: what it takes as keyword arguments, of the sizes.
     """
     keywords = dict(operation.examples.keywords, backend=backend, **passed)
     if config is not None:

@@ -21,7 +21,7 @@ from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case, call_of
 from stretto.benchmarks.cases.meshes import AXIS, joined
 from stretto.benchmarks.errors import UnavailableError
-from stretto.benchmarks.peers import torch_peers
+from stretto.benchmarks.peers import attention, expert_peers, torch_peers
 from stretto.distributed import settings
 from stretto.kernels.engine.architectures import TILES
 from stretto.kernels.fused.local_matmul import local_matmul
@@ -140,10 +140,14 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
     if case.work.product is None:
         raise UnavailableError("there is no matmul in it")
     m, k, n = case.work.product
+    groups = case.work.matrices
+    if groups > 1:
+        return Operand(shape=(groups, -(-m // groups), k)), Operand(shape=(groups, k, n))
     return Operand(shape=(m, k)), Operand(shape=(k, n))
 
 
 def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
+    """One product; of rows for several matrices a product of each, of as many rows."""
 
     def body(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32).astype(lhs.dtype)
@@ -163,6 +167,8 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     if tiles is None:
         raise UnavailableError("it needs GPUs of compute capability 9.0 or 10.0")
     factors = _factors(case)
+    if case.work.matrices > 1:
+        raise UnavailableError("it has one matrix for all rows")
     return [
         Candidate(
             body=functools.partial(local_matmul, config=config),
@@ -264,6 +270,28 @@ PEERS: dict[str, Peer] = {
             trace_s=1.0,
         ),
         Peer(
+            name="attention",
+            label="attention alone",
+            role=MATMUL,
+            candidates=attention.alone,
+            serves=(attention.ATTENTION,),
+        ),
+        Peer(
+            name="xla-contiguous",
+            label="XLA, contiguous",
+            role=OTHER,
+            candidates=attention.contiguous,
+            serves=(attention.ATTENTION,),
+        ),
+        Peer(
+            name="ring",
+            label="ring of ppermute",
+            role=OTHER,
+            candidates=attention.ring,
+            serves=(attention.ATTENTION,),
+            is_compared=True,
+        ),
+        Peer(
             name="communication",
             label="NCCL alone",
             role=COMMUNICATION,
@@ -277,6 +305,13 @@ PEERS: dict[str, Peer] = {
             by_xla=False,
             serves=JAX_PALLAS,
             trace_s=4.0,
+        ),
+        Peer(
+            name="xla-ragged",
+            label="XLA ragged",
+            role=OTHER,
+            candidates=expert_peers.ragged,
+            serves=expert_peers.RAGGED,
         ),
         Peer(name="torch", label="torch", role=OTHER, candidates=None, serves=torch_peers.SERVED),
         Peer(
@@ -306,7 +341,7 @@ def applies(peer: Peer, case: Case) -> bool:
     A plain collective has no parts to time alone, and one device's operation only a matmul.
     """
     if peer.role == MATMUL:
-        return case.work.product is not None
+        return case.work.product is not None if peer.serves is None else peer.has(case.operation)
     if peer.role == COMMUNICATION:
-        return case.work.product is not None and case.work.traffic is not None
+        return bool(case.work.flops) and case.work.traffic is not None
     return True

@@ -59,6 +59,8 @@ def call_time(
       BenchmarkError: the machine has no card or, for several nodes, no network.
     """
     case.check()
+    if case.work.attention:
+        raise UnavailableError("attention over split sequences is not predicted")
     if not case.operation.communicates:
         return _on_one_device(model, case, target, implementation)
     alone = _alone(model, case, target)

@@ -68,6 +68,8 @@ def features_of(work: Work, itemsize: int, target: Target) -> tuple[float, ...]:
 def way_of(work: Work, peer: str) -> str | None:
     """How a peer of `stretto bench` makes a call; None for one that no formula is for."""
     alone = work.traffic is None or work.traffic.devices == 1
+    if work.attention:
+        return None
     if work.product is None:
         return {"xla": "collective", "fused": "fused-collective"}.get(peer) if not alone else None
     if peer in ("matmul", "own-matmul"):

@@ -6,7 +6,7 @@ import os
 
 from jax.sharding import Mesh
 
-from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.cases.case import Case, bytes_of
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.timing import programs
@@ -25,7 +25,8 @@ def needed_bytes(case: Case, sets: int) -> int:
 def _result_bytes(case: Case) -> int:
     """Bytes of the largest result of a peer on one device."""
     if case.work.product is None:
-        return case.size
+        largest = max(bytes_of(operand, case.dtype) for operand in case.operands)
+        return max(case.size, largest)
     m, _, n = case.work.product
     return m * n * case.itemsize
 

@@ -101,7 +101,7 @@ def forward(
       causal: query i sees keys 0 to i.
       window: the most keys that a query sees; with `causal` only.
       keys: how many of the keys are seen, the first ones; a number that is known when the program
-        runs. All by default.
+        runs, or one for each sequence of the batch. All by default.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 

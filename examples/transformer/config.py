@@ -9,6 +9,7 @@ from stretto.distributed import compiling
 from stretto.distributed.simulating import is_simulating
 
 VOCABULARY = 256  # the model reads and writes bytes
+BALANCE = 0.01  # what the load-balancing loss counts in gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class Sizes:
     Attributes:
       heads: heads of queries; `head_dim` is `hidden / heads`.
       kv_heads: heads of keys and values, each shared by `heads / kv_heads` heads of queries.
-      feed_forward: width of the SwiGLU layer between its two projections.
+      feed_forward: width of the SwiGLU layer between its two projections; of each expert, if any.
+      experts: of every layer, in place of one feed-forward layer; 0 for none.
+      top_k: experts that a byte goes to.
     """
 
     layers: int
@@ -27,8 +30,15 @@ class Sizes:
     kv_heads: int
     feed_forward: int
     sequence: int
+    experts: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
+        if bool(self.experts) != bool(self.top_k) or not 0 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"top_k={self.top_k} must be from 1 to experts={self.experts}; pass --experts and"
+                " --top-k, or neither."
+            )
         if self.hidden % self.heads or self.head_dim % 2:
             raise ValueError(
                 f"hidden={self.hidden} must be a multiple of 2 * heads={2 * self.heads}: every"
@@ -42,14 +52,19 @@ class Sizes:
         """Columns of one head."""
         return self.hidden // self.heads
 
-    @property
-    def queries_per_kv(self) -> int:
-        """Heads of queries that share one head of keys and values."""
-        return self.heads // self.kv_heads
-
-    def check_fits(self, dp: int, tp: int, batch: int) -> None:
-        """Raises ValueError unless `batch` sequences can be computed on a `dp` x `tp` mesh."""
-        for name in ("kv_heads", "feed_forward"):
+    def check_fits(self, dp: int, tp: int, batch: int, cp: int = 1) -> None:
+        """Raises ValueError unless a `dp` x `cp` x `tp` mesh can compute `batch` sequences."""
+        if self.experts and cp > 1:
+            raise ValueError(
+                f"experts={self.experts} and cp={cp}: the example has experts or split sequences;"
+                " leave out --experts or --cp."
+            )
+        if self.experts % (dp * tp):
+            raise ValueError(
+                f"experts={self.experts} must be a multiple of the dp={dp} x tp={tp} devices, which"
+                " have as many each; pass other --experts, or fewer devices."
+            )
+        for name in ("kv_heads",) if self.experts else ("kv_heads", "feed_forward"):
             if getattr(self, name) % tp:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be a multiple of tp={tp}, which splits it;"
@@ -60,10 +75,15 @@ class Sizes:
                 f"batch={batch} must be a multiple of dp={dp}, which splits it; pass another"
                 " --batch."
             )
-        if batch // dp * self.sequence % tp:
+        if cp > 1 and self.sequence % (2 * cp):
             raise ValueError(
-                f"a group's {batch // dp} x {self.sequence} bytes must be a multiple of tp={tp},"
-                " which splits them; pass another --sequence or --batch."
+                f"sequence={self.sequence} must be a multiple of {2 * cp}: each of cp={cp} devices"
+                " has a chunk from both of its ends; pass another --sequence."
+            )
+        if batch // dp * (self.sequence // cp) % tp:
+            raise ValueError(
+                f"a group's {batch // dp} x {self.sequence // cp} bytes must be a multiple of"
+                f" tp={tp}, which splits them; pass another --sequence or --batch."
             )
 
 
@@ -93,7 +113,9 @@ class Execution:
     Attributes:
       backend: of the four projections, as `stretto.all_gather_matmul` takes it.
       dtype: of the projections' and the attention's operands; weights are float32.
-      attention: implementation of `jax.nn.dot_product_attention`, "xla" or "cudnn".
+      attention: implementation of `jax.nn.dot_product_attention`, "xla" or "cudnn". Over split
+        sequences, Stretto's attention chooses.
+      cp: devices that each sequence is split between, along the mesh axis "cp".
       remat: what the backward pass computes again in place of keeping it: what is "elementwise"
         (norms, rotary positions, SwiGLU), or a whole "layer" but for two sums.
     """
@@ -101,6 +123,7 @@ class Execution:
     backend: str = "auto"
     dtype: str = "float32"
     attention: Literal["xla", "cudnn"] = "xla"
+    cp: int = 1
     remat: Literal["elementwise", "layer"] = "elementwise"
 
     def __post_init__(self) -> None:

@@ -10,32 +10,44 @@ from unittest import mock
 import config
 import jax
 import jax.numpy as jnp
-import model
 import numpy as np
 import parallel
 from jax.sharding import Mesh
 
 import stretto as st
 from stretto.kernels.choice import choose
+from stretto.layers import products
 
 PARTS = ("forward", "gradients", "remat", "step")
 BACKENDS = ("xla", "auto", "pallas", "silent")
 
 
 class Silent:
-    """Stands in for `stretto`: the same arithmetic on the same amount of data, nothing sent."""
+    """Stands in for Stretto's operations: the same arithmetic on as much data, nothing sent."""
 
     @staticmethod
     def all_gather_matmul(x, weights, axis_name, **_):
-        """A matmul on this device's rows, repeated as often as there are devices."""
+        """Matmuls of this device's rows, repeated as often as there are devices."""
         rows = jnp.tile(x, (jax.lax.axis_size(axis_name), 1))
-        return jax.lax.optimization_barrier(rows) @ weights
+        return tuple(jax.lax.optimization_barrier(rows) @ weight for weight in weights)
 
     @staticmethod
     def matmul_reduce_scatter(x, weights, axis_name, **_):
         """A matmul, and the sum over as many parts of it as there are devices."""
         product = jax.lax.optimization_barrier(x @ weights)
         return product.reshape(jax.lax.axis_size(axis_name), -1, product.shape[1]).sum(0)
+
+    @staticmethod
+    def context_parallel_attention(query, key, value, axis_name, **_):
+        """Attention without a mask to as many keys of this device's as a causal mask leaves."""
+        share = jax.lax.axis_size(axis_name) * key.shape[1] // 2
+        repeated = [
+            jnp.tile(x, (1, share // x.shape[1] + 1, 1, 1))[:, :share] for x in (key, value)
+        ]
+        by_cudnn = jax.default_backend() == "gpu" and query.dtype.itemsize == 2
+        return jax.nn.dot_product_attention(
+            query, *repeated, implementation="cudnn" if by_cudnn else "xla"
+        )
 
 
 class Weights:
@@ -114,7 +126,8 @@ def lower(
       which implementation its operations took, and why.
     """
     remat = "layer" if part == "remat" else "elementwise"
-    how = dataclasses.replace(how, backend=backend, remat=remat)
+    silent = backend == "silent"
+    how = dataclasses.replace(how, backend="xla" if silent else backend, remat=remat)
     rows = parallel.row_shapes(mesh, training.batch, sizes.sequence)
     if part == "step":
         from step import make_train_step, state_shapes
@@ -125,7 +138,12 @@ def lower(
         make = parallel.loss if part == "forward" else parallel.loss_and_gradients
         function = jax.jit(make(mesh, sizes, how))
         takes = parallel.weight_shapes(mesh, sizes, how.dtype)
-    stand_in = Silent if backend == "silent" else st
-    with mock.patch.object(model, "st", stand_in), choose.recorded() as choices:
+    stand_in = Silent if silent else products.matmuls
+    attention = (Silent if silent else st).context_parallel_attention
+    with (
+        mock.patch.object(products, "matmuls", stand_in),
+        mock.patch.object(st, "context_parallel_attention", attention),
+        choose.recorded() as choices,
+    ):
         traced = function.trace(takes, rows, rows)
     return traced.lower(), sorted(set(map(str, choices)))

@@ -49,13 +49,15 @@ def sample(
         raise ValueError(f"prompt has {len(prompt)} bytes; it must have 1 to {sizes.sequence}.")
     logits = parallel.logits(mesh, sizes, how)
     groups = mesh.shape["dp"]  # each computes the same window
+    places = parallel.in_parts(np.arange(sizes.sequence)[None].repeat(groups, 0), mesh).reshape(-1)
+    rows = jnp.asarray(np.argsort(places, stable=True)[::groups])  # of each byte, that of one group
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def generate(weights: Tree, window: jax.Array) -> jax.Array:
         def one_byte(i: jax.Array, carry: tuple) -> tuple:
             window, text = carry
             length = jnp.minimum(len(prompt) + i, sizes.sequence)
-            scores = logits(weights, jnp.tile(window, groups))[length - 1]
+            scores = logits(weights, window[places])[rows[length - 1]]
             key = jax.random.fold_in(jax.random.key(seed), i)
             byte = jax.random.categorical(key, scores / temperature)
             is_full = length == sizes.sequence

@@ -46,6 +46,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tp", type=int, help="devices that share each sequence")
     parser.add_argument("--dp", type=int, help="groups of devices that share each batch")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; over all devices")
+    parser.add_argument("--top-k", type=int, default=0, help="experts that a byte goes to")
+    parser.add_argument(
+        "--cp", type=int, default=1, help="devices that have some bytes each of every sequence"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -68,12 +73,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose_mesh(dp: int | None, tp: int | None, kv_heads: int) -> Mesh:
+def choose_mesh(dp: int | None, tp: int | None, kv_heads: int, cp: int = 1) -> Mesh:
     """All devices: as many along "tp" as the heads can be split over, if neither is given."""
-    devices = len(jax.devices())
+    devices = max(1, len(jax.devices()) // cp)
     if tp is None:
         tp = math.gcd(devices, kv_heads) if dp is None else max(1, devices // dp)
-    return parallel.make_mesh(dp or max(1, devices // tp), tp)
+    return parallel.make_mesh(dp or max(1, devices // tp), tp, cp)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,15 +169,20 @@ def make_run(args: argparse.Namespace, process_id: int, num_processes: int) -> R
     """
     if args.backend == "simulator" and num_processes > 1:
         raise SystemExit("Simulated GPUs share a process: stretto run --processes-per node.")
-    sizes = config.replaced(config.SIZES[args.config], sequence=args.sequence)
+    sizes = config.replaced(
+        config.SIZES[args.config],
+        sequence=args.sequence,
+        experts=args.experts,
+        top_k=args.top_k,
+    )
     training = config.replaced(
         config.TRAININGS[args.config],
         steps=args.steps,
         batch=args.batch,
         evaluate_every=args.evaluate_every,
     )
-    mesh = choose_mesh(args.dp, args.tp, sizes.kv_heads)
-    sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], training.batch)
+    mesh = choose_mesh(args.dp, args.tp, sizes.kv_heads, args.cp)
+    sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], training.batch, parallel.cp_of(mesh))
     how = config.Execution.suited_to(mesh.devices.flat[0].platform, args.backend, args.dtype)
     how = dataclasses.replace(how, remat=args.remat)
     if how.dtype == "float32":  # GPUs would round operands to TF32
@@ -196,8 +206,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     run = make_run(args, process.process_id, process.num_processes)
     mesh, how = run.mesh, run.how
     weights = sum(math.prod(w.shape) for w in jax.tree.leaves(parallel.structure(run.sizes)[1]))
+    shape, axes = " x ".join(map(str, mesh.devices.shape)), " x ".join(mesh.axis_names)
     run.say(
-        f"mesh: {mesh.shape['dp']} x {mesh.shape['tp']} (dp x tp), devices:"
+        f"mesh: {shape} ({axes}), devices:"
         f" {mesh.devices.flat[0].device_kind}, processes: {process.num_processes},"
         f" type: {how.dtype}, backend: {how.backend}"
     )

@@ -39,6 +39,7 @@ def forward(
     *,
     mask: Mask,
     scale: float,
+    out_dtype: Any = None,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention and its logsumexp. Differentiable forwards; backwards, take `backward`.
@@ -47,9 +48,10 @@ def forward(
       q: `[batch, queries, heads, dim]`.
       k, v: `[batch, keys, kv_heads, dim]`.
       queries, keys: what the mask has to know of them.
+      out_dtype: of the result; q's by default.
 
     Returns:
-      (`[batch, queries, heads, dim]` of q's type, `[batch, heads, queries]` float32 or wider).
+      (`[batch, queries, heads, dim]`, `[batch, heads, queries]` float32 or wider).
     """
     wide, kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     qs, ks, vs = _head_blocks(q, kv_heads, block), _blocks(k, block), _blocks(v, block)
@@ -81,7 +83,7 @@ def forward(
         return out / total[..., None], lse
 
     out, lse = lax.map(of_queries, (qs, q_tokens))
-    return _without_blocks(out, q.shape).astype(q.dtype), _rows(lse, q.shape)
+    return _without_blocks(out, q.shape).astype(out_dtype or q.dtype), _rows(lse, q.shape)
 
 
 def backward(

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.private_jax import cudnn_attention as cudnn
+from stretto.kernels.attention.folding import folded, folded_rows, unfolded, unfolded_rows
 from stretto.kernels.attention.layouts import Span
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.attention.shares import Share, counted, joined, merged
 from stretto.kernels.problem.machine import Machine
 
 TYPES = ("bfloat16", "float16")
@@ -83,28 +85,27 @@ class _Part(NamedTuple):
     keys: jax.Array  # how many do on this one
 
 
-def forward(q: jax.Array, keys: Keys, span: Span, mask: Mask, scale: float) -> Pair:
-    """(out `[batch, queries, heads, dim]` of q's type, lse `[batch, heads, queries]`)."""
+def forward(q: jax.Array, keys: Keys, span: Span, mask: Mask, scale: float) -> Share:
+    """Attention to all keys, of q's type."""
     if not mask.causal:
-        return cudnn.forward(q, *(keys.before or keys.own), scale=scale)
+        return Share(*cudnn.forward(q, *(keys.before or keys.own), scale=scale))
     chunks = span.chunks
     out, lse = cudnn.forward(
-        *(_folded(x, chunks) for x in (q, *keys.own)),
+        *(folded(x, chunks) for x in (q, *keys.own)),
         scale=scale,
         causal=True,
         window=mask.window,
     )
-    out, lse = _unfolded(out, chunks), _unfolded_rows(lse, chunks)
-    outs, lses = [], []
+    out, lse = unfolded(out, chunks), unfolded_rows(lse, chunks)
+    shares = []
     for part in _parts(q, span):
-        own = _queries(out, part), _rows(lse, part)
+        own = Share(_queries(out, part), _rows(lse, part))
         if keys.before is not None and part.limit:
             known = tuple(x[:, : part.limit] for x in keys.before)
             found = cudnn.forward(_queries(q, part), *known, scale=scale, keys=part.keys)
-            own = merged(own, found, part.keys > 0)
-        outs.append(own[0])
-        lses.append(own[1])
-    return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+            own = merged([own, counted(Share(*found), part.keys)], q.dtype)
+        shares.append(own)
+    return joined(shares)
 
 
 def backward(
@@ -124,19 +125,19 @@ def backward(
         bars = k_bar, v_bar
         return (q_bar, bars, None) if keys.before is None else (q_bar, None, bars)
     chunks = span.chunks
-    queries, k, v, own_out, own_bar = (_folded(x, chunks) for x in (q, *keys.own, out, out_bar))
+    queries, k, v, own_out, own_bar = (folded(x, chunks) for x in (q, *keys.own, out, out_bar))
     diagonal = cudnn.backward(
         queries,
         k,
         v,
         own_out,
-        _folded_rows(lse, chunks),
+        folded_rows(lse, chunks),
         own_bar,
         scale=scale,
         causal=True,
         window=mask.window,
     )
-    q_bar, k_bar, v_bar = (_unfolded(x, chunks).astype(jnp.float32) for x in diagonal)
+    q_bar, k_bar, v_bar = (unfolded(x, chunks).astype(jnp.float32) for x in diagonal)
     own_bars = k_bar, v_bar
     if keys.before is None:
         return q_bar, own_bars, None
@@ -158,23 +159,6 @@ def backward(
     return jnp.concatenate(q_bars, 1), own_bars, (sums[0], sums[1])
 
 
-def merged(first: Pair, second: Pair, counts: jax.Array) -> Pair:
-    """Attention to two sets of keys, of (out, lse) of each; the second's only where it `counts`.
-
-    In float32, and rounded once more than attention to all keys at a time.
-    """
-    out, lse = first
-    other = jnp.where(counts, second[1], -jnp.inf)
-    both = jnp.logaddexp(lse, other)
-    base = jnp.where(both == -jnp.inf, 0, both)
-
-    def weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
-        weight = jnp.exp(lse - base).transpose(0, 2, 1)[..., None]
-        return jnp.where(weight > 0, weight * out.astype(jnp.float32), 0)
-
-    return (weighted(out, lse) + weighted(second[0], other)).astype(out.dtype), both
-
-
 def _parts(q: jax.Array, span: Span) -> Iterator[_Part]:
     size = q.shape[1] // span.chunks
     for i, (number, limit) in enumerate(zip(span.numbers, span.limits, strict=True)):
@@ -187,29 +171,3 @@ def _queries(x: jax.Array, part: _Part) -> jax.Array:
 
 def _rows(x: jax.Array, part: _Part) -> jax.Array:
     return x[:, :, part.start : part.start + part.size]
-
-
-def _folded(x: jax.Array, chunks: int) -> jax.Array:
-    """`[batch, tokens, ...]` -> `[batch * chunks, tokens / chunks, ...]`."""
-    batch, tokens, *rest = x.shape
-    return x.reshape(batch * chunks, tokens // chunks, *rest)
-
-
-def _unfolded(x: jax.Array, chunks: int) -> jax.Array:
-    """The inverse of `_folded`."""
-    batch, tokens, *rest = x.shape
-    return x.reshape(batch // chunks, tokens * chunks, *rest)
-
-
-def _folded_rows(x: jax.Array, chunks: int) -> jax.Array:
-    """`[batch, heads, tokens]` -> `[batch * chunks, heads, tokens / chunks]`."""
-    batch, heads, tokens = x.shape
-    x = x.reshape(batch, heads, chunks, tokens // chunks).transpose(0, 2, 1, 3)
-    return x.reshape(batch * chunks, heads, tokens // chunks)
-
-
-def _unfolded_rows(x: jax.Array, chunks: int) -> jax.Array:
-    """The inverse of `_folded_rows`."""
-    batch, heads, tokens = x.shape
-    x = x.reshape(batch // chunks, chunks, heads, tokens).transpose(0, 2, 1, 3)
-    return x.reshape(batch // chunks, heads, chunks * tokens)

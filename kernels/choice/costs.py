@@ -16,6 +16,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
 FUSED_BYTES = 245e9  # per second, sent by one device beside a matmul
 XLA_BYTES = 270e9  # per second, NCCL alone
+ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
 FUSED_LAUNCH_US = 25.0
 XLA_LAUNCH_US = 12.0
@@ -32,6 +33,8 @@ def estimate(work: Work, machine: Machine) -> tuple[float, float]:
 
     A kernel hides what it sends under all waves of its tiles but one; XLA hides nothing.
     """
+    if work.product is None and work.attention:
+        return _attention(work)
     if work.product is None:
         raise ValueError("only operations with a matmul have an estimate.")
     compute, waves = matmul(*work.product, machine.multiprocessors)
@@ -40,6 +43,22 @@ def estimate(work: Work, machine: Machine) -> tuple[float, float]:
     # XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
     unfused = compute * work.matrices + 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
     return fused, unfused
+
+
+def _attention(work: Work) -> tuple[float, float]:
+    """The same of attention: half of what is sent is hidden, or nothing."""
+    compute, sent = work.attention / ATTENTION_FLOPS * 1e6, sent_by_xla_us(work.sent_bytes)
+    return compute + sent / 2 + FUSED_LAUNCH_US, compute + sent + XLA_LAUNCH_US
+
+
+def attention_us(pairs: float) -> float:
+    """Microseconds of attention by cuDNN, of so many products of a query's and a key's number."""
+    return 1e6 * 4 * pairs / ATTENTION_FLOPS
+
+
+def sent_by_xla_us(sent: float) -> float:
+    """Microseconds in which one device sends so many bytes by XLA's collectives."""
+    return 1e6 * sent / XLA_BYTES
 
 
 def moved_in_memory_us(moved: int) -> float:

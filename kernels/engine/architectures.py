@@ -16,6 +16,7 @@ from stretto.kernels.engine.parts import Product
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import Granularity
 
 TileConfig = hopper_tiles.TileConfig | blackwell_tiles.TileConfig
 
@@ -81,6 +82,17 @@ TILES = {
         paired_adding=blackwell_tiles.PAIR_ADDING,
     ),
 }
+
+
+LARGE_SCALED: dict[str, dict[Granularity, TileConfig]] = {
+    HOPPER: {"row": hopper_tiles.LARGE_FP8, "block": hopper_tiles.BLOCKS},
+    BLACKWELL: {
+        "row": blackwell_tiles.LARGE_FP8,
+        "block": blackwell_tiles.BLOCKS,
+        "mx": blackwell_tiles.BLOCKS,
+    },
+}
+"""Of operands in 8 bits, by the granularity of their scales."""
 
 
 def tiles_for(problem: Problem | None) -> Tiles:

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.engine.parts import Product, Ref
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.pairs import copies_of_pair
+from stretto.kernels.engine.parts import SCALE_COPIES, Product, Ref, Scales, Tile
 from stretto.kernels.engine.shared_memory import (
     ALIGNED_SCALES,
     row_elements,
@@ -31,11 +34,35 @@ from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
 
+class StageScales(Protocol):
+    """Scales that come with each stage."""
+
+    def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array, /) -> None:
+        """Called in the loading warp: starts the copies of a stage's scales."""
+        ...
+
+
 class RingScales(NamedTuple):
-    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies."""
+    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies.
+
+    `full[stage]` says that they are there, and `empty[stage]` that they may be overwritten: None
+    where whoever releases the stage has read them.
+    """
 
     lhs: Ref
     rhs: Ref
+    full: Ref
+    empty: Ref = None
+
+    def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array) -> None:
+        """Called in the loading warp: starts the copies of a stage's scales."""
+        if self.empty is not None:
+            # Whoever scales has read what lay here.
+            plgpu.barrier_wait(self.empty.at[stage])
+        # Each copy, once complete, publishes its scales.
+        full = self.full.at[stage]
+        scales.lhs(tile, k, self.lhs.at[stage], full)
+        scales.rhs(tile, k, self.rhs.at[stage, pl.ds(0, SCALE_COPIES)], full)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +71,7 @@ class Ring:
 
     An operand with edges is loaded through another view of the same memory, `loaded_lhs` and
     `loaded_rhs`: of rhs 8 x 64 tiles, unless it is transposed.
-    And the scales of blocks, where the product has such.
+    And the scales of blocks (`scales`), where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
     """
 
@@ -54,7 +81,7 @@ class Ring:
     loaded_rhs: Ref
     full: Ref
     empty: Ref
-    scales: RingScales | None = None
+    scales: StageScales | None = None
     halved: tuple[int, int] | None = None
 
     @classmethod
@@ -62,7 +89,7 @@ class Ring:
         cls,
         product: Product,
         refs: Mapping[str, Ref],
-        scales: RingScales | None = None,
+        scales: StageScales | None = None,
         halved: tuple[int, int] | None = None,
     ) -> Ring:
         """The ring of the refs that `scratch` asked for."""
@@ -107,7 +134,14 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[stage])
 
 
-def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> dict[str, Any]:
+def scratch(
+    shape: TileShape,
+    num_stages: int,
+    product: Product,
+    empty: Any,
+    *,
+    copies: int = 2,
+) -> dict[str, Any]:
     """The ring's memory and barriers, by name, for `kernel.launch`.
 
     Args:
@@ -115,6 +149,8 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
       num_stages: how many there are.
       product: the types of the operands, and how they lie.
       empty: the barriers of that name, one for each stage.
+      copies: that arrive at `full`: one of each tile, and those of scales that come with them. What
+        else a tile of rhs takes is added to them (`copies_of_rhs`).
     """
     lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
     rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
@@ -123,8 +159,8 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
     if product.rhs_transposed:
         rhs_tile = rhs_tile[::-1]
     lhs, rhs = (num_stages, *lhs_tile), (num_stages, *rhs_tile)
-    blocks, scales = product.scales == "block", {}
-    if blocks:
+    scales = {}
+    if product.scales == "block":
         scales = dict(
             lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
@@ -134,19 +170,20 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
         rhs_smem=_memory(rhs, product.rhs, edges=product.rhs_edges),
         **scales,
         full=plgpu.Barrier(
-            num_arrivals=1 + copies_of_rhs(shape, product) + 2 * blocks,
-            num_barriers=num_stages,
+            num_arrivals=copies - 1 + copies_of_rhs(shape, product), num_barriers=num_stages
         ),
         empty=empty,
     )
 
 
 def copies_of_rhs(shape: TileShape, product: Product) -> int:
-    """The copies that a tile of rhs is loaded by."""
+    """The copies that a tile of rhs, or of a pair of them, is loaded by."""
     row = row_elements(product.rhs)
-    if not product.rhs_edges or product.rhs_transposed or shape.tile_n == row:
-        return 1
-    return shape.tile_k // 8 * (shape.tile_n // row)
+    if product.rhs_edges and not product.rhs_transposed and shape.tile_n != row:
+        return shape.tile_k // 8 * (shape.tile_n // row)
+    if product.beside is not None and product.beside.gated:
+        return copies_of_pair(shape, product.rhs_transposed)
+    return 1
 
 
 def _memory(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, edges: bool) -> Any:

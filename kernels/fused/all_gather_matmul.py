@@ -29,8 +29,7 @@ from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
-from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import copied, gathering, unfused
+from stretto.kernels.fused import beside, copied, gathering, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
 from stretto.kernels.fused.obstacles import obstacle
@@ -124,7 +123,7 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     """
     if call.config.unfused:
         return unfused.all_gather_matmul(operands, call)
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     options = call.options
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
@@ -135,15 +134,16 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     often = gathering.is_used_often(team.size * m_shard, options.rhs_transposed)
     sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
     gather = _gather(padded, sides, team, call)
+    cut_to = gathering.results_widths(rhs, options)
     results = gathering.launch(
-        gather, padded, sides, team, call, wanted=widths, name="all_gather_matmul"
+        gather, padded, sides, arrays, team, call, wanted=cut_to, name="all_gather_matmul"
     )
-    columns = widths + [k] * options.return_gathered
+    columns = cut_to + [k] * options.return_gathered
     cut = [
         x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(team.size * m_shard, n)
         for x, n in zip(results, columns, strict=True)
     ]
-    return tuple(cut[: len(rhs)]), cut[-1] if options.return_gathered else None
+    return tuple(cut[: len(cut_to)]), cut[-1] if options.return_gathered else None
 
 
 KERNEL = Kernel(
@@ -153,6 +153,7 @@ KERNEL = Kernel(
     default=default_config,
     candidates=Config.candidates,
     copies=copied.by_rows,
+    beside=beside.obstacle,
 )
 
 
@@ -161,8 +162,7 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     config: Config = call.config
     m_shard, k = lhs.shape
     shape = config.tiles
-    widths = gathering.widths_of(rhs, call.options.rhs_transposed)
-    n = Segments.of(widths, shape.tile_n).total * shape.tile_n
+    n = gathering.tiled_columns(rhs, call.options, shape)
 
     def plan(rows: int, piece_rows: int, stride: int) -> PullPlan:
         return PullPlan(

@@ -26,8 +26,7 @@ from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
-from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import copied, gathering
+from stretto.kernels.fused import beside, copied, gathering
 from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
@@ -74,7 +73,7 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
 
     And the gathered lhs `[m, D * k_shard]` where `call.options.return_gathered` asks for it.
     """
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     options = call.options
     team = Team.along(call.axes)
     m, k_shard = lhs.shape
@@ -84,10 +83,11 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     often = gathering.is_used_often(m, options.rhs_transposed)
     sides = [_in_parts(x, team.size, often, call) for x in rhs]
     gather = _gather(padded, sides, team, call)
+    cut_to = gathering.results_widths(rhs, options)
     results = gathering.launch(
-        gather, padded, sides, team, call, wanted=widths, name="all_gather_matmul_k"
+        gather, padded, sides, arrays, team, call, wanted=cut_to, name="all_gather_matmul_k"
     )
-    outs = tuple(out[:m, :n] for out, n in zip(results[: len(rhs)], widths, strict=True))
+    outs = tuple(out[:m, :n] for out, n in zip(results, cut_to, strict=False))
     if not options.return_gathered:
         return outs, None
     return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
@@ -115,6 +115,7 @@ KERNEL = Kernel(
     default=default_config,
     candidates=Config.candidates,
     copies=copied.by_contraction,
+    beside=beside.obstacle,
 )
 
 
@@ -123,8 +124,7 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     config: Config = call.config
     m, k_shard = lhs.shape
     shape, by_shard = config.tiles, call.options.return_gathered
-    widths = gathering.widths_of(rhs, call.options.rhs_transposed)
-    n = Segments.of(widths, shape.tile_n).total * shape.tile_n
+    n = gathering.tiled_columns(rhs, call.options, shape)
     side_by_side = team.size if by_shard else team.size - 1  # Shards in a gathered row.
     columns = gathering.kept_columns(lhs, by_shard)
     plan = schedule.BandedPullPlan(

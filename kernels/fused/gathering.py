@@ -13,7 +13,9 @@ waits for, the plan of what is fetched, and the place of a tile in the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -21,12 +23,21 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import padding, sinks, streams
+from stretto.kernels.engine import beside, padding, pairs, sinks, streams
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
-from stretto.kernels.engine.parts import Parts, Product, Stream, Tile, Transfer, elementwise
+from stretto.kernels.engine.parts import (
+    BesideParts,
+    Parts,
+    Product,
+    Stream,
+    Tile,
+    Transfer,
+    elementwise,
+)
 from stretto.kernels.engine.segments import Segments
+from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
 from stretto.kernels.operation import Call
 
@@ -40,24 +51,27 @@ class Gather:
       k_tiles: length of the contraction, in tiles.
       lhs: the kernel's refs -> the stream of lhs, own and gathered (`gathered`), which waits for
         `received`.
-      rhs_window: (tile along the contraction, column of tiles) -> the window of rhs.
+      rhs_window: (shape of tiles, tile along the contraction, column of tiles) -> the window of
+        rhs.
       fetch: what is fetched from peers; the key of a place is its index in `received`.
       leading: tile -> the indices of its matrix in the result.
       received: shape of the semaphores that count pieces.
       out_rows: shape of the result, but for its columns.
       gathered: shape of what is gathered, `[..., columns of lhs]`.
+      shards: equal parts that the rows of the result consist of.
       complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
     """
 
     order: ShardOrder
     k_tiles: int
     lhs: Callable[[Refs], Stream]
-    rhs_window: Callable[[Int, Int], tuple]
+    rhs_window: Callable[[TileShape, Int, Int], tuple]
     fetch: Fetch
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: ()
     received: tuple[int, ...]
     out_rows: tuple[int, ...]
     gathered: tuple[int, ...]
+    shards: int
     complete: Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -89,6 +103,7 @@ def launch(
     gather: Gather,
     lhs: jax.Array,
     rhs: Sequence[jax.Array],
+    arrays: Sequence[Any],
     team: Team,
     call: Call,
     *,
@@ -97,13 +112,15 @@ def launch(
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
-    Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
-    They have the `wanted` columns, or a few more.
+    `arrays` are the epilogue's. Returns the results `[*gather.out_rows, n_i]`, and after them the
+    gathered lhs, if asked for. The results have the `wanted` columns, or a few more.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
-    widths = widths_of(rhs, rhs_transposed)
-    columns = Segments.of(widths, shape.tile_n)
+    taken = beside.of(options.epilogue, arrays)
+    widths = results_widths(rhs, options)
+    of_result = result_tile(shape, options)
+    columns = Segments.of(widths, of_result.tile_n)
     outs = [
         jax.ShapeDtypeStruct(
             (*gather.out_rows, padding.made_columns(n, width, out_dtype, shape)), out_dtype
@@ -115,17 +132,32 @@ def launch(
         rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
+        beside=taken,
         **padding.edges(shape, lhs=lhs, rhs=[_matrix(x, rhs_transposed) for x in rhs], out=outs),
     )
 
+    def rhs_stream(refs: Refs) -> Stream:
+        if taken is not None and taken.gated:
+            window = functools.partial(gather.rhs_window, pairs.halved(shape))
+            return pairs.pair_along_n(refs.rhs, shape, rhs_transposed, window)
+        return streams.along_n(refs.rhs, columns, functools.partial(gather.rhs_window, shape))
+
+    def besides(refs: Refs) -> BesideParts | None:
+        if taken is None:
+            return None
+        function = options.epilogue.function
+        return beside.parts_of(function, taken, refs.beside, columns, of_result, gather.leading)
+
     def parts(refs: Refs) -> Parts:
+        function = options.epilogue.function if options.epilogue and taken is None else None
         return Parts(
             order=gather.order,
             k_tiles=gather.k_tiles,
             lhs=gather.lhs(refs),
-            rhs=streams.along_n(refs.rhs, columns, gather.rhs_window),
-            sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
-            epilogue=elementwise(options.epilogue and options.epilogue.function),
+            rhs=rhs_stream(refs),
+            sink=sinks.along_n(refs.outs, columns, of_result, gather.leading),
+            epilogue=elementwise(function),
+            beside=besides(refs),
             transfer=Transfer(
                 run=lambda: pull(
                     gather.fetch,
@@ -146,7 +178,11 @@ def launch(
         team=team,
         mainloop=mainloop_of(shape, product),
         num_tiles=gather.order.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs),
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            beside=beside.all_in_memory(arrays, outs, of_result, gather.shards),
+        ),
         outs=dict(
             outs=outs,
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
@@ -179,3 +215,22 @@ def _matrix(rhs: jax.Array, transposed: bool) -> jax.ShapeDtypeStruct:
 def widths_of(rhs: Sequence[jax.Array], rhs_transposed: bool) -> list[int]:
     """The columns of each of rhs, `[..., k, n_i]` or `[n_i, ..., k]`."""
     return [x.shape[0 if rhs_transposed else -1] for x in rhs]
+
+
+def results_widths(rhs: Sequence[jax.Array], options: Any) -> list[int]:
+    """The columns of each result: with a gated epilogue there is one, of a pair in rhs."""
+    form = options.epilogue
+    widths = widths_of(rhs, options.rhs_transposed)
+    return widths[:1] if form is not None and form.gated else widths
+
+
+def result_tile(shape: Any, options: Any) -> Any:
+    """The tile of the result that a tile of products becomes."""
+    form = options.epilogue
+    return pairs.halved(shape) if form is not None and form.gated else shape
+
+
+def tiled_columns(rhs: Sequence[jax.Array], options: Any, shape: Any) -> int:
+    """The columns of all tiles of products, as `ShardOrder` counts them."""
+    results = Segments.of(results_widths(rhs, options), result_tile(shape, options).tile_n)
+    return results.total * shape.tile_n

@@ -46,10 +46,10 @@ def by_columns(
     kept = Kept(team, by_shard)
     tiles_of_shard = schedule.ceil_div(plan.columns, shape.tile_k)
 
-    def rhs_window(k: Int, n: Int) -> tuple:
+    def rhs_window(tile: TileShape, k: Int, n: Int) -> tuple:
         step, within = _step(k, tiles_of_shard)
         shard = schedule.shard_of_step(team.device_id(), step, team.size)
-        first, second = tiles.rhs_window(shape, within, n, rhs_transposed)
+        first, second = tiles.rhs_window(tile, within, n, rhs_transposed)
         return (first, shard, second) if rhs_transposed else (shard, first, second)
 
     def complete(gathered: jax.Array, lhs: jax.Array) -> jax.Array:
@@ -64,6 +64,7 @@ def by_columns(
         received=(plan.sources, plan.chunks),
         out_rows=(plan.rows,),
         gathered=(plan.rows, kept.count, columns),
+        shards=1,
         complete=complete,
     )
 

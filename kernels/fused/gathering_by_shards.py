@@ -6,6 +6,7 @@ What the others send comes in under the arithmetic on what is here. It suits sha
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 from jax import lax
@@ -50,12 +51,13 @@ def by_shards(
         order=ShardOrder(plan.rows, n, shape, steps=team.size),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
         lhs=lambda refs: _stream(refs, plan, kept, shape),
-        rhs_window=lambda k, n: rhs_window(shape, k, n, rhs_transposed),
+        rhs_window=functools.partial(rhs_window, transposed=rhs_transposed),
         fetch=_Fetch(team, plan, kept),
         leading=leading,
         received=(team.size - 1, plan.chunks),
         out_rows=(team.size, plan.rows),
         gathered=(kept.count, plan.rows, columns),
+        shards=team.size,
         complete=complete,
     )
 

@@ -11,6 +11,7 @@ its array, the copy engine makes up zeros, which took longer than rows that are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jax.experimental import pallas as pl
 
@@ -38,11 +39,12 @@ def rows_first(
         order=ShardOrder(rows, n, shape),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
         lhs=lambda refs: _stream(refs, plan, shape),
-        rhs_window=lambda k, n: rhs_window(shape, k, n, rhs_transposed),
+        rhs_window=functools.partial(rhs_window, transposed=rhs_transposed),
         fetch=_Fetch(team, plan, m_shard),
         received=(plan.chunks,),
         out_rows=(rows,),
         gathered=(plan.rows, plan.columns),
+        shards=team.size,
         complete=lambda gathered, lhs: gathered[:rows],
     )
 

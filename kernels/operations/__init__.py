@@ -8,6 +8,7 @@ from __future__ import annotations
 from stretto.kernels.operation import Operation
 from stretto.kernels.operations import (
     collectives,
+    context_parallel,
     experts,
     grouped_matmul,
     matmuls,
@@ -30,5 +31,6 @@ OPERATIONS: dict[str, Operation] = {
         collectives.ALL_REDUCE,
         collectives.ALL_TO_ALL,
         summed_norm.ALL_REDUCE_RMS_NORM,
+        context_parallel.CONTEXT_PARALLEL_ATTENTION,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,10 +30,11 @@ def sharded(
     Args:
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
       mesh: by default that of the operands, or the enclosing one (`jax.set_mesh`).
-      in_specs: how each operand lies on the mesh, a spec each (of a tuple of matrices, a tuple). By
-        default as their types say, on a mesh of `AxisType.Explicit`, or as arrays outside of
-        `jax.jit` lie.
-      out_specs: how the results lie; by default as follows from the operands, for the matmuls.
+      in_specs: how each operand lies on the mesh, a spec each (of a tuple of matrices, a tuple);
+        after them those of arrays that are passed by name, such as biases. By default as their
+        types say, on a mesh of `AxisType.Explicit`, or as arrays outside of `jax.jit` lie.
+      out_specs: how the results lie; by default as follows from the operands, for the matmuls and
+        the operations on experts.
 
     Returns:
       A function of what `operation` takes.
@@ -47,23 +49,38 @@ def sharded(
     record = records[0]
 
     def call(*arguments: Any, **options: Any) -> Any:
-        count = 2 if "k" in record.sizes else 1
+        count = list(inspect.signature(operation).parameters).index("axis_name")
         operands, rest = arguments[:count], arguments[count:]
         if rest:
             (options["axis_name"],) = rest
         name = options.get("axis_name")
         axes = tuple(name) if isinstance(name, tuple | list) else (name,)
-        found = _specs(record, operands, in_specs)
+        named = [key for key, x in options.items() if _are_arrays(x)]
+        plain = {key: x for key, x in options.items() if key not in named}
+        every = (*operands, *(options[key] for key in named))
+        found = _specs(record, every, in_specs)
         out = out_specs if out_specs is not None else _layout(record, found, axes, options)
+
+        def on_a_device(*xs: Any) -> Any:
+            own = dict(zip(named, xs[len(operands) :], strict=True))
+            results = operation(*xs[: len(operands)], **own, **plain)
+            return results if record.joined is None else record.joined(results, xs, found, axes)
+
         return jax.shard_map(
-            lambda *xs: operation(*xs, **options),
-            mesh=mesh if mesh is not None else _mesh_of(record, operands),
+            on_a_device,
+            mesh=mesh if mesh is not None else _mesh_of(record, every),
             in_specs=tuple(found),
             out_specs=out,
             check_vma=False,
-        )(*operands)
+        )(*every)
 
     return call
+
+
+def _are_arrays(x: Any) -> bool:
+    """Whether a keyword argument is an array or a tuple of some, such as biases."""
+    parts = x if isinstance(x, tuple | list) else (x,)
+    return bool(parts) and all(isinstance(part, jax.Array) for part in parts)
 
 
 def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:

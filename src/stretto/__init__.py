@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         all_to_all,
         reduce_scatter,
     )
+    from stretto.kernels.operations.context_parallel import context_parallel_attention
     from stretto.kernels.operations.experts import expert_combine, expert_dispatch
     from stretto.kernels.operations.explain_sizes import explain_sizes
     from stretto.kernels.operations.grouped_matmul import grouped_matmul
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from stretto.kernels.operations.sharded import sharded
     from stretto.kernels.operations.summed_norm import all_reduce_rms_norm
     from stretto.kernels.problem.epilogue import Epilogue
-    from stretto.kernels.sequence.attention import context_parallel_attention
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
@@ -79,7 +79,7 @@ _MODULES = {
     "all_reduce": "stretto.kernels.operations.collectives",
     "all_reduce_rms_norm": "stretto.kernels.operations.summed_norm",
     "all_to_all": "stretto.kernels.operations.collectives",
-    "context_parallel_attention": "stretto.kernels.sequence.attention",
+    "context_parallel_attention": "stretto.kernels.operations.context_parallel",
     "expert_combine": "stretto.kernels.operations.experts",
     "expert_dispatch": "stretto.kernels.operations.experts",
     "epilogues": "stretto.kernels.operations",

@@ -131,6 +131,7 @@ def test_a_case_is_the_problem_that_its_call_is(kernel):
     )
     passed = {name: case.sizes[name] for name in operation.examples.passed}
     keywords = {**operation.examples.keywords, **passed}
+    keywords |= operation.examples.keywords_of(case.sizes)
     operands = [jax.ShapeDtypeStruct(one.shape, one.dtype or case.dtype) for one in case.operands]
     choices = []
 

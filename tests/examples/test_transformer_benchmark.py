@@ -8,6 +8,7 @@ from pathlib import Path
 import benchmark
 import breakdown
 import config
+import jax
 import numpy as np
 import parallel
 import pytest
@@ -44,6 +45,19 @@ def test_backends_are_compared_and_results_written(
 
 
 @pytest.mark.slow
+def test_what_split_sequences_send_is_timed_too(tmp_path: Path) -> None:
+    options = ["--cases", "tiny:32", "--layers", "1", "--tp", "1", "--cp", "2", "--rounds", "2"]
+    options += ["--parts", "forward", "--profile", "forward", "--dtype", "float32", "--runs", "1"]
+    records = benchmark.main([str(tmp_path), *options])
+    assert [record["backend"] for record in records] == ["xla", "auto", "silent"]
+    found = json.loads((tmp_path / "tiny-32.json").read_text())
+    assert found["mesh"] == {"dp": 1, "cp": 2, "tp": 1} and "failed" not in found
+    assert any("method 'gather', because" in text for text in found["choices"]["forward-auto"])
+    assert "collective" in found["breakdown"]["forward-auto"]["kinds"]
+    assert "collective" not in found["breakdown"]["forward-silent"]["kinds"]
+
+
+@pytest.mark.slow
 def test_cases_of_a_configuration_share_what_is_trained(tmp_path: Path) -> None:
     options = ["--cases", "tiny:32", "tiny:64", "--layers", "1", "--parts", "step"]
     args = benchmark.parse_arguments([str(tmp_path), *options, "--backends", "xla", "silent"])
@@ -69,11 +83,8 @@ def test_what_cannot_be_compiled_is_told_and_left_out(
 def test_operations_are_counted_for_every_weight(part: str) -> None:
     sizes = config.SIZES["tiny"]
     _, shapes, _ = parallel.structure(sizes)
-    matrices = sum(
-        np.prod(shape.shape)
-        for shape in (*shapes["blocks"].values(), shapes["embedding"], shapes["head"])
-        if len(shape.shape) > 2 or shape.shape[0] != sizes.layers
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    matrices = sum(np.prod(x.shape) for path, x in leaves if "norm" not in path[-1].key)
     pairs = sizes.sequence / 2 * sizes.layers
     expected = 3 * sizes.sequence * (2 * matrices + 4 * sizes.hidden * pairs)
     counted = rates.flops_per_device(sizes, part, batch=3, devices=2)

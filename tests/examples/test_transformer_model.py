@@ -14,6 +14,7 @@ import numpy as np
 import parallel
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from sample import sample
 from step import initial_state
 from transformer_checks import (
     TRAINING,
@@ -45,6 +46,32 @@ def test_loss_and_gradients_are_those_of_one_device(exact) -> None:
     assert max(off.values()) < 2e-5, off
 
 
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp"),
+    [(2, 2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in [(1, 4, 1), (1, 2, 4)])],
+)
+def test_split_sequences_have_the_loss_and_gradients_of_one_device(exact, dp, cp, tp) -> None:
+    loss, gradients = on_mesh(dp, tp, SIZES, FLOAT32, TRAINING.batch, cp=cp)
+    assert loss == pytest.approx(exact[0], rel=1e-6)
+    off = differences(gradients, exact[1])
+    assert max(off.values()) < 2e-5, off
+
+
+@pytest.mark.slow
+def test_split_sequences_are_sampled_alike() -> None:
+    texts = []
+    for cp in (1, 2):
+        mesh = parallel.make_mesh(2, 1, cp)
+        weights = put(mesh, SMALLEST, random_weights(SMALLEST))
+        texts.append(sample(mesh, SMALLEST, FLOAT32, weights, prompt=b"def x", count=20))
+    assert texts[0] == texts[1] and len(texts[0]) == 25
+
+
+def test_a_sequence_that_has_no_chunks_for_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence=18 must be a multiple of 4: each of cp=2"):
+        dataclasses.replace(SMALLEST, sequence=18).check_fits(1, 1, 1, cp=2)
+
+
 def test_computing_layers_again_changes_nothing(exact) -> None:
     how = dataclasses.replace(FLOAT32, remat="layer")
     _, gradients = on_mesh(1, 2, SIZES, how, TRAINING.batch)
@@ -66,8 +93,8 @@ def test_what_the_backward_pass_computes_again(
         for function in [make(mesh, SIZES, how)]
     )
     # A product has a derivative by each operand, but for the table of bytes, which none precedes.
-    assert forward["dot_general"] == 6
-    assert both["dot_general"] == 3 * 6 - 1 + 2 * again
+    assert forward["dot_general"] == 9
+    assert both["dot_general"] == 3 * 9 - 1 + 5 * again  # query, key, value, gate and up
     assert both["dot_product_attention_fwd_wrapper"] == 1 + again
 
 
@@ -117,11 +144,13 @@ def test_weights_are_the_same_on_every_mesh_and_split() -> None:
     whole, split = (initial_state(parallel.make_mesh(1, tp), SIZES, TRAINING) for tp in (1, 4))
     jax.tree.map(np.testing.assert_array_equal, whole.weights, split.weights)
     blocks = split.weights["blocks"]
-    for name, dim in {"qkv": 2, "attention_out": 1, "gate_up": 3, "down": 1}.items():
-        shard = blocks[name].addressable_shards[0].data.shape
-        assert shard[dim] == blocks[name].shape[dim] // 4, name
+    split_at = {"query": 2, "key": 2, "value": 2, "out": 1, "gate": 2, "up": 2, "down": 1}
+    for name, layer in {**blocks["attention"], **blocks["mlp"]}.items():
+        kernel, dim = layer["kernel"], split_at[name]
+        shard = kernel.addressable_shards[0].data.shape
+        assert shard[dim] == kernel.shape[dim] // 4, name
     moments = jax.tree.leaves(split.optimizer)
-    assert sum(x.addressable_shards[0].data.size < x.size for x in moments) == 2 * 4
+    assert sum(x.addressable_shards[0].data.size < x.size for x in moments) == 2 * 7
 
 
 def count(dp: int, tp: int) -> Counter:

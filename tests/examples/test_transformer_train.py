@@ -22,6 +22,7 @@ import parallel
 import pytest
 import sample as sampling
 import train
+from folders import QUICKLY_COMPILED
 from sample import sample
 from step import make_train_step
 
@@ -90,7 +91,7 @@ def test_run_goes_on_bit_for_bit(
     assert "going on after step 4 of" in capsys.readouterr().out
     assert rest == whole[4:]  # to the last bit
     ours, expected = (state_after(6, tmp_path / name) for name in ("stopped", "whole"))
-    assert len(jax.tree.leaves(ours)) == 3 * 9 + 3  # weights, two moments; steps made, by three
+    assert len(jax.tree.leaves(ours)) == 3 * 12 + 3  # weights, two moments; steps made, by three
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
     assert not any(half.exists() for half in halves)
     with pytest.raises(ValueError, match="was trained with batch=4 and this run has 8"):
@@ -200,7 +201,10 @@ def test_job_of_several_processes_ends_as_one_process_does(
     command = [sys.executable, "-m", "stretto.launch", "run", "-n", str(processes)]
     command += ["--restarts", "1", str(script), str(EXAMPLE), fate, *options]
     command += ["--dp", str(processes // 2), "--tp", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    env = os.environ | QUICKLY_COMPILED
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("restart 1 of 1" in done.stderr) == (fate == "crash"), done.stderr
     assert ("going on after step 2 of" in done.stdout) == (fate == "crash")
@@ -274,6 +278,14 @@ def test_job_goes_on_after_it_has_lost_a_host(
     alone = train.main([*train_options, "--tp", "1", "--dp", "1"])
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses == pytest.approx(alone[4:], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_run_over_split_sequences_is_that_of_one_device(tmp_path: Path) -> None:
+    options = [*OPTIONS, "--dp", "1", "--tp", "1", "--sample", "8", "--checkpoints"]
+    plain = train.main([*options, str(tmp_path / "plain")])
+    split = train.main([*options, str(tmp_path / "split"), "--cp", "2"])
+    assert split == pytest.approx(plain, rel=1e-5)
 
 
 def test_text_of_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def put(mesh: jax.sharding.Mesh, sizes: config.Sizes, weights: parallel.Tree) ->
     return jax.device_put(weights, parallel.shardings(mesh, parallel.structure(sizes)[2]))
 
 
-def on_mesh(dp: int, tp: int, sizes: config.Sizes, how: config.Execution, batch: int):
+def on_mesh(dp: int, tp: int, sizes: config.Sizes, how: config.Execution, batch: int, cp: int = 1):
     """(loss, gradients) of the first devices, as numpy."""
-    mesh = parallel.make_mesh(dp, tp)
+    mesh = parallel.make_mesh(dp, tp, cp)
     rows = [parallel.put_rows(mesh, x) for x in random_bytes(sizes, batch)]
     function = jax.jit(parallel.loss_and_gradients(mesh, sizes, how))
     weights = put(mesh, sizes, random_weights(sizes))

@@ -8,82 +8,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import (
+    BATCH,
+    HEADS,
+    KV_HEADS,
+    QUICKLY,
+    TOKENS,
+    check,
+    dense,
+    drawn,
+    ours,
+    places,
+    stand_in,
+)
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed.private_jax import cudnn_attention
-from stretto.kernels.attention import blockwise, cudnn
-from stretto.kernels.attention.masks import Mask, Tokens
+from stretto.kernels.attention import cudnn
+from stretto.kernels.attention.masks import Mask
+from stretto.kernels.attention.shares import Share, counted, merged
+from stretto.kernels.operations import attention_rules as rules
+from stretto.kernels.operations.attention_rules import Config
 
-BATCH, TOKENS, HEADS, KV_HEADS, DIM = 2, 24, 4, 2, 8
-
-
-def drawn(kv_tokens=TOKENS, size=1.0):
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(BATCH, TOKENS, HEADS, DIM)) * size
-    k, v = rng.normal(size=(2, BATCH, kv_tokens, KV_HEADS, DIM))
-    bar = rng.normal(size=q.shape)
-    return [x.astype(np.float32) for x in (q, k, v, bar)]
-
-
-def dense(operands, seen):
-    """Result, logsumexp `[batch, tokens, heads]` and derivatives, of `seen` [batch, q, k]."""
-    q, k, v, bar = (np.asarray(x, np.float64) for x in operands)
-    group = q.shape[2] // k.shape[2]
-    wide_k, wide_v = (np.repeat(x, group, 2) for x in (k, v))
-    scores = np.einsum("bqhd,bkhd->bhqk", q, wide_k) * q.shape[-1] ** -0.5
-    scores = np.where(seen[:, None], scores, -np.inf)
-    base = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isinf(base), 0, base))
-    total = weights.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (base + np.log(total))[..., 0].transpose(0, 2, 1)
-    weights = weights / np.where(total == 0, 1, total)
-    out = np.einsum("bhqk,bkhd->bqhd", weights, wide_v)
-    weights_bar = np.einsum("bqhd,bkhd->bhqk", bar, wide_v)
-    scores_bar = weights * (weights_bar - (weights * weights_bar).sum(-1, keepdims=True))
-    scores_bar *= q.shape[-1] ** -0.5
-    k_bar = np.einsum("bhqk,bqhd->bkhd", scores_bar, q)
-    v_bar = np.einsum("bhqk,bqhd->bkhd", weights, bar)
-    shape = (*k.shape[:3], group, k.shape[3])
-    k_bar, v_bar = (x.reshape(shape).sum(3) for x in (k_bar, v_bar))
-    return out, lse, np.einsum("bhqk,bkhd->bqhd", scores_bar, wide_k), k_bar, v_bar
-
-
-def ours(devices, operands, layout="contiguous", segments=None, logsumexp=True, **options):
-    q, k, v, bar = operands
-    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("cp",))
-    place = (lambda x: st.to_zigzag(x, devices)) if layout == "zigzag" else (lambda x: x)
-    back = (lambda x: st.from_zigzag(x, devices)) if layout == "zigzag" else (lambda x: x)
-    segments = [] if segments is None else [place(jnp.asarray(x)) for x in segments]
-
-    def local(q, k, v, bar, *ids):
-        named = dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
-
-        def call(q, k, v):
-            return st.context_parallel_attention(
-                q, k, v, "cp", layout=layout, return_logsumexp=logsumexp, **named, **options
-            )
-
-        if not logsumexp:
-            out, pull = jax.vjp(call, q, k, v)
-            return out, *pull(bar)
-        (out, lse), pull = jax.vjp(call, q, k, v)
-        return out, lse, *pull((bar, jnp.zeros_like(lse)))
-
-    spec = P(None, "cp")
-    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-    return [np.asarray(back(x)) for x in mapped(*map(place, (q, k, v, bar)), *segments)]
-
-
-def check(found, right):
-    for x, y in zip(found, right, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-
-
-def places(kv_tokens=TOKENS):
-    return np.arange(TOKENS)[:, None] - np.arange(kv_tokens)[None]
+WAYS = {
+    "together": dict(method="gather"),
+    "by peer": dict(backend="simulator", config=Config()),
+    "heads": dict(method="heads"),
+}
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -109,6 +62,96 @@ def test_other_length_of_keys_and_large_scores():
     seen = np.ones((BATCH, TOKENS, 10), bool)
     for x, y in zip(ours(2, operands), dense(operands, seen), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3 * np.abs(y).max())
+
+
+def documents():
+    """(documents of queries, of keys, what is seen under a causal mask)."""
+    ids = np.repeat([[0, 0, 1, 2], [3, 3, 3, 4]], TOKENS // 4, 1).astype(np.int32)
+    others = np.where(ids == 4, 7, ids)
+    return ids, others, (ids[:, :, None] == others[:, None]) & (places() >= 0)
+
+
+@pytest.mark.parametrize("way", ["by peer", "heads"])
+def test_documents_in_other_ways(way):
+    operands, (ids, others, seen) = drawn(), documents()
+    how = dict(layout="zigzag", segments=(ids, others), causal=True, **WAYS[way])
+    check(ours(2, operands, **how), dense(operands, seen))
+
+
+@pytest.mark.parametrize("way", [pytest.param("by peer", marks=pytest.mark.slow), "heads"])
+def test_windows_in_other_ways(way):
+    """By heads of more devices than heads of keys, which are then sent twice."""
+    operands, d = drawn(), places()
+    seen = np.broadcast_to((d >= 0) & (d < 5), (BATCH, TOKENS, TOKENS))
+    devices = 2 * KV_HEADS if way == "heads" else 3
+    found = ours(devices, operands, layout="zigzag", causal=True, window=5, **WAYS[way])
+    check(found, dense(operands, seen))
+
+
+@pytest.mark.parametrize("way", [pytest.param("by peer", marks=pytest.mark.slow), "heads"])
+def test_other_lengths_in_other_ways(way):
+    operands = drawn(kv_tokens=10)
+    seen = np.ones((BATCH, TOKENS, 10), bool)
+    check(ours(2, operands, **WAYS[way]), dense(operands, seen))
+
+
+def test_collectives_of_ours_move_keys_and_heads():
+    """In the simulator, which knows what is read before it has come."""
+    operands = drawn()
+    seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
+    for how in (dict(config=Config(by_peer=False)), dict(method="heads")):
+        found = ours(2, operands, layout="zigzag", causal=True, backend="simulator", **how)
+        check(found, dense(operands, seen))
+
+
+@pytest.mark.parametrize("bug", ["keys of the wrong peer", "derivatives to the wrong owner"])
+def test_bugs_are_found(monkeypatch, bug):
+    """By three devices: of two, every peer is the right one."""
+    right = rules.shifted
+
+    def wrong(x, axes, distance):
+        is_key = distance < 0
+        turned = is_key == (bug == "keys of the wrong peer")
+        return right(x, axes, -distance if turned else distance)
+
+    monkeypatch.setattr(rules, "shifted", wrong)
+    operands = drawn()
+    seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
+    found = ours(3, operands, layout="zigzag", causal=True, **WAYS["by peer"])
+    with pytest.raises(AssertionError):
+        check(found, dense(operands, seen))
+
+
+@pytest.mark.parametrize("way", ["together", "heads"])
+def test_forward_mode(way):
+    """The directional derivative is that of the cotangents, which other tests hold right."""
+    q, k, v, bar = (jnp.asarray(x) for x in drawn())
+    dots = [jnp.asarray(x) for x in drawn(size=0.5)[:3]]
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("cp",))
+
+    def local(q, k, v, bar, *dots):
+        def call(q, k, v):
+            return st.context_parallel_attention(q, k, v, "cp", causal=True, **WAYS[way])
+
+        _, dot = jax.jvp(call, (q, k, v), dots)
+        bars = jax.vjp(call, q, k, v)[1](bar)
+        of_bars = sum(jnp.vdot(x, y) for x, y in zip(bars, dots, strict=True))
+        return jax.lax.psum(jnp.vdot(dot, bar), "cp"), jax.lax.psum(of_bars, "cp")
+
+    spec = P(None, "cp")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=P())
+    forwards, backwards = jax.jit(mapped, compiler_options=QUICKLY)(q, k, v, bar, *dots)
+    assert float(forwards) == pytest.approx(float(backwards), rel=1e-4)
+
+
+def test_shares_without_keys_count_nothing():
+    """Whatever numbers they hold, and where all are such."""
+    some = Share(jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 1, 2)))
+    none = counted(Share(jnp.full((1, 2, 1, 4), jnp.nan), jnp.zeros((1, 1, 2))), jnp.asarray(0))
+    found = merged([some, none], jnp.float32)
+    assert (found.out == 1).all() and (found.lse == 0).all()
+    found = merged([none, none], jnp.float32)
+    assert (found.out == 0).all() and jnp.isneginf(found.lse).all()
 
 
 def test_zigzag_is_undone_and_positions_follow_it():
@@ -141,38 +184,48 @@ def test_zigzag_refuses_what_it_cannot_cut():
         st.to_zigzag(jnp.zeros((1, 6)), 2)
 
 
-def known(q, k, keys):
-    """What the mask of a stand-in for cuDNN has to know of a call's queries and keys."""
-    places = jnp.arange(k.shape[1])
-    return Tokens(jnp.arange(q.shape[1])), Tokens(
-        places if keys is None else jnp.where(places < keys, places, -1)
-    )
-
-
-def stand_in_forward(q, k, v, *, scale, causal=False, window=None, keys=None):
-    mask = Mask(causal=causal, window=window)
-    return blockwise.forward(q, k, v, *known(q, k, keys), mask=mask, scale=scale)
-
-
-def stand_in_backward(q, k, v, out, lse, bar, *, scale, causal=False, window=None, keys=None):
-    mask, tokens = Mask(causal=causal, window=window), known(q, k, keys)
-    return blockwise.backward(q, k, v, out, lse, bar, None, *tokens, mask=mask, scale=scale)
-
-
 @pytest.mark.parametrize(
-    ("devices", "layout", "causal"),
-    [(3, "zigzag", True), (2, "contiguous", True), (2, "zigzag", False), (1, "zigzag", True)],
+    ("way", "devices", "layout", "causal"),
+    [
+        ("together", 3, "zigzag", True),
+        ("together", 2, "contiguous", True),
+        pytest.param("together", 2, "zigzag", False, marks=pytest.mark.slow),
+        ("together", 1, "zigzag", True),
+        ("by peer", 3, "zigzag", True),
+        ("by peer", 2, "contiguous", True),
+        pytest.param("by peer", 2, "zigzag", False, marks=pytest.mark.slow),
+        ("heads", 2, "zigzag", True),
+    ],
 )
-def test_parts_that_cudnn_is_given(monkeypatch, devices, layout, causal):
+def test_parts_that_cudnn_is_given(monkeypatch, way, devices, layout, causal):
     """Diagonals, prefixes of a length known at run time, and how they are merged."""
-    monkeypatch.setattr(cudnn, "obstacle", lambda *_, **__: None)
-    monkeypatch.setattr(cudnn_attention, "forward", stand_in_forward)
-    monkeypatch.setattr(cudnn_attention, "backward", stand_in_backward)
+    stand_in(monkeypatch)
     operands = drawn()
     seen = np.broadcast_to((places() >= 0) | (not causal), (BATCH, TOKENS, TOKENS))
-    found = ours(devices, operands, layout=layout, causal=causal, logsumexp=False)
+    how = WAYS[way]
+    found = ours(devices, operands, layout=layout, causal=causal, logsumexp=False, **how)
     out, _, *bars = dense(operands, seen)
     check(found, [out, *bars])
+
+
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
+def test_chunks_are_a_batch_where_that_copies_less(monkeypatch, kv_heads):
+    """Of a peer's keys: one call for both chunks of queries, or one for each."""
+    stand_in(monkeypatch)
+    calls, forward = [], cudnn_attention.forward
+
+    def counted_forward(q, k, v, **options):
+        calls.append(len(q))
+        return forward(q, k, v, **options)
+
+    monkeypatch.setattr(cudnn_attention, "forward", counted_forward)
+    operands = drawn(kv_heads=kv_heads)
+    seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
+    found = ours(2, operands, layout="zigzag", causal=True, logsumexp=False, **WAYS["by peer"])
+    out, _, *bars = dense(operands, seen)
+    check(found, [out, *bars])
+    own, *of_peer = calls[:3] if kv_heads == HEADS else calls[:2]
+    assert own == BATCH and of_peer == ([BATCH] * 2 if kv_heads == HEADS else [2 * BATCH])
 
 
 @pytest.mark.parametrize(

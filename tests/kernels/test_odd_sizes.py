@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import simulator
+from stretto.kernels.choice import choose
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.blackwell import tile_config as blackwell
 from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, NARROWEST, TileConfig
@@ -193,3 +194,61 @@ def test_operands_that_are_used_often_are_copied_to_aligned_rows(name, turned, m
         assert program.lower(*operands).as_text().count("stablehlo.pad") == 2
         found = np.asarray(program(*operands), np.float32)
     np.testing.assert_array_equal(found, cases.rounded(lhs @ rhs, BF16))
+
+
+def with_arrays(gated, *, transposed=False, **options):
+    """Of odd sizes, a bias and a residual, or swiglu and a residual: by the kernel and by XLA."""
+    m, k, n = cases.whole("all_gather_matmul", 2, 131, 72, 136)
+    lhs, rhs = (jnp.asarray(x, BF16) for x in cases.operands(m, k, n))
+    up = jnp.asarray(cases.whole_numbers(3, k, n), BF16)
+    bias = jnp.asarray(cases.whole_numbers(4, n), F32)
+    residual = jnp.asarray(cases.whole_numbers(5, m, n), BF16)
+    turn = np.transpose if transposed else lambda x: x
+
+    def call(backend, lhs, rhs, up, bias, residual):
+        first = st.epilogues.gated(jax.nn.relu) if gated else st.epilogues.bias(bias)
+        return st.all_gather_matmul(
+            lhs,
+            (rhs, up) if gated else rhs,
+            "x",
+            rhs_transposed=transposed,
+            epilogue=st.epilogues.chain(first, st.epilogues.residual(residual)),
+            backend=backend,
+            **(options if backend == "simulator" else {}),
+        )
+
+    side = P("x") if transposed else P(None, "x")
+    specs = P("x"), side, side, P("x"), P(None, "x")
+    if options.get("gather_axis") == "k":
+        specs = P(None, "x"), *specs[1:]
+    found = []
+    for backend in ("xla", "simulator"):
+        program = jax.shard_map(
+            functools.partial(call, backend),
+            mesh=cases.mesh_of(2),
+            in_specs=specs,
+            out_specs=P(None, "x"),
+            check_vma=False,
+        )
+        with simulator_of(0), choose.recorded() as choices:
+            out = jax.jit(program)(lhs, turn(rhs), turn(up), bias, residual)
+            found.append(np.asarray(out, np.float32))
+    assert "the kernel applies the epilogue" in str(choices[0])
+    return found
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["bias", "pair"])
+def test_epilogues_with_arrays(gated):
+    """The residual comes through the store's buffers, as they are stored; pairs by 8 x 64 tiles."""
+    np.testing.assert_array_equal(*with_arrays(gated, config=gather.Config()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [dict(gather_axis="k"), dict(config=gather.Config(gather_first=True))],
+    ids=["k", "first"],
+)
+def test_epilogues_with_arrays_of_other_gathers(options, transposed):
+    np.testing.assert_array_equal(*with_arrays(True, transposed=transposed, **options))

@@ -36,9 +36,11 @@ class Pieces:
 
     `out` are the buffers, `[2, buffers, rows, columns]`; `stored` are the same, as they are copied
     to the result; `edge` are the same bytes without a swizzle, None unless the product is ragged.
+    `width` are the columns of a tile of the result.
     """
 
     config: TileConfig
+    width: int
     out: Ref
     stored: Ref
     edge: Ref | None
@@ -50,7 +52,7 @@ class Pieces:
         """(first row, first column) of the pieces of a half tile, in the order of their stores."""
         down, across = (
             range(0, self.half_rows, self.rows),
-            range(0, self.config.tile_n, self.columns),
+            range(0, self.width, self.columns),
         )
         return list(itertools.product(down, across))
 

@@ -1,0 +1,55 @@
+"""Tiles of two right-hand sides, side by side in one stage: half the columns are of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine import stages
+from stretto.kernels.engine.parts import Ref, Stream, Tile
+from stretto.kernels.engine.tiles import TileShape
+
+SWIZZLED_ROWS = 8  # of a swizzled tile that lie together in memory
+
+
+def halved(shape: Any) -> Any:
+    """Tiles of half the columns: those of either of the two, and of what is made of both."""
+    return dataclasses.replace(shape, tile_n=shape.tile_n // 2)
+
+
+def copies_of_pair(shape: TileShape, transposed: bool) -> int:
+    """Copies that fill a stage with tiles of two right-hand sides."""
+    return 2 if transposed else 2 * (shape.tile_k // SWIZZLED_ROWS)
+
+
+def pair_along_n(
+    refs: Sequence[Ref], shape: TileShape, transposed: bool, window: Callable[[Int, Int], tuple]
+) -> Stream:
+    """Two right-hand sides, of each of which a stage has half its columns.
+
+    `window` is (tile along the contraction, column of tiles of `halved(shape)`) -> where it lies in
+    either of them. A copy fills memory that is contiguous. Of a swizzled tile `[tile_k, tile_n]`
+    that are 8 rows, so half the columns of it take a copy for each 8 rows. A stage with edges is in
+    8 x 64 tiles (`shared_memory.with_edges`), unless it is transposed.
+    """
+    columns = halved(shape).tile_n
+
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        for index, ref in enumerate(refs):
+            half, own = ref.at[window(k, tile.n)], pl.ds(index * columns, columns)
+            if transposed:
+                plgpu.copy_gmem_to_smem(half, stage.at[own], barrier)
+            elif len(stage.shape) > len(half.shape):
+                across = stage.shape[1] // len(refs)
+                stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
+            else:
+                for row in range(0, shape.tile_k, SWIZZLED_ROWS):
+                    rows = pl.ds(row, SWIZZLED_ROWS)
+                    plgpu.copy_gmem_to_smem(half.at[rows], stage.at[rows, own], barrier)
+
+    return Stream(load=load)

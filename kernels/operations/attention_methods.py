@@ -1,0 +1,119 @@
+"""Whether attention is split by tokens or by heads, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from stretto.kernels.attention import cudnn
+from stretto.kernels.attention.layouts import ZIGZAG
+from stretto.kernels.attention.masks import Mask
+from stretto.kernels.choice import costs
+from stretto.kernels.operations import attention_heads as heads
+
+OP = "context_parallel_attention"
+GATHER, HEADS, AUTO = "gather", "heads", "auto"
+METHODS = (AUTO, GATHER, HEADS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """What serves.
+
+    Attributes:
+      name: "gather" or "heads".
+      by_cudnn: whether cuDNN attends on each device; if not, `jax.lax`.
+      reason: why, in words.
+    """
+
+    name: str
+    by_cudnn: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """A call, as far as the method depends on it.
+
+    Attributes:
+      q, k: the operands, or their shapes and types.
+      mask: what holds for all queries.
+      layout: of the tokens.
+      segments: whether there are documents.
+      devices: that the sequence is split between.
+    """
+
+    q: Any
+    k: Any
+    mask: Mask
+    layout: str
+    segments: bool
+    devices: int
+
+    def unserved(self, method: str) -> str | None:
+        """Why cuDNN cannot attend; None if it can."""
+        devices = self.devices if method == GATHER else 1
+        return cudnn.obstacle(self.q, self.mask, segments=self.segments, devices=devices)
+
+    @property
+    def not_by_heads(self) -> str | None:
+        """Why the heads cannot be shared out; None if they can."""
+        return heads.obstacle(self.q.shape[2], self.k.shape[2], self.devices)
+
+
+def chosen(method: str, question: Question) -> Method:
+    """The method that `method` names, or that "auto" takes.
+
+    Raises:
+      ValueError: an unknown method, or heads that the devices cannot share out.
+    """
+    if method not in METHODS:
+        raise ValueError(f"{OP}: method={method!r} is not one of {', '.join(map(repr, METHODS))}.")
+    if method == HEADS and (obstacle := question.not_by_heads):
+        raise ValueError(f"{OP}: method='heads': {obstacle} Pass method='gather'.")
+    name, why = (method, "it was asked for") if method != AUTO else _by_sizes(question)
+    unserved = question.unserved(name)
+    served = "cuDNN" if unserved is None else f"jax.lax: {unserved.removesuffix('.')}"
+    reason = f"method {name!r}, because {why}; attention by {served}"
+    return Method(name=name, by_cudnn=unserved is None, reason=reason)
+
+
+def _by_sizes(question: Question) -> tuple[str, str]:
+    if question.devices == 1:
+        return GATHER, "one device has all"
+    if obstacle := question.not_by_heads:
+        return GATHER, obstacle.removesuffix(".")
+    if (why := question.unserved(GATHER)) and question.unserved(HEADS) is None:
+        return HEADS, f"by tokens {why.removesuffix('.')}"
+    gather, by_heads = gather_us(question), heads_us(question)
+    name = GATHER if gather <= by_heads else HEADS
+    return name, f"it is estimated to be faster (gather {gather:.0f} us, heads {by_heads:.0f} us)"
+
+
+def gather_us(question: Question) -> float:
+    """Microseconds of the device that has most to do, and of what it waits for.
+
+    Under a causal mask the keys of others come while the own ones are attended.
+    """
+    batch, tokens, count, dim = question.q.shape
+    keys, kv_heads, devices = *question.k.shape[1:3], question.devices
+    own = tokens * tokens / 2
+    pairs = tokens * keys * devices
+    if question.mask.causal:
+        last = (devices - 1) * tokens * tokens + own
+        pairs = pairs / 2 if question.layout == ZIGZAG else last
+    sent = 2 * (devices - 1) * batch * keys * kv_heads * dim * question.q.dtype.itemsize
+    hidden = costs.attention_us(batch * count * dim * own) if question.mask.causal else 0.0
+    exposed = max(0.0, costs.sent_by_xla_us(sent) - hidden)
+    return costs.attention_us(batch * count * dim * pairs) + exposed
+
+
+def heads_us(question: Question) -> float:
+    """Microseconds of any device: all have equally much to do, and nothing is hidden."""
+    batch, tokens, count, dim = question.q.shape
+    keys, kv_heads, devices = *question.k.shape[1:3], question.devices
+    sent_heads = kv_heads * heads.copies(kv_heads, devices)
+    pairs = tokens * keys * devices / (2 if question.mask.causal else 1)
+    columns = 2 * tokens * count + 2 * keys * sent_heads
+    sent = batch * columns * dim * question.q.dtype.itemsize * (devices - 1) / devices
+    return costs.attention_us(batch * count * dim * pairs) + costs.sent_by_xla_us(sent)

@@ -1,0 +1,332 @@
+"""What `context_parallel_attention` computes, and its derivative, whatever moves the arrays.
+
+| method | crosses, forward | crosses, backward |
+|---|---|---|
+| gather | k and v, to all | k and v again, their derivatives to their owners |
+| heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
+
+With keys by peer, every peer's are attended by themselves, after the own ones, and their
+derivatives leave as they come to be: XLA's order of the program says what runs beside what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from stretto.distributed.devices.axes import axis_size
+from stretto.kernels.attention import blockwise, cudnn
+from stretto.kernels.attention.layouts import Span
+from stretto.kernels.attention.masks import Mask, Tokens
+from stretto.kernels.attention.peers import Keys, Queries
+from stretto.kernels.attention.shares import Share, merged, sum_of
+from stretto.kernels.operation import Axes, Call, Kernel
+from stretto.kernels.operations import attention_heads as heads
+from stretto.kernels.operations.attention_methods import HEADS
+from stretto.kernels.operations.collectives import all_gather, reduce_scatter
+from stretto.kernels.problem.problem import Problem
+from stretto.kernels.xla.matmul import accumulator_dtype
+
+MERGED_AT_ONCE = 4
+"""Shares that wait to be merged: each is as large as the result."""
+TYPES = ("bfloat16", "float16", "float32")
+
+
+class Operands(NamedTuple):
+    """As the public function has them; segments are None where there are no documents."""
+
+    q: Any
+    k: Any
+    v: Any
+    segments: Any = None
+    kv_segments: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of a call.
+
+    Attributes:
+      method: "gather" or "heads".
+      layout: of the tokens.
+      mask, scale: of the scores.
+      by_cudnn: whether cuDNN serves on a device; if not, `jax.lax`.
+      logsumexp: whether it is returned as well.
+      moves: what the caller asked to move arrays.
+      copies: of method "heads": how often each head of keys is sent.
+    """
+
+    method: str
+    layout: str
+    mask: Mask
+    scale: float
+    by_cudnn: bool
+    logsumexp: bool
+    moves: str
+    copies: int = 1
+
+    def span(self, axes: Axes) -> Span:
+        """Which tokens this device holds."""
+        return Span(self.layout, axis_size(axes), lax.axis_index(axes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How keys and values are gathered.
+
+    Attributes:
+      by_peer: from each peer by itself, attended as they come; if not, by one `all_gather`, and
+        attended together.
+    """
+
+    by_peer: bool = True
+
+    def check(self, problem: Problem | None = None) -> None:
+        """Every problem can be served so."""
+
+
+def apply(operands: Operands, call: Call) -> Any:
+    """The results."""
+    return forward(operands, call)[0]
+
+
+def forward(operands: Operands, call: Call) -> tuple[Any, Any]:
+    """(results, what the derivative needs).
+
+    What a device holds of the result and of its logsumexp has the name "attention" for
+    `jax.checkpoint`.
+    """
+    if call.options.method == HEADS:
+        local = heads.exchanged(operands, call)
+        share = _named(heads.attend(local, call), local.q.dtype)
+        return _results(heads.returned(share, call), call), (local, share)
+    share = _named(_gathering(operands, call), operands.q.dtype)
+    return _results(share, call), (operands, share)
+
+
+def backward(call: Call, residuals: Any, bars: Any) -> Operands:
+    """The operands' cotangents, from the logsumexp of all keys."""
+    operands, share = residuals
+    out_bar, lse_bar = bars if call.options.logsumexp else (bars, None)
+    if lse_bar is not None:
+        lse_bar = lse_bar.transpose(0, 2, 1)
+    if call.options.method == HEADS:
+        return Operands(*heads.derived(operands, share, out_bar, lse_bar, call))
+    by_peer = call.config is not None and call.config.by_peer
+    derive = _derived_by_peer if by_peer else _derived_together
+    found = derive(operands, share, out_bar.astype(operands.q.dtype), lse_bar, call)
+    given = operands.q, operands.k, operands.v
+    return Operands(*(bar.astype(x.dtype) for bar, x in zip(found, given, strict=True)))
+
+
+def tangent(call: Call, residuals: Any, dots: Operands) -> Any:
+    """By `jax.lax`, block by block, of arrays that XLA gathers."""
+    operands, _ = residuals
+    is_heads = call.options.method == HEADS
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Share:
+        local = operands._replace(q=q, k=k, v=v)
+        if is_heads:
+            return heads.attend_by_lax(local, call)
+        k, v = (lax.all_gather(x, call.axes, axis=1, tiled=True) for x in (k, v))
+        return _by_lax(local, k, v, call)
+
+    if is_heads:
+        dots = heads.exchanged(dots._replace(segments=None, kv_segments=None), call)
+    given = operands.q, operands.k, operands.v
+    _, dot = jax.jvp(attend, given, (dots.q, dots.k, dots.v))
+    return _results(heads.returned(dot, call) if is_heads else dot, call)
+
+
+def _named(share: Share, dtype: Any) -> Share:
+    out, lse = (checkpoint_name(x, "attention") for x in (share.out.astype(dtype), share.lse))
+    return Share(out, lse)
+
+
+def _results(share: Share, call: Call) -> Any:
+    return (share.out, share.lse.transpose(0, 2, 1)) if call.options.logsumexp else share.out
+
+
+# --- Keys and values together ---------------------------------------------------------------------
+
+
+def _gathering(operands: Operands, call: Call) -> Share:
+    if call.config is not None and call.config.by_peer:
+        return _by_peer(operands, call)
+    options = call.options
+    keys = _gathered(operands, call)
+    if options.by_cudnn:
+        span = options.span(call.axes)
+        return cudnn.forward(operands.q, keys, span, options.mask, options.scale)
+    return _by_lax(operands, *(keys.before or keys.own), call)
+
+
+def _by_lax(operands: Operands, k: jax.Array, v: jax.Array, call: Call) -> Share:
+    tokens = _tokens(operands, call)
+    mask, scale = call.options.mask, call.options.scale
+    return Share(*blockwise.forward(operands.q, k, v, *tokens, mask=mask, scale=scale))
+
+
+def _tokens(operands: Operands, call: Call) -> tuple[Tokens, Tokens]:
+    others = operands.kv_segments
+    if others is not None:
+        others = lax.all_gather(others, call.axes, axis=1, tiled=True)
+    span = call.options.span(call.axes)
+    queries = Tokens(span.positions(operands.q.shape[1]), operands.segments)
+    return queries, Tokens(span.all_positions(operands.k.shape[1]), others)
+
+
+def _gathered(operands: Operands, call: Call) -> cudnn.Keys:
+    own = operands.k, operands.v
+    options = call.options
+    if axis_size(call.axes) == 1:
+        return cudnn.Keys(own=own, before=None)
+    gather = functools.partial(all_gather, axis_name=call.axes, axis=1, backend=options.moves)
+    every = gather(operands.k), gather(operands.v)
+    if options.by_cudnn and options.mask.causal:
+        span = options.span(call.axes)
+        every = span.in_order(every[0]), span.in_order(every[1])
+    return cudnn.Keys(own=own, before=every)
+
+
+def _derived_together(
+    operands: Operands, share: Share, out_bar: jax.Array, lse_bar: jax.Array | None, call: Call
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    options, own = call.options, None
+    span, mask, scale = options.span(call.axes), options.mask, options.scale
+    keys = _gathered(operands, call)
+    if options.by_cudnn and lse_bar is None:
+        q_bar, own, every = cudnn.backward(
+            operands.q, keys, share.out, share.lse, out_bar, span, mask, scale
+        )
+        if every is not None and mask.causal:
+            every = span.by_device(every[0]), span.by_device(every[1])
+    else:
+        if options.by_cudnn and mask.causal and keys.before is not None:
+            keys = dataclasses.replace(
+                keys, before=(span.by_device(keys.before[0]), span.by_device(keys.before[1]))
+            )
+        q_bar, *every = blockwise.backward(
+            operands.q,
+            *(keys.before or keys.own),
+            *(share.out, share.lse, out_bar, lse_bar),
+            *_tokens(operands, call),
+            mask=mask,
+            scale=scale,
+        )
+    sent = [] if every is None else [_handed_over(x, operands.k.dtype, call) for x in every]
+    shares = [found for found in (sent, own) if found]
+    k_bar, v_bar = (sum_of(of_one) for of_one in zip(*shares, strict=True))
+    return q_bar, k_bar, v_bar
+
+
+def _handed_over(bar: jax.Array, dtype: Any, call: Call) -> jax.Array:
+    """The sum of all devices' shares of the own keys' derivative, float32 or wider."""
+    if axis_size(call.axes) == 1:
+        return bar
+    backend = call.options.moves
+    found = reduce_scatter(bar.astype(dtype), call.axes, axis=1, backend=backend)
+    return found.astype(accumulator_dtype(dtype))
+
+
+# --- Keys and values of one peer after the other --------------------------------------------------
+
+
+def _queries(operands: Operands, call: Call) -> tuple[Queries, Keys]:
+    options = call.options
+    queries = Queries(
+        q=operands.q,
+        segments=operands.segments,
+        span=options.span(call.axes),
+        mask=options.mask,
+        scale=options.scale,
+        by_cudnn=options.by_cudnn,
+    )
+    return queries, Keys(operands.k, operands.v, operands.kv_segments)
+
+
+def _peers(own: Keys, call: Call) -> Iterator[tuple[int, jax.Array, Keys]]:
+    """(distance along the axes, the peer, its keys); each comes straight from its owner.
+
+    XLA runs one transfer at a time beside other work, and what it cannot, before it (seen in the
+    schedules of JAX 0.11.2 for H100s and H200s). So keys and values come as one array. Of several
+    peers' all but the last still come before any attention.
+    """
+    devices, device = axis_size(call.axes), lax.axis_index(call.axes)
+    sent = jnp.stack([own.k, own.v]), own.segments
+    for distance in range(1, devices):
+        (k, v), segments = shifted(sent, call.axes, -distance)
+        yield distance, (device + distance) % devices, Keys(k, v, segments)
+
+
+def shifted(x: Any, axes: Axes, distance: int) -> Any:
+    """Every device's `x` on the device that is so much further on; a tree of arrays."""
+    devices = axis_size(axes)
+    to = [(i, (i + distance) % devices) for i in range(devices)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axes, to), x)
+
+
+def _by_peer(operands: Operands, call: Call) -> Share:
+    queries, own = _queries(operands, call)
+    shares, dtype = [queries.attend(own)], operands.q.dtype
+    for _, peer, keys in _peers(own, call):
+        if len(shares) == MERGED_AT_ONCE:
+            shares = [merged(shares, accumulator_dtype(dtype))]
+        shares.append(queries.attend(keys, peer))
+    return merged(shares, dtype)
+
+
+def _derived_by_peer(
+    operands: Operands, share: Share, out_bar: jax.Array, lse_bar: jax.Array | None, call: Call
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    queries, own = _queries(operands, call)
+    wide = accumulator_dtype(operands.q.dtype)
+    q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
+    q_bars, kv_bars = [q_bar], [found]
+    for distance, peer, keys in _peers(own, call):
+        q_bar, *found = queries.derive(keys, share, out_bar, lse_bar, peer)
+        q_bars.append(q_bar)
+        narrow = jnp.stack(found).astype(operands.k.dtype)
+        kv_bars.append(shifted(narrow, call.axes, distance))
+    k_bar, v_bar = (sum_of(bars, wide) for bars in zip(*kv_bars, strict=True))
+    return sum_of(q_bars, wide), k_bar, v_bar
+
+
+# --- What serves ----------------------------------------------------------------------------------
+
+
+def _obstacle(problem: Problem) -> str | None:
+    if problem.types.lhs not in TYPES:
+        return f"kernels add derivatives of {', '.join(TYPES)}, not {problem.types.lhs}."
+    return None
+
+
+def _candidates(problem: Problem | None) -> Iterator[Config]:
+    del problem
+    yield from (Config(), Config(by_peer=False))
+
+
+KERNEL = Kernel(
+    Config=Config,
+    run=apply,
+    obstacle=_obstacle,
+    default=lambda problem: Config(by_peer=problem.devices == 2),
+    candidates=_candidates,
+    untried=True,
+)
+
+XLA = dataclasses.replace(
+    KERNEL,
+    Config=type(None),
+    obstacle=lambda problem: None,
+    default=lambda problem: None,
+    candidates=lambda problem: iter(()),
+)
+"""Keys and values gathered together, by what serves `all_gather`."""

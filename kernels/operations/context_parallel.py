@@ -1,0 +1,201 @@
+"""`context_parallel_attention`: attention over a sequence that is split between devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
+from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
+from stretto.kernels.attention.masks import Mask
+from stretto.kernels.operation import Axes, Call, Examples, Operation
+from stretto.kernels.operations import attention_examples as examples
+from stretto.kernels.operations import attention_heads, attention_methods
+from stretto.kernels.operations import attention_rules as rules
+from stretto.kernels.operations.attention_methods import AUTO, GATHER, HEADS, OP
+from stretto.kernels.operations.attention_rules import Operands, Options
+from stretto.kernels.operations.perform import decide, perform
+from stretto.kernels.problem import checks
+from stretto.kernels.problem.problem import Types
+
+
+def context_parallel_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    axis_name: AxisNames,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = CONTIGUOUS,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    return_logsumexp: bool = False,
+    method: str = AUTO,
+    config: rules.Config | None = None,
+    backend: str = "auto",
+) -> Any:
+    """`softmax(scale q k^T) v` over the whole sequence, inside `jax.shard_map`; differentiable.
+
+    | operand | shape per device | type |
+    |---|---|---|
+    | q | `[batch, tokens, heads, dim]` | floating-point |
+    | k, v | `[batch, kv_tokens, kv_heads, dim]`, kv_heads a divisor of heads | q's |
+    | segment_ids, kv_segment_ids | `[batch, tokens]`, `[batch, kv_tokens]` | integer |
+    | out | q's | q's |
+
+    A query whose mask leaves no key gets 0, and a logsumexp of minus infinity. cuDNN serves 16 bit
+    types on GPUs, head sizes to 256, without segment ids and, of keys that are gathered from
+    several devices, without a window; `jax.lax` serves the rest, block by block, in memory linear
+    in the tokens.
+
+    Args:
+      axis_name: mesh axis, or tuple of axes, that the tokens are split along.
+      causal: a query sees no key behind itself; k and v are then as long as q.
+      scale: of the scores; `dim ** -0.5` by default.
+      layout: "contiguous", or "zigzag" (`to_zigzag`), in which a causal mask costs all devices
+        alike; of q, k and v.
+      window: the most keys that a query sees, itself included; with `causal`.
+      segment_ids: of documents packed into one sequence; a query sees its own document only.
+      kv_segment_ids: of the keys; those of the queries by default.
+      return_logsumexp: also return float32 `[batch, tokens, heads]`. Then the backward pass is by
+        `jax.lax`: cuDNN's takes no cotangent of it.
+      method: "gather" (each device gets all keys, for its own queries), "heads" (each gets all
+        tokens, of some heads), or "auto": the one that is estimated to be faster, or that cuDNN can
+        serve; `stretto.explain` says which, and why.
+      config: of "gather": whether keys come from one peer after the other; chosen by default.
+      backend: "xla" (keys gathered together, by XLA), "pallas" (as `config` says; what is moved
+        together, by our collectives), "auto", "simulator"; as of `all_gather`.
+
+    Raises:
+      ValueError: operands that do not fit each other, an unknown layout, method, axis or backend,
+        an odd number of tokens in zigzag, heads that `method="heads"` cannot share out.
+
+    Memory: gathered, k and v of the whole sequence (in zigzag, gathered together, once more in
+    their own order), and up to four times the result; in the backward pass float32 sums of
+    derivatives. By heads as much as the operands and the result, which are kept as exchanged.
+    Synchronisation: every device of the team must make the call.
+    """
+    axes = canonical_axes(axis_name)
+    _check(q, k, v, causal, window)
+    check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
+    if kv_segment_ids is None and q.shape[1] == k.shape[1]:
+        kv_segment_ids = segment_ids
+    _check_segments(q, k, segment_ids, kv_segment_ids)
+    if config is not None and method == HEADS:
+        raise ValueError(f"{OP}: config={config!r} is for method='gather'; pass one of the two.")
+    mask, devices = Mask(causal=causal, window=window), axis_size(axes)
+    question = attention_methods.Question(
+        q=q,
+        k=k,
+        mask=mask,
+        layout=layout,
+        segments=segment_ids is not None,
+        devices=devices,
+    )
+    chosen = attention_methods.chosen(method if config is None else GATHER, question)
+    options = Options(
+        method=chosen.name,
+        layout=layout,
+        mask=mask,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        by_cudnn=chosen.by_cudnn,
+        logsumexp=return_logsumexp,
+        moves=backend,
+        copies=attention_heads.copies(k.shape[2], devices) if chosen.name == HEADS else 1,
+    )
+    operands = Operands(q, k, v, segment_ids, kv_segment_ids)
+    call = decide(
+        CONTEXT_PARALLEL_ATTENTION,
+        examples.sizes_of(q, k, devices, causal=causal, layout=layout),
+        Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype)),
+        *(axes, options),
+        backend=backend,
+        config=config,
+        remark=lambda _: chosen.reason,
+    )
+    return reference(operands, axes, options) if call is None else perform(operands, call)
+
+
+def reference(operands: Operands, axes: Axes, options: Options) -> Any:
+    """Keys gathered together, or heads exchanged; attention as on one device."""
+    call = Call(
+        operation=CONTEXT_PARALLEL_ATTENTION,
+        kernel=rules.XLA,
+        config=None,
+        axes=axes,
+        options=options,
+        backend="xla",
+    )
+    return perform(operands, call)
+
+
+def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.check_array(OP, name, x)
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{OP}: {name} has shape {x.shape}; it must be [batch, tokens, heads, dim]."
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype != q.dtype:
+            raise ValueError(
+                f"{OP}: {name} is {x.dtype} and q is {q.dtype}; all must be of one floating-point"
+                " type. Cast them."
+            )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{OP}: q {q.shape}, k {k.shape} and v {v.shape} must agree in batch and dim, and k and"
+            " v in all."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{OP}: heads={q.shape[2]} of q must be a multiple of kv_heads={k.shape[2]}."
+        )
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"{OP}: causal=True needs as many keys as queries, not {k.shape[1]} for {q.shape[1]};"
+            " pass causal=False."
+        )
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"{OP}: window={window} must be at least 1, and needs causal=True.")
+
+
+def _check_segments(q: Any, k: Any, segments: Any, others: Any) -> None:
+    if (segments is None) != (others is None):
+        raise ValueError(
+            f"{OP}: segment_ids and kv_segment_ids belong together; pass both or neither."
+        )
+    for name, ids, x in (("segment_ids", segments, q), ("kv_segment_ids", others, k)):
+        if ids is None:
+            continue
+        checks.check_array(OP, name, ids)
+        if ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                f"{OP}: {name} is {ids.dtype}{list(ids.shape)}; it must be of integers,"
+                f" {list(x.shape[:2])}."
+            )
+
+
+CONTEXT_PARALLEL_ATTENTION = Operation(
+    name=OP,
+    public=context_parallel_attention,
+    sizes=examples.SIZES,
+    reference=reference,
+    forward=rules.forward,
+    tangent=rules.tangent,
+    backward=rules.backward,
+    work=examples.work,
+    kernels=(rules.KERNEL,),
+    examples=Examples(
+        sets=examples.SETS,
+        shapes=examples.shapes,
+        operands=examples.operands,
+        needs=examples.needs,
+        keywords_of=examples.keywords_of,
+        timed=examples.timed,
+    ),
+)

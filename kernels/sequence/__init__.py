@@ -1,1 +1,0 @@
-"""Operations over a sequence that is split between devices, made of other operations."""

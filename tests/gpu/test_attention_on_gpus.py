@@ -1,0 +1,88 @@
+"""Attention over split sequences, moved in every way: as near to float32 as cuDNN on one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.kernels.attention import blockwise
+from stretto.kernels.attention.masks import Mask, Tokens
+from stretto.kernels.operations.attention_rules import Config
+
+WAYS = {
+    "by peer": dict(config=Config()),
+    "together": dict(config=Config(by_peer=False)),
+    "heads": dict(method="heads"),
+}
+SPEC = P(None, "x")
+
+
+def drawn(devices: int, tokens: int, dim: int) -> list[jax.Array]:
+    """q of large numbers, k, v and a cotangent; half as many heads of keys as of queries."""
+    keys = jax.random.split(jax.random.key(dim), 4)
+    heads = (2 * devices, devices, devices, 2 * devices)
+    q, k, v, bar = (
+        jax.random.normal(key, (1, devices * tokens, count, dim))
+        for key, count in zip(keys, heads, strict=True)
+    )
+    return [x.astype(jnp.bfloat16) for x in (10 * q, k, v, bar)]
+
+
+def exact(operands: list[jax.Array], causal: bool) -> list[np.ndarray]:
+    """The result and its derivatives, in float32."""
+    q, k, v, bar = (x.astype(jnp.float32) for x in operands)
+    tokens = Tokens(jnp.arange(q.shape[1]))
+    how = dict(mask=Mask(causal=causal), scale=q.shape[-1] ** -0.5)
+
+    @jax.jit
+    def program(q, k, v, bar):
+        out, lse = blockwise.forward(q, k, v, tokens, tokens, **how)
+        bars = blockwise.backward(q, k, v, out, lse, bar, None, tokens, tokens, **how)
+        return out, *bars
+
+    return [np.asarray(x) for x in program(q, k, v, bar)]
+
+
+def errors(found: list[jax.Array], right: list[np.ndarray]) -> np.ndarray:
+    wide = [np.asarray(x.astype(jnp.float32)) for x in found]
+    return np.array(
+        [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(wide, right, strict=True)]
+    )
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_way(dim, causal, layout, mesh, scale, tally) -> None:
+    tokens = 8 if scale.rehearsed else 512
+    operands = drawn(mesh.size, tokens, dim)
+    right = exact(operands, causal)
+    is_cut = layout == "zigzag"
+    where = NamedSharding(mesh, SPEC)
+    given = [jax.device_put(st.to_zigzag(x, mesh.size) if is_cut else x, where) for x in operands]
+
+    def by(**options):
+        def local(q, k, v, bar):
+            def call(q, k, v):
+                return st.context_parallel_attention(
+                    q, k, v, "x", causal=causal, layout=layout, **options
+                )
+
+            out, pull = jax.vjp(call, q, k, v)
+            return out, *pull(bar)
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False)
+        found = jax.jit(mapped)(*given)
+        return errors([st.from_zigzag(x, mesh.size) if is_cut else x for x in found], right)
+
+    plain = by(backend="xla")
+    for way, options in WAYS.items():
+        found = by(backend=scale.backend, **options)
+        tally.checks(1)
+        assert (found <= 1.5 * plain + 1e-3).all(), (way, found, plain)
