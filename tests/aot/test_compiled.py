@@ -73,7 +73,12 @@ def test_odd_sizes_cost_no_spills_and_no_copies(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["epilogue", pytest.param("epilogues with arrays", marks=pytest.mark.slow)]
+    "case",
+    [
+        "epilogue",
+        pytest.param("epilogues with arrays", marks=pytest.mark.slow),
+        pytest.param("epilogues with arrays at odd sizes", marks=pytest.mark.slow),
+    ],
 )
 def test_an_epilogue_costs_no_spills(case, tmp_path):
     check(compile_case(case, tmp_path), warpgroups=3, local=True)
