@@ -40,6 +40,8 @@ class Kernel:
         shows that it is faster.
       stands_for: the problem whose tuned entries and estimate apply to this one, with the bytes
         that XLA moves in memory in addition; None for a kernel with entries of its own.
+      copies: (problem, configuration) -> bytes that XLA copies because of the sizes, or whose copy
+        would take as long as what the kernel loses by them; even sizes cost none.
       beside: (configuration, options, layout and type of each array) -> why XLA must apply an
         epilogue with arrays, or of two products, after the kernel; None where the kernel applies
         it. None for a kernel that applies none of those.
@@ -53,6 +55,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    copies: Callable[[Problem, Any], int] = lambda problem, config: 0
     beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None
 
 

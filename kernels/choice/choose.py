@@ -219,8 +219,15 @@ def _within(operation: Operation, problem: Problem, split: topology.Split) -> Pr
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
-    if problem.copied:
-        return _with_copies(operation, kernel, problem)
+    plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0))
+    of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
+    if not problem.copied and not of_sizes:
+        return plain
+    return _with_copies(operation, kernel, problem, plain, of_sizes)
+
+
+def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The faster one, of operands that a kernel takes as they are."""
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
     unknown = untried or kernel.untried
     found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
@@ -243,21 +250,32 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     )
 
 
-def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
-    """The faster one where the kernel's operands or results have to be copied besides."""
-    plain = faster(operation, kernel, dataclasses.replace(problem, copied=0))
+def _with_copies(
+    operation: Operation, kernel: Kernel, problem: Problem, plain: Choice, of_sizes: int
+) -> Choice:
+    """The faster one where the kernel's operands or results have to be copied besides.
+
+    `plain` is the faster one without; `of_sizes` bytes are copied because of the sizes.
+    """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
     fused_us, xla_us = plain.fused_us, plain.xla_us
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
-    fused_us += costs.moved_in_memory_us(problem.copied)
+    fused_us += costs.moved_in_memory_us(problem.copied + of_sizes)
     is_fused = plain.backend == "pallas" and fused_us < xla_us
+    turned = plain.backend == "pallas" and not is_fused
+    reason = f"{plain.reason}, but for the copies" if turned else plain.reason
+    if of_sizes:
+        reason += (
+            f"; rows that are no multiples of 128 bytes cost as much as to copy"
+            f" {of_sizes / 2**20:.3g} MiB"
+        )
     return dataclasses.replace(
         plain,
         problem=problem,
         backend="pallas" if is_fused else "xla",
-        reason=f"{plain.reason}, but for the copies" if not is_fused else plain.reason,
+        reason=reason,
         fused_us=fused_us,
         xla_us=xla_us,
     )
@@ -266,6 +284,12 @@ def _with_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choi
 def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool:
     """Whether `estimate` knows the times of such a call: of arithmetic beside a collective."""
     return kernel.fused_from is None and operation.work(problem).flops > 0
+
+
+def _is_measured(kernel: Kernel, problem: Problem) -> bool:
+    """Whether a table has the very problem, with all that a call of it copies."""
+    found = tables.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
+    return found is not None and found.fused_us is not None
 
 
 def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:
@@ -314,16 +338,11 @@ def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice 
 
 
 def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
-<<<<<<< HEAD
     """What the table says; where shapes lie between its entries, with the operation's estimate.
 
     Of what has no estimate, the measured ratios are interpolated themselves.
     """
     if not has_estimate(operation, kernel, problem):
-=======
-    """The choice by the table; between its entries, corrected by the operation's estimate."""
-    if kernel.fused_from is not None:
->>>>>>> sitem
         return tables.look_up(kernel, problem)
     estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
     return tables.look_up(kernel, problem, estimated)

@@ -39,8 +39,8 @@ def load(
                 gates.go_through(i, k)
             # Each copy, once complete, publishes its tile to the warps that multiply.
             lhs, rhs = ring.arrivals(stage)
-            parts.lhs.load(tile, k, ring.lhs.at[stage], lhs)
-            parts.rhs.load(tile, k, ring.rhs.at[stage], rhs)
+            parts.lhs.load(tile, k, ring.loaded_lhs.at[stage], lhs)
+            parts.rhs.load(tile, k, ring.loaded_rhs.at[stage], rhs)
             if parts.scales is not None and ring.scales is not None:
                 ring.scales.load(parts.scales, tile, k, stage)
             return ring.next(stage)

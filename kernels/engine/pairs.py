@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine import stages
 from stretto.kernels.engine.parts import Ref, Stream, Tile
-from stretto.kernels.engine.tiles import TileShape, rhs_window
+from stretto.kernels.engine.tiles import TileShape
 
 SWIZZLED_ROWS = 8  # of a swizzled tile that lie together in memory
 
@@ -27,26 +28,28 @@ def copies_of_pair(shape: TileShape, transposed: bool) -> int:
 
 
 def pair_along_n(
-    refs: Sequence[Ref], shape: TileShape, transposed: bool, rhs_k: Callable[[Int], Int]
+    refs: Sequence[Ref], shape: TileShape, transposed: bool, window: Callable[[Int, Int], tuple]
 ) -> Stream:
     """Two right-hand sides, of each of which a stage has half its columns.
 
-    A copy fills memory that is contiguous. Of a swizzled tile `[tile_k, tile_n]` that are 8 rows,
-    so half the columns of it take a copy for each 8 rows.
+    `window` is (tile along the contraction, column of tiles of `halved(shape)`) -> where it lies in
+    either of them. A copy fills memory that is contiguous. Of a swizzled tile `[tile_k, tile_n]`
+    that are 8 rows, so half the columns of it take a copy for each 8 rows. A stage with edges is in
+    8 x 64 tiles (`shared_memory.with_edges`), unless it is transposed.
     """
-    half = halved(shape)
-    step = half.tile_n if transposed else SWIZZLED_ROWS
+    columns = halved(shape).tile_n
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
         for index, ref in enumerate(refs):
-            window = ref.at[rhs_window(half, rhs_k(k), tile.n, transposed)]
+            half, own = ref.at[window(k, tile.n)], pl.ds(index * columns, columns)
             if transposed:
-                target = stage.at[pl.ds(index * half.tile_n, half.tile_n)]
-                plgpu.copy_gmem_to_smem(window, target, barrier)
-                continue
-            columns = pl.ds(index * half.tile_n, half.tile_n)
-            for row in range(0, shape.tile_k, step):
-                rows = pl.ds(row, step)
-                plgpu.copy_gmem_to_smem(window.at[rows], stage.at[rows, columns], barrier)
+                plgpu.copy_gmem_to_smem(half, stage.at[own], barrier)
+            elif len(stage.shape) > len(half.shape):
+                across = stage.shape[1] // len(refs)
+                stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
+            else:
+                for row in range(0, shape.tile_k, SWIZZLED_ROWS):
+                    rows = pl.ds(row, SWIZZLED_ROWS)
+                    plgpu.copy_gmem_to_smem(half.at[rows], stage.at[rows, own], barrier)
 
     return Stream(load=load)

@@ -262,6 +262,8 @@ class Product:
       lhs_transposed: tiles of lhs are stored as `[tile_k, tile_m]`.
       rhs_transposed: tiles of rhs are stored as `[tile_n, tile_k]`.
       ragged: the sink stores some tiles in part (`Sink.rows`).
+      lhs_edges, rhs_edges, out_edges: the matrix is not made of whole 8 x 64 tiles
+        (`padding.is_whole`); a ragged product's result must be.
       fold: the kind of `Parts.fold`.
       scales: the granularity of `Parts.scales`; None without them.
       beside: what `Parts.beside` takes, in place of an `epilogue`; None without it.
@@ -273,6 +275,9 @@ class Product:
     lhs_transposed: bool = False
     rhs_transposed: bool = False
     ragged: bool = False
+    lhs_edges: bool = False
+    rhs_edges: bool = False
+    out_edges: bool = False
     fold: type[Fold] = Sum
     scales: Granularity | None = None
     beside: Beside | None = None

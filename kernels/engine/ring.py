@@ -12,6 +12,7 @@ rhs; `full` is then the first block's (`stages.Halves`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,7 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.pairs import copies_of_pair
 from stretto.kernels.engine.parts import SCALE_COPIES, Product, Ref, Scales, Tile
-from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
+from stretto.kernels.engine.shared_memory import (
+    ALIGNED_SCALES,
+    row_elements,
+    swizzled,
+    with_edges,
+)
 from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
@@ -63,16 +69,43 @@ class RingScales(NamedTuple):
 class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
+    An operand with edges is loaded through another view of the same memory, `loaded_lhs` and
+    `loaded_rhs`: of rhs 8 x 64 tiles, unless it is transposed.
     And the scales of blocks (`scales`), where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
     """
 
     lhs: Ref
     rhs: Ref
+    loaded_lhs: Ref
+    loaded_rhs: Ref
     full: Ref
     empty: Ref
     scales: StageScales | None = None
     halved: tuple[int, int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        product: Product,
+        refs: Mapping[str, Ref],
+        scales: StageScales | None = None,
+        halved: tuple[int, int] | None = None,
+    ) -> Ring:
+        """The ring of the refs that `scratch` asked for."""
+        lhs, rhs = refs["lhs_smem"], refs["rhs_smem"]
+        lhs, loaded_lhs = lhs if product.lhs_edges else (lhs, lhs)
+        rhs, loaded_rhs = rhs if product.rhs_edges else (rhs, rhs)
+        return cls(
+            lhs=lhs,
+            rhs=rhs,
+            loaded_lhs=loaded_lhs,
+            loaded_rhs=loaded_rhs,
+            full=refs["full"],
+            empty=refs["empty"],
+            scales=scales,
+            halved=halved,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -116,7 +149,8 @@ def scratch(
       num_stages: how many there are.
       product: the types of the operands, and their layouts.
       empty: the barriers of that name, one for each stage.
-      copies: that arrive at `full`: those of both tiles, and of scales that come with them.
+      copies: that arrive at `full`: one of each tile, and those of scales that come with them. What
+        else a tile of rhs takes is added to them (`copies_of_rhs`).
     """
     lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
     rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
@@ -131,12 +165,29 @@ def scratch(
             lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
         )
-    if product.beside is not None and product.beside.gated:
-        copies += copies_of_pair(shape, product.rhs_transposed) - 1
     return dict(
-        lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
-        rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
+        lhs_smem=_memory(lhs, product.lhs, edges=product.lhs_edges),
+        rhs_smem=_memory(rhs, product.rhs, edges=product.rhs_edges),
         **scales,
-        full=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
+        full=plgpu.Barrier(
+            num_arrivals=copies - 1 + copies_of_rhs(shape, product), num_barriers=num_stages
+        ),
         empty=empty,
     )
+
+
+def copies_of_rhs(shape: TileShape, product: Product) -> int:
+    """The copies that a tile of rhs, or of a pair of them, is loaded by."""
+    row = row_elements(product.rhs)
+    if product.rhs_edges and not product.rhs_transposed and shape.tile_n != row:
+        return shape.tile_k // 8 * (shape.tile_n // row)
+    if product.beside is not None and product.beside.gated:
+        return copies_of_pair(shape, product.rhs_transposed)
+    return 1
+
+
+def _memory(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, edges: bool) -> Any:
+    """Stages, and where the array has edges a second view of them to load through."""
+    if edges:
+        return with_edges(shape, dtype)
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))

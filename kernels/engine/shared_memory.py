@@ -24,3 +24,20 @@ def swizzled(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
     tiling = plgpu.TilingTransform((8, row_elements(dtype)))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
     return tiling, swizzle
+
+
+def with_edges(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """The same, `[..., rows, columns]`, for arrays that are not made of whole 8 x 64 tiles.
+
+    As (what warps and tensor cores use, what is copied). The latter are rows of 128 bytes, which
+    the copy engine fills from rows of the array; it cuts off any number of them, and of columns,
+    and fills up with zeros. Of more columns than a row has, the latter are 8 x 64 tiles,
+    `[..., rows / 8, columns / 64, 8, 64]`, a copy each.
+    """
+    in_tiles, row = swizzled(dtype), row_elements(dtype)
+    *before, rows, columns = shape
+    copied = shape if columns == row else (*before, rows // 8, columns // row, 8, row)
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=in_tiles),
+        plgpu.SMEM(copied, dtype, transforms=in_tiles[1:]),
+    )

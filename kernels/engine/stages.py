@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import CLUSTER_AXIS
@@ -27,7 +30,21 @@ class Halves:
 
 
 def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
-    """Starts the copy of a window of global memory, or of this block's half of it, to `stage`."""
+    """Starts the copy of a window of global memory, or of this block's half of it, to `stage`.
+
+    A stage of four dimensions takes the window in tiles of rows and columns, which arrive one by
+    one.
+    """
+    if not isinstance(barrier, Halves) and len(stage.shape) > len(window.shape):
+        down, across, rows, columns = stage.shape
+
+        def fill_row(row: jax.Array, _: None) -> None:
+            for column in range(across):
+                part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
+                plgpu.copy_gmem_to_smem(part, stage.at[row, column], barrier)
+
+        lax.fori_loop(0, down, fill_row, None)  # Unrolled it would take more registers.
+        return
     if not isinstance(barrier, Halves):
         plgpu.copy_gmem_to_smem(window, stage, barrier)
         return

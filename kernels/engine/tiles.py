@@ -20,6 +20,11 @@ class TileShape(Protocol):
         ...
 
     @property
+    def takes_edges(self) -> bool:
+        """Whether its main loop takes matrices that are not made of whole 8 x 64 tiles."""
+        ...
+
+    @property
     def tile_m(self) -> int:
         """Rows of lhs and of the result."""
         ...

@@ -29,7 +29,7 @@ from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
-from stretto.kernels.fused import beside, gathering, unfused
+from stretto.kernels.fused import beside, copied, gathering, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
 from stretto.kernels.fused.obstacles import obstacle
@@ -37,6 +37,9 @@ from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
+
+LEAST_ROWS = 4
+"""Of a piece, where all rows are gathered first: with fewer, copying lhs takes less time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,16 @@ class Config(PullConfig):
                 f"chunk_columns={self.chunk_columns} must be a multiple of"
                 f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
             )
+
+    def piece_rows(self, m_shard: int) -> int:
+        """Rows of a piece, where all rows are gathered first: none reaches into another shard."""
+        return [r for r in range(1, self.pull_rows + 1) if m_shard % r == 0][-1]
+
+    def gathered_rows(self, m_shard: int) -> int:
+        """Rows of a shard as it is gathered: more than it has where they make no pieces."""
+        if self.gather_first and self.piece_rows(m_shard) < LEAST_ROWS:
+            return padding.padded(m_shard, padding.ROWS)
+        return m_shard
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
@@ -114,17 +127,23 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     options = call.options
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
-    padded = padding.pad(lhs, padding.ROWS, padding.COLUMNS)
-    sides = [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs]
+    tiles = call.config.tiles
+    rows = call.config.gathered_rows(lhs.shape[0])
+    widths = gathering.widths_of(rhs, options.rhs_transposed)
+    padded = call.config.padded(padding.pad_rows(lhs, rows), columns=sum(widths))
+    often = gathering.is_used_often(team.size * m_shard, options.rhs_transposed)
+    sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
     gather = _gather(padded, sides, team, call)
-    results = gathering.launch(gather, padded, sides, arrays, team, call, name="all_gather_matmul")
-    widths = gathering.results_widths(rhs, options)
-    columns = widths + [k] * options.return_gathered
+    cut_to = gathering.results_widths(rhs, options)
+    results = gathering.launch(
+        gather, padded, sides, arrays, team, call, wanted=cut_to, name="all_gather_matmul"
+    )
+    columns = cut_to + [k] * options.return_gathered
     cut = [
         x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(team.size * m_shard, n)
         for x, n in zip(results, columns, strict=True)
     ]
-    return tuple(cut[: len(widths)]), cut[-1] if options.return_gathered else None
+    return tuple(cut[: len(cut_to)]), cut[-1] if options.return_gathered else None
 
 
 KERNEL = Kernel(
@@ -133,6 +152,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.by_rows,
     beside=beside.obstacle,
 )
 
@@ -144,18 +164,23 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     shape = config.tiles
     n = gathering.tiled_columns(rhs, call.options, shape)
 
-    def plan(rows: int, piece_rows: int) -> PullPlan:
+    def plan(rows: int, piece_rows: int, stride: int) -> PullPlan:
         return PullPlan(
             rows=rows,
             columns=k,
             piece_rows=piece_rows,
-            piece_columns=config.piece_columns(k, k),
+            piece_columns=config.piece_columns(k, stride),
             chunk_columns=config.chunk_columns,
         )
 
+    turned = call.options.rhs_transposed
     if config.gather_first:
-        piece_rows = [r for r in range(1, config.pull_rows + 1) if m_shard % r == 0][-1]
         rows = rows_that_fill_tiles(team.size * m_shard, m_shard, shape.tile_m)
-        return rows_first(team, plan(rows, piece_rows), m_shard, n, shape)
+        pieces = plan(rows, config.piece_rows(m_shard), k)
+        return rows_first(team, pieces, m_shard, n, shape, rhs_transposed=turned)
     by_shard = call.options.return_gathered
-    return by_shards(team, plan(m_shard, config.pull_rows), n, shape, by_shard=by_shard)
+    columns = gathering.kept_columns(lhs, by_shard)
+    pieces = plan(m_shard, config.pull_rows, columns)
+    return by_shards(
+        team, pieces, n, shape, columns=columns, by_shard=by_shard, rhs_transposed=turned
+    )

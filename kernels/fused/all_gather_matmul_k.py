@@ -26,7 +26,7 @@ from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
-from stretto.kernels.fused import beside, gathering
+from stretto.kernels.fused import beside, copied, gathering
 from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
@@ -77,22 +77,35 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     options = call.options
     team = Team.along(call.axes)
     m, k_shard = lhs.shape
-    k_axis = 1 if options.rhs_transposed else 0
 
-    def padded_rhs(x: jax.Array) -> jax.Array:
-        x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
-        return padding.pad(x, padding.COLUMNS, padding.COLUMNS)
-
-    padded, sides = padding.pad(lhs, padding.ROWS, padding.COLUMNS), [padded_rhs(x) for x in rhs]
+    widths = gathering.widths_of(rhs, options.rhs_transposed)
+    padded = call.config.padded(lhs, columns=sum(widths))
+    often = gathering.is_used_often(m, options.rhs_transposed)
+    sides = [_in_parts(x, team.size, often, call) for x in rhs]
     gather = _gather(padded, sides, team, call)
+    cut_to = gathering.results_widths(rhs, options)
     results = gathering.launch(
-        gather, padded, sides, arrays, team, call, name="all_gather_matmul_k"
+        gather, padded, sides, arrays, team, call, wanted=cut_to, name="all_gather_matmul_k"
     )
-    widths = gathering.results_widths(rhs, options)
-    outs = tuple(out[:m, :n] for out, n in zip(results, widths, strict=False))
+    outs = tuple(out[:m, :n] for out, n in zip(results, cut_to, strict=False))
     if not options.return_gathered:
         return outs, None
     return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
+
+
+def _in_parts(rhs: jax.Array, parts: int, often: bool, call: Call) -> jax.Array:
+    """rhs with the devices' parts of the contraction as a dimension, as `by_columns` takes it.
+
+    The columns that lhs was padded by are zero, and meet zeros beyond the end of a part.
+    """
+    tiles = call.config.tiles
+    if not call.options.rhs_transposed:
+        rhs = rhs.reshape(parts, -1, rhs.shape[1])
+        return padding.pad(rhs, tiles, padding.COLUMNS, copied=often)
+    matrix = len(rhs), rhs.shape[1] // parts
+    rows, k_shard = padding.shape_of(matrix, rhs.dtype, tiles, padding.COLUMNS, copied=often)
+    rhs = padding.pad_parts(rhs, 1, parts, k_shard)
+    return padding.pad_rows(rhs, rows).reshape(rows, parts, k_shard)
 
 
 KERNEL = Kernel(
@@ -101,6 +114,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.by_contraction,
     beside=beside.obstacle,
 )
 
@@ -112,13 +126,17 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     shape, by_shard = config.tiles, call.options.return_gathered
     n = gathering.tiled_columns(rhs, call.options, shape)
     side_by_side = team.size if by_shard else team.size - 1  # Shards in a gathered row.
+    columns = gathering.kept_columns(lhs, by_shard)
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,
         columns=k_shard,
         piece_rows=config.pull_rows,
-        piece_columns=config.piece_columns(k_shard, side_by_side * k_shard),
+        piece_columns=config.piece_columns(k_shard, side_by_side * columns),
         chunk_rows=shape.tile_m,
         band_rows=shape.raster_width * shape.tile_m,
     )
-    return by_columns(team, plan, n, shape, by_shard=by_shard)
+    turned = call.options.rhs_transposed
+    return by_columns(
+        team, plan, n, shape, columns=columns, by_shard=by_shard, rhs_transposed=turned
+    )

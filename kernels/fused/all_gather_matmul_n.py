@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stretto.kernels.fused import all_gather_matmul
+from stretto.kernels.fused import all_gather_matmul, copied
 from stretto.kernels.fused.all_gather_matmul import Config
 from stretto.kernels.problem.problem import Problem
 
@@ -29,5 +29,8 @@ def transposed(problem: Problem) -> tuple[Problem, int]:
 
 
 KERNEL = dataclasses.replace(
-    all_gather_matmul.KERNEL, default=default_config, stands_for=transposed
+    all_gather_matmul.KERNEL,
+    default=default_config,
+    stands_for=transposed,
+    copies=lambda problem, config: copied.by_rows(transposed(problem)[0], config),
 )

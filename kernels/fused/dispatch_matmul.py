@@ -141,7 +141,7 @@ def dispatch_matmul(
     """
     tiles, (tokens, width), rows = config.tiles, x.shape, len(sources)
     n = rhs.shape[1 if rhs_transposed else 2]
-    rhs = padding.pad(rhs, padding.COLUMNS, padding.COLUMNS)
+    rhs = padding.pad_to_tiles(rhs, padding.COLUMNS)
     row = Rows.of(width, tiles.tile_k)
     grouped = GroupedRows.of(rows, rhs, tiles, rhs_transposed)
     used = jnp.minimum(jnp.sum(sizes), rows)

@@ -13,6 +13,7 @@ waits for, the plan of what is fetched, and the place of a tile in the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import beside, pairs, sinks, streams, tiles
+from stretto.kernels.engine import beside, padding, pairs, sinks, streams
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
@@ -36,6 +37,7 @@ from stretto.kernels.engine.parts import (
     elementwise,
 )
 from stretto.kernels.engine.segments import Segments
+from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
 from stretto.kernels.operation import Call
 
@@ -49,7 +51,8 @@ class Gather:
       k_tiles: length of the contraction, in tiles.
       lhs: the kernel's refs -> the stream of lhs, own and gathered (`gathered`), which waits for
         `received`.
-      rhs_k: tile along the contraction -> the tile of rhs that it is multiplied by.
+      rhs_window: (shape of tiles, tile along the contraction, column of tiles) -> the window of
+        rhs.
       fetch: what is fetched from peers; the key of a place is its index in `received`.
       leading: tile -> the indices of its matrix in the result.
       received: shape of the semaphores that count pieces.
@@ -62,7 +65,7 @@ class Gather:
     order: ShardOrder
     k_tiles: int
     lhs: Callable[[Refs], Stream]
-    rhs_k: Callable[[Int], Int] = lambda k: k
+    rhs_window: Callable[[TileShape, Int, Int], tuple]
     fetch: Fetch
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: ()
     received: tuple[int, ...]
@@ -104,12 +107,13 @@ def launch(
     team: Team,
     call: Call,
     *,
+    wanted: Sequence[int],
     name: str,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
     `arrays` are the epilogue's. Returns the results `[*gather.out_rows, n_i]`, and after them the
-    gathered lhs, if requested.
+    gathered lhs, if requested. The results have the `wanted` columns, or a few more.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
@@ -117,22 +121,26 @@ def launch(
     widths = results_widths(rhs, options)
     of_result = result_tile(shape, options)
     columns = Segments.of(widths, of_result.tile_n)
-    outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths]
+    outs = [
+        jax.ShapeDtypeStruct(
+            (*gather.out_rows, padding.made_columns(n, width, out_dtype, shape)), out_dtype
+        )
+        for n, width in zip(wanted, widths, strict=True)
+    ]
     product = Product(
         lhs=lhs.dtype,
         rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         beside=taken,
+        **padding.edges(shape, lhs=lhs, rhs=[_matrix(x, rhs_transposed) for x in rhs], out=outs),
     )
-
-    def rhs_window(k: Int, n: Int) -> tiles.Window:
-        return tiles.rhs_window(shape, gather.rhs_k(k), n, rhs_transposed)
 
     def rhs_stream(refs: Refs) -> Stream:
         if taken is not None and taken.gated:
-            return pairs.pair_along_n(refs.rhs, shape, rhs_transposed, gather.rhs_k)
-        return streams.along_n(refs.rhs, columns, rhs_window)
+            window = functools.partial(gather.rhs_window, pairs.halved(shape))
+            return pairs.pair_along_n(refs.rhs, shape, rhs_transposed, window)
+        return streams.along_n(refs.rhs, columns, functools.partial(gather.rhs_window, shape))
 
     def besides(refs: Refs) -> BesideParts | None:
         if taken is None:
@@ -189,9 +197,24 @@ def launch(
     return [*results["outs"], gather.complete(results["gathered"], lhs)]
 
 
+def kept_columns(lhs: jax.Array, by_shard: bool) -> int:
+    """Columns that peers' shards like lhs are kept in: aligned, but where they are returned."""
+    return lhs.shape[1] if by_shard else padding.in_lines(lhs.shape[1], lhs.dtype)
+
+
+def is_used_often(rows: int, rhs_transposed: bool) -> bool:
+    """Whether rhs is copied to aligned rows for a result of so many rows (`padding.REUSE`)."""
+    return rows >= padding.REUSE["lhs" if rhs_transposed else "rhs"]
+
+
+def _matrix(rhs: jax.Array, transposed: bool) -> jax.ShapeDtypeStruct:
+    """A matrix of rhs as a tile is copied out of it, without the dimension of the devices."""
+    return jax.ShapeDtypeStruct((rhs.shape[0 if transposed else -2], rhs.shape[-1]), rhs.dtype)
+
+
 def widths_of(rhs: Sequence[jax.Array], rhs_transposed: bool) -> list[int]:
-    """The columns of each of rhs, `[k, n_i]` or `[n_i, k]`."""
-    return [x.shape[0 if rhs_transposed else 1] for x in rhs]
+    """The columns of each of rhs, `[..., k, n_i]` or `[n_i, ..., k]`."""
+    return [x.shape[0 if rhs_transposed else -1] for x in rhs]
 
 
 def results_widths(rhs: Sequence[jax.Array], options: Any) -> list[int]:

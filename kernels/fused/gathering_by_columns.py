@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from stretto.distributed import copies, schedule
 from stretto.distributed.schedule import BandedPullPlan, Int
 from stretto.distributed.team import Team
-from stretto.kernels.engine import stages, transfers
+from stretto.kernels.engine import stages, tiles, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
@@ -26,20 +26,31 @@ from stretto.kernels.fused.gathering import Gather, Kept
 
 
 def by_columns(
-    team: Team, plan: BandedPullPlan, n: int, shape: TileShape, *, by_shard: bool
+    team: Team,
+    plan: BandedPullPlan,
+    n: int,
+    shape: TileShape,
+    *,
+    columns: int,
+    by_shard: bool,
+    rhs_transposed: bool,
 ) -> Gather:
-    """Shards `[plan.rows, plan.columns]`, whole tiles, for a result of `n` columns.
+    """Shards `[plan.rows, plan.columns]` for a result of `n` columns.
 
     `plan` cuts the peers' columns into pieces; a chunk of it has the rows of a tile. `by_shard`
-    keeps the gathered columns in the order of the shards (`Kept`). The step of a tile is 0.
+    keeps the gathered columns in the order of the shards (`Kept`), each of which has room for
+    `columns`. The step of a tile is 0.
+    Each of rhs is `[devices, k_shard, n_i]`, or `[n_i, devices, k_shard]`: the last tile of a
+    device's part of the contraction is filled up with zeros.
     """
     kept = Kept(team, by_shard)
-    tiles_of_shard = plan.columns // shape.tile_k
+    tiles_of_shard = schedule.ceil_div(plan.columns, shape.tile_k)
 
-    def rhs_k(k: Int) -> Int:
+    def rhs_window(tile: TileShape, k: Int, n: Int) -> tuple:
         step, within = _step(k, tiles_of_shard)
         shard = schedule.shard_of_step(team.device_id(), step, team.size)
-        return shard * tiles_of_shard + within
+        first, second = tiles.rhs_window(tile, within, n, rhs_transposed)
+        return (first, shard, second) if rhs_transposed else (shard, first, second)
 
     def complete(gathered: jax.Array, lhs: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(gathered, lhs, team.device_id(), 1)
@@ -48,11 +59,11 @@ def by_columns(
         order=ShardOrder(plan.rows, n, shape),
         k_tiles=team.size * tiles_of_shard,
         lhs=lambda refs: _stream(refs, plan, kept, shape),
-        rhs_k=rhs_k,
+        rhs_window=rhs_window,
         fetch=_Fetch(team, plan, kept),
         received=(plan.sources, plan.chunks),
         out_rows=(plan.rows,),
-        gathered=(plan.rows, kept.count, plan.columns),
+        gathered=(plan.rows, kept.count, columns),
         shards=1,
         complete=complete,
     )
@@ -67,8 +78,10 @@ def _step(k: Int, tiles_of_shard: int) -> tuple[Int, Int]:
 def _stream(refs: Refs, plan: BandedPullPlan, kept: Kept, shape: TileShape) -> Stream:
     """The device's own columns, then gathered ones, shard by shard."""
 
+    tiles_of_shard = schedule.ceil_div(plan.columns, shape.tile_k)
+
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-        step, within = _step(k, plan.columns // shape.tile_k)
+        step, within = _step(k, tiles_of_shard)
         rows, columns = lhs_window(shape, tile.m, within)
 
         @pl.when(step == 0)
@@ -86,7 +99,8 @@ def _stream(refs: Refs, plan: BandedPullPlan, kept: Kept, shape: TileShape) -> S
             # All blocks' pieces of the shard's columns are in place, in the tile's rows.
             refs.received.at[step - 1, tile.m].wait(plan.pieces_in_chunk(tile.m))
 
-    return Stream(load=load, arrival=Arrival(columns=plan.columns, wait=wait))
+    columns = tiles_of_shard * shape.tile_k
+    return Stream(load=load, arrival=Arrival(columns=columns, wait=wait))
 
 
 @dataclasses.dataclass(frozen=True)

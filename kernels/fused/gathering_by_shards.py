@@ -6,6 +6,7 @@ The peers' rows arrive during the arithmetic on the own rows. For shards that fi
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 from jax import lax
@@ -18,14 +19,24 @@ from stretto.kernels.engine import stages, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
-from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
 from stretto.kernels.fused.gathering import Gather, Kept
 
 
-def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard: bool) -> Gather:
+def by_shards(
+    team: Team,
+    plan: PullPlan,
+    n: int,
+    shape: TileShape,
+    *,
+    columns: int,
+    by_shard: bool,
+    rhs_transposed: bool,
+) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
-    `by_shard` keeps the gathered rows in the order of the shards (`Kept`). The step of a tile is
+    `by_shard` keeps the gathered rows in the order of the shards (`Kept`); they have room for
+    `columns`. The step of a tile is
     how many places further the device is whose rows it takes.
     """
     kept = Kept(team, by_shard)
@@ -40,11 +51,12 @@ def by_shards(team: Team, plan: PullPlan, n: int, shape: TileShape, *, by_shard:
         order=ShardOrder(plan.rows, n, shape, steps=team.size),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
         lhs=lambda refs: _stream(refs, plan, kept, shape),
+        rhs_window=functools.partial(rhs_window, transposed=rhs_transposed),
         fetch=_Fetch(team, plan, kept),
         leading=leading,
         received=(team.size - 1, plan.chunks),
         out_rows=(team.size, plan.rows),
-        gathered=(kept.count, plan.rows, plan.columns),
+        gathered=(kept.count, plan.rows, columns),
         shards=team.size,
         complete=complete,
     )

@@ -11,6 +11,7 @@ its array, the copy engine makes up zeros, which took longer than rows that are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jax.experimental import pallas as pl
 
@@ -21,11 +22,13 @@ from stretto.kernels.engine import streams, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
-from stretto.kernels.engine.tiles import TileShape, lhs_window
+from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
 from stretto.kernels.fused.gathering import Gather
 
 
-def rows_first(team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShape) -> Gather:
+def rows_first(
+    team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShape, *, rhs_transposed: bool
+) -> Gather:
     """Shards of `m_shard` rows, for a result of `n` columns.
 
     `plan` cuts the matrix of all rows, and of those that fill up its last tile, into pieces, none
@@ -36,6 +39,7 @@ def rows_first(team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShap
         order=ShardOrder(rows, n, shape),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
         lhs=lambda refs: _stream(refs, plan, shape),
+        rhs_window=functools.partial(rhs_window, transposed=rhs_transposed),
         fetch=_Fetch(team, plan, m_shard),
         received=(plan.chunks,),
         out_rows=(rows,),

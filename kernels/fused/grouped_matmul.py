@@ -33,6 +33,7 @@ from stretto.kernels.engine.orders import GroupsOrder, RowTilesOrder, ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import piece_window, rhs_window
+from stretto.kernels.fused import copied
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -87,8 +88,8 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
     transposed = call.options.rhs_transposed
     m, n = lhs.shape[0], rhs.shape[1 if transposed else 2]
     out = grouped(
-        padding.pad(lhs, padding.ROWS, padding.COLUMNS),
-        padding.pad(rhs, padding.COLUMNS, padding.COLUMNS),
+        padding.pad_to_tiles(lhs, padding.ROWS),
+        padding.pad_to_tiles(rhs, padding.COLUMNS),
         sizes,
         out_dtype=call.options.out_dtype,
         tiles=call.config.tiles,
@@ -219,7 +220,7 @@ def contracted(
     """
     tiles, groups = config.tiles, sizes.shape[0]
     (m, k), n = lhs.shape, rhs.shape[1]
-    lhs, rhs = (padding.pad(x, padding.ROWS, padding.COLUMNS) for x in (lhs, rhs))
+    lhs, rhs = (padding.pad_to_tiles(x, padding.ROWS) for x in (lhs, rhs))
     table, loose = k_tiles_of(sizes, m, tiles.tile_k)
     order = ShardOrder(lhs.shape[1], rhs.shape[1], tiles, steps=groups)
 
@@ -359,4 +360,5 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.one_device,
 )

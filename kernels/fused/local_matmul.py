@@ -44,8 +44,9 @@ def local_matmul(
     Or `(lhs * lhs_scale) @ (rhs * rhs_scale)`, of operands in 8 bits.
 
     Args:
-      lhs, rhs: bfloat16 or float16, m a multiple of 8, k and n of 64. Or float8_e4m3fn and
-        float8_e5m2, also mixed, with scales: k a multiple of 128, and rhs transposed, since
+      lhs, rhs: bfloat16 or float16, k and n multiples of 8: rows of 16 bytes. With tiles for
+        Blackwell m must be a multiple of 8, k and n of 64. Or float8_e4m3fn and float8_e5m2, also
+        mixed, with scales: m a multiple of 8, k of 128, n of 64, and rhs transposed, since
         Hopper's tensor cores take operands in 8 bits along k only.
       out_dtype: lhs's type by default; with scales bfloat16.
       config: the tiles; by default, large ones for the devices' architecture.
@@ -57,7 +58,6 @@ def local_matmul(
     Raises:
       ValueError: operands or scales that do not fit each other or the copy engine.
     """
-    m, k, n = _checked_sizes(lhs, rhs, rhs_transposed)
     granularity, own = None, {}
     if lhs_scale is not None or rhs_scale is not None:
         if not rhs_transposed:
@@ -68,6 +68,8 @@ def local_matmul(
     if config is None:
         config = _default_config(granularity)
     config.check()
+    whole = granularity is not None or not config.takes_edges
+    m, k, n = _checked_sizes(lhs, rhs, rhs_transposed, whole=whole)
     if granularity is not None:
         _check_fp8_tiles(config, granularity)
         own = _as_loaded(of_lhs, of_rhs, granularity, config)
@@ -93,6 +95,7 @@ def local_matmul(
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         scales=granularity,
+        **padding.edges(config, lhs=lhs, rhs=rhs, out=jax.ShapeDtypeStruct((m, n), out_dtype)),
     )
     results = fuse(
         parts,
@@ -141,14 +144,19 @@ def _loads(
     )
 
 
-def _checked_sizes(lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool) -> tuple[int, int, int]:
-    """m, k and n; ValueError unless operands fit each other and the copy engine."""
+def _checked_sizes(
+    lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool, *, whole: bool
+) -> tuple[int, int, int]:
+    """m, k and n; ValueError unless operands fit each other and the copy engine.
+
+    `whole` asks for operands of whole tiles.
+    """
     (m, k), (rhs_k, n) = lhs.shape, rhs.shape[::-1] if rhs_transposed else rhs.shape
-    for name, size, multiple in (
-        ("m", m, padding.ROWS),
-        ("k", k, padding.columns_of(lhs.dtype)),
-        ("n", n, padding.COLUMNS),
-    ):
+    multiples = (padding.ROWS, padding.columns_of(lhs.dtype), padding.COLUMNS)
+    if not whole:
+        in_a_row = padding.ROW_BYTES // lhs.dtype.itemsize
+        multiples = (1, in_a_row, in_a_row)
+    for name, size, multiple in zip("mkn", (m, k, n), multiples, strict=True):
         if not size or size % multiple:
             raise ValueError(f"{name}={size} must be a multiple of {multiple}; pad the operands.")
     if rhs_k != k:

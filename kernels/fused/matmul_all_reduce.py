@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
-from stretto.kernels.fused import matmul_reduce_scatter, unfused
+from stretto.kernels.fused import copied, matmul_reduce_scatter, unfused
 from stretto.kernels.fused.add_config import AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
@@ -48,4 +48,5 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.everywhere,
 )

@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
@@ -47,7 +48,7 @@ from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import unfused
+from stretto.kernels.fused import copied, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products
@@ -89,18 +90,13 @@ def sharded(
     lhs, rhs, _ = with_arrays(operands)
     team = Team.along(call.axes)
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
-    m_shard = schedule.ceil_div(m, team.size)
-
-    def shards(x):
-        if missing := team.size * m_shard - m:
-            x = jnp.pad(x, ((0, missing), (0, 0)))
-        x = x.reshape(team.size, m_shard, x.shape[1])
-        return padding.pad(x, padding.ROWS, padding.COLUMNS)
-
+    m_shard, tiles = schedule.ceil_div(m, team.size), call.config.tiles
+    often = m >= padding.REUSE["lhs" if call.options.rhs_transposed else "rhs"]
     out = launch(
-        [shards(x) for x in lhs],
-        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
+        _in_shards(lhs, m_shard, team.size, tiles, copied=n >= padding.REUSE["lhs"]),
+        [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs],
         team,
+        wanted=n,
         out_dtype=call.options.out_dtype,
         config=call.config,
         rhs_transposed=call.options.rhs_transposed,
@@ -110,12 +106,24 @@ def sharded(
     return out[:, :m_shard, :n]
 
 
+def _in_shards(
+    lhs: Sequence[jax.Array], m_shard: int, size: int, tiles: TileShape, *, copied: bool
+) -> list[jax.Array]:
+    """Each of lhs padded, `[size, m_shard, k_i]`; or `[m, k_i]`, where shards are not full."""
+    padded = [padding.pad(x, tiles, copied=copied) if tiles.takes_edges else x for x in lhs]
+    if tiles.takes_edges and m_shard * size != len(lhs[0]):
+        return padded
+    shards = [padding.pad_rows(x, size * m_shard).reshape(size, m_shard, -1) for x in padded]
+    return [padding.pad(x, tiles) for x in shards]
+
+
 KERNEL = Kernel(
     Config=Config,
     run=run,
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    copies=copied.scattered,
 )
 
 
@@ -124,6 +132,7 @@ def launch(
     rhs: Sequence[jax.Array],
     team: Team,
     *,
+    wanted: int,
     out_dtype: jnp.dtype,
     config: AddConfig,
     rhs_transposed: bool = False,
@@ -133,12 +142,15 @@ def launch(
 ) -> jax.Array:
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
-    All must be padded (`padding`). The pairs' products are added up. Returns `[1, m_shard, n]`, or
-    with `everywhere` (all-reduce) `[size, m_shard, n]`.
+    All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`. The
+    pairs' products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce)
+    `[size, m_shard, n]`, of the `wanted` columns or a few more.
     """
-    m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
+    given, dealt_out = rhs[0].shape[0 if rhs_transposed else 1], lhs[0].ndim == 3
+    n = padding.made_columns(wanted, given, out_dtype, config.tiles)
+    m_shard = lhs[0].shape[1] if dealt_out else schedule.ceil_div(len(lhs[0]), team.size)
     shape, peers = config.tiles, team.size - 1
-    segments = Segments.of([x.shape[2] for x in lhs], shape.tile_k)
+    segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
 
     def parts(refs: Refs) -> Parts:
@@ -149,7 +161,11 @@ def launch(
         return Parts(
             order=order,
             k_tiles=segments.total,
-            lhs=streams.along_k(refs.lhs, segments, functools.partial(_lhs_window, team, shape)),
+            lhs=streams.along_k(
+                refs.lhs,
+                segments,
+                functools.partial(_lhs_window, team, shape, None if dealt_out else m_shard),
+            ),
             rhs=streams.along_k(
                 refs.rhs,
                 segments,
@@ -160,12 +176,16 @@ def launch(
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
 
+    out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
+    edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out)
+    edges["lhs_edges"] |= not dealt_out  # A tile begins at any row.
     product = Product(
         lhs=lhs[0].dtype,
         rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         fold=Addends,
+        **edges,
     )
     kept = jax.ShapeDtypeStruct(
         (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
@@ -177,9 +197,7 @@ def launch(
         mainloop=mainloop(shape, product),
         num_tiles=shard.num_tiles,
         operands=dict(lhs=lhs, rhs=rhs),
-        outs=dict(
-            out=jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
-        ),
+        outs=dict(out=out),
         symmetric=dict(partial=kept, fetched=kept),
         semaphores=dict(
             produced=SemaphoreArray((peers, shard.tiles_per_shard)),
@@ -194,7 +212,14 @@ def launch(
     return results["out"]
 
 
-def _lhs_window(team: Team, shape: TileShape, tile: Tile, k: Int) -> tuple:
-    """The tile of lhs, in the rows of the device whose result the tile belongs to."""
+def _lhs_window(team: Team, shape: TileShape, m_shard: int | None, tile: Tile, k: Int) -> tuple:
+    """The tile of lhs, in the rows of the device whose result the tile belongs to.
+
+    `m_shard` are a device's rows of lhs where that is one matrix. A tile then has rows of the next
+    device at its end, which are not stored.
+    """
     owner = schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)  # Last, one's own.
-    return owner, *tiles.lhs_window(shape, tile.m, k)
+    rows, columns = tiles.lhs_window(shape, tile.m, k)
+    if m_shard is None:
+        return owner, rows, columns
+    return pl.ds(owner * m_shard + tile.m * shape.tile_m, shape.tile_m), columns

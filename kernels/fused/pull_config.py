@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
+
+from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import TileConfig, check_tiles
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
@@ -47,6 +50,12 @@ class PullConfig:
         """Shared memory of a block, in bytes."""
         pieces = self.pull_slots * self.pull_rows * self.pull_columns * itemsize
         return self.tiles.smem_bytes(itemsize) + pieces
+
+    def padded(self, lhs: jax.Array, columns: int) -> jax.Array:
+        """lhs, of a result of `columns`, as pieces of it can be fetched (`padding.pad`)."""
+        if self.pull_rows == 1:  # One row alone has whole pieces.
+            return padding.pad_to_tiles(lhs, padding.ROWS)
+        return padding.pad(lhs, self.tiles, copied=columns >= padding.REUSE["lhs"])
 
     def piece_columns(self, columns: int, row_stride: int) -> int:
         """Columns of a piece of arrays of `columns`, to be stored to rows `row_stride` apart.

@@ -62,7 +62,23 @@ def test_gathers_along_another_dimension(axis, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["epilogue", pytest.param("epilogues with arrays", marks=pytest.mark.slow)]
+    "case", ["odd sizes", pytest.param("odd sizes of gathers", marks=pytest.mark.slow)]
+)
+def test_odd_sizes_cost_no_spills_and_no_copies(case, tmp_path):
+    compiled = compile_case(case, tmp_path)
+    check(compiled, warpgroups=3, local=True)
+    for program in compiled:
+        found = re.findall(r"\bbf16\[[\d,]+\][^=]*? (copy|pad|slice|fusion)\(", program["hlo"])
+        assert not found, f"{program['label']}: {found}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "epilogue",
+        pytest.param("epilogues with arrays", marks=pytest.mark.slow),
+        pytest.param("epilogues with arrays at odd sizes", marks=pytest.mark.slow),
+    ],
 )
 def test_an_epilogue_costs_no_spills(case, tmp_path):
     check(compile_case(case, tmp_path), warpgroups=3, local=True)

@@ -48,6 +48,7 @@ from stretto.kernels.problem.problem import Problem, Types
 EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
 README = (1024, 512, 2048)  # On its first page.
+ODD = (2006, 1040, 2064)  # With rows of multiples of 16 bytes.
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
 
@@ -111,18 +112,30 @@ def epilogues_with_arrays() -> Iterator[Program]:
     yield "two products", *with_arrays(mesh, gated=True)
 
 
-def with_arrays(mesh: Mesh, *, gated: bool) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+def epilogues_with_arrays_at_odd_sizes() -> Iterator[Program]:
+    mesh, sizes = aot.mesh_of_gpus((2,), ("x",)), ODD
+    yield "bias and residual", *with_arrays(mesh, gated=False, sizes=sizes)
+    yield "two products", *with_arrays(mesh, gated=True, sizes=sizes)
+    yield "transposed", *with_arrays(mesh, gated=True, sizes=sizes, transposed=True)
+
+
+def with_arrays(
+    mesh: Mesh, *, gated: bool, sizes=MIDDLING, transposed: bool = False
+) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """An all-gather matmul whose epilogue has a bias and a residual, of one product or of two."""
-    (m, k, n), rows, columns = MIDDLING, P("x"), P(None, "x")
+    (m, k, n), rows, columns = sizes, P("x"), P(None, "x")
+    side, of_side = (rows, (n, k)) if transposed else (columns, (k, n))
     make = st.epilogues.swiglu if gated else st.epilogues.gelu
 
     def call(lhs, first, second, bias, residual):
         epilogue = st.epilogues.chain(make(bias), st.epilogues.residual(residual))
         rhs = (first, second) if gated else first
-        return st.all_gather_matmul(lhs, rhs, "x", epilogue=epilogue, backend="pallas")
+        return st.all_gather_matmul(
+            lhs, rhs, "x", rhs_transposed=transposed, epilogue=epilogue, backend="pallas"
+        )
 
-    specs = (rows, columns, columns, rows, columns)
-    shapes = [(m, k), (k, n), (k, n), (n,), (m, n)]
+    specs = (rows, side, side, rows, columns)
+    shapes = [(m, k), of_side, of_side, (n,), (m, n)]
     mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
     return mapped, [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -152,6 +165,25 @@ def gathers(name: str) -> Iterator[Program]:
         for spec in (lhs, P(*rhs[::-1]))
     ]
     yield "transposed", mapped, structs
+
+
+def odd_sizes(*names: str) -> Iterator[Program]:
+    """Sizes that fit no tile, with rows of multiples of 16 bytes: nothing is copied or padded."""
+    mesh = aot.mesh_of_gpus((2,), ("x",))
+    for name in names:
+        yield name, *fused(name, mesh, ODD)
+        if name in cases.OPERATIONS:  # A tile of rhs lies otherwise where it is transposed.
+            (lhs, rhs), out = cases.specs(name)
+            turned = lhs, P(*rhs[::-1])
+            call = functools.partial(
+                cases.FORMS[name], axis_name="x", rhs_transposed=True, backend="pallas"
+            )
+            structs = [
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+                for shape, spec in zip([(2006, 1040), (2064, 1040)], turned, strict=True)
+            ]
+            mapped = jax.shard_map(call, mesh=mesh, in_specs=turned, out_specs=out, check_vma=False)
+            yield f"{name}, transposed", mapped, structs
 
 
 def no_limit() -> Iterator[Program]:
@@ -561,8 +593,13 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
+    "odd sizes": functools.partial(odd_sizes, "matmul_reduce_scatter"),
+    "odd sizes of gathers": functools.partial(
+        odd_sizes, "all_gather_matmul", "all_gather_matmul_k"
+    ),
     "epilogue": epilogue,
     "epilogues with arrays": epilogues_with_arrays,
+    "epilogues with arrays at odd sizes": epilogues_with_arrays_at_odd_sizes,
     "no limit": no_limit,
     "stacked": stacked,
     "tests on GPUs": gpu_tests,

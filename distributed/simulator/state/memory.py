@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.state.packing import PackedView
+from stretto.distributed.simulator.state.tiled_alias import TiledView
 
 UNWRITTEN = 0
 """Id of the write record of memory that nobody has written since it was allocated."""
@@ -95,9 +96,20 @@ class Region:
             array = step(array, bookkeeping)
         return array
 
+    def _place(self, array: np.ndarray, bookkeeping: bool) -> tuple[np.ndarray, Any]:
+        """An array and an index of it that mean the region."""
+        first = self.steps[0] if self.steps else None
+        if not isinstance(first, TiledView):
+            return self._base(array, bookkeeping), self.index
+        order = first.order
+        for step in self.steps[1:]:
+            order = step(order, False)
+        return first.flat(array, bookkeeping), order[self.index]
+
     def get(self) -> np.ndarray:
         """The elements; a view of the buffer where numpy can make one."""
-        return self._base(self.buffer.data, False)[self.index]
+        array, index = self._place(self.buffer.data, False)
+        return array[index]
 
     def set(self, value: Any) -> None:
         """Writes the elements."""
@@ -108,24 +120,29 @@ class Region:
             part[self.index] = value
             self.steps[0].write_back(self.buffer.data, elements)
         else:
-            self._base(self.buffer.data, False)[self.index] = value
+            array, index = self._place(self.buffer.data, False)
+            array[index] = value
 
     def write_ids(self) -> np.ndarray:
         """Ids of the last writes of the elements (with one more axis for a union's cells)."""
-        return self._base(self.buffer.writes, True)[self.index]
+        array, index = self._place(self.buffer.writes, True)
+        return array[index]
 
     def read_ids(self) -> np.ndarray:
         """Ids of the read sets of the elements."""
-        return self._base(self.buffer.reads, True)[self.index]
+        array, index = self._place(self.buffer.reads, True)
+        return array[index]
 
     def set_write_ids(self, value: int) -> None:
         """Marks the elements as written by the record `value`, and forgets their reads."""
-        self._base(self.buffer.writes, True)[self.index] = value
-        self._base(self.buffer.reads, True)[self.index] = 0
+        for marks, new in ((self.buffer.writes, value), (self.buffer.reads, 0)):
+            array, index = self._place(marks, True)
+            array[index] = new
 
     def set_read_ids(self, value: int | np.ndarray) -> None:
         """Sets the read sets of the elements."""
-        self._base(self.buffer.reads, True)[self.index] = value
+        array, index = self._place(self.buffer.reads, True)
+        array[index] = value
 
     def describe(self) -> str:
         """The region in words: the buffer, and which part of it."""

@@ -11,6 +11,7 @@ import numpy as np
 from stretto.distributed.simulator.reports.errors import KernelFaultError, UnsupportedKernelError
 from stretto.distributed.simulator.state.memory import Buffer, Region
 from stretto.distributed.simulator.state.packing import PackedView, is_packed
+from stretto.distributed.simulator.state.tiled_alias import TiledView
 
 # Layout only: they move elements within a buffer and change none.
 _LAYOUT = {
@@ -33,6 +34,7 @@ class ViewPlan:
       multicast: mesh axes along which every device's memory is meant; None for one device.
       cluster: (axis names, index slots) of the block in the cluster that is meant.
       alias: (dtype, logical shape, byte offset) in a union.
+      tiling: of the alias.
     """
 
     ref: Slot
@@ -41,6 +43,7 @@ class ViewPlan:
     multicast: tuple | None = None
     cluster: tuple[tuple, tuple[Slot, ...]] | None = None
     alias: tuple[np.dtype, tuple[int, ...], int] | None = None
+    tiling: tuple[int, ...] = ()
 
     def region(self, task: Any, env: list) -> Region:
         """The one region meant; an error if it leaves the buffer."""
@@ -83,11 +86,11 @@ class ViewPlan:
         Returns:
           The region, and None if all of it is inside; else (shape of the whole, index of the part).
         """
-        steps: list[Callable] = []
+        steps: list[Any] = []
         shape = buffer.data.shape
         if self.alias is not None:
             shape = self.alias[1]
-            steps.append(_alias_step(*self.alias, buffer.cells_per_byte))
+            steps.append(_alias_step(*self.alias, buffer.cells_per_byte, self.tiling))
         dims: list | None = None
         for kind, arg in self.steps:
             if kind == "index":
@@ -205,9 +208,13 @@ def _index_step(index: tuple) -> Callable:
     return lambda array, bookkeeping: array[index]
 
 
-def _alias_step(dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int) -> Callable:
+def _alias_step(
+    dtype: np.dtype, shape: tuple, offset: int, cells_per_byte: int, tiling: tuple[int, ...]
+) -> Callable | TiledView:
     if is_packed(dtype):
         return PackedView(dtype, shape, offset, cells_per_byte)
+    if tiling and shape[-1] != tiling[-1]:  # Else tiles lie below each other, as rows do.
+        return TiledView(dtype, shape, offset, cells_per_byte, tiling)
     size = int(np.prod(shape)) * dtype.itemsize
 
     def step(array: np.ndarray, bookkeeping: bool) -> np.ndarray:
@@ -258,6 +265,7 @@ def plan_view(compiler: Any, ref_atom: Any, transforms: Any) -> ViewPlan:
             if name == "UntilingTransform" and plan.alias is not None:
                 dtype, shape, offset = plan.alias
                 plan.alias = (dtype, _untiled(shape, transform.tiling), offset)
+                plan.tiling = tuple(transform.tiling)
         elif name == "NDIndexer":
             plan.steps.append(("index", [_dim(compiler, i) for i in transform.indices]))
         elif name == "ReshapeTransform":

@@ -91,13 +91,8 @@ class Matmul:
         self, block: Block, gates: Gates | None, scratch: Mapping[str, Ref]
     ) -> Sequence[Role]:
         """Draining, loading, issuing and storing, and bringing addends."""
-        stages = Ring(
-            lhs=scratch["lhs_smem"],
-            rhs=scratch["rhs_smem"],
-            full=scratch["full"],
-            empty=scratch["empty"],
-            scales=self._stage_scales(scratch),
-            halved=self._halved(),
+        stages = Ring.of(
+            self.product, scratch, scales=self._stage_scales(scratch), halved=self._halved()
         )
         halves = Accumulators(
             config=self.config,

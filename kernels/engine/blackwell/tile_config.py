@@ -40,6 +40,11 @@ class TileConfig:
     raster_width: int = 16
     store_buffers: int = 2
 
+    @property
+    def takes_edges(self) -> bool:
+        """Matrices must be made of whole 8 x 64 tiles."""
+        return False
+
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
         if self.blocks not in (1, 2):

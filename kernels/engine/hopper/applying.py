@@ -64,12 +64,15 @@ class Applying:
             load(tile, jnp.int32(0), vector, self.full)
 
     def load_piece(self, tile: Tile, index: int) -> None:
-        """Called in the storing warp: loads a piece of the matrix to its buffer, in both halves."""
+        """Called in the storing warp: loads a piece of the matrix to its buffer, in both halves.
+
+        The matrix has the result's shape and type, and so comes the way that a piece of it leaves.
+        """
         pieces, buffer = self.pieces, index % self.pieces.num_buffers
         for half in range(MULTIPLYING_WARPGROUPS):
             row, column = pieces.within_tile(pieces.places[index], half)
             window = self.parts.window(tile, row, pieces.rows, column, pieces.columns)  # pyright: ignore[reportOptionalCall]
-            plgpu.copy_gmem_to_smem(window, pieces.out.at[half, buffer], self.loaded.at[buffer])
+            plgpu.copy_gmem_to_smem(window, pieces.stored.at[half, buffer], self.loaded.at[buffer])
 
     def begin(self) -> None:
         """Called in a multiplying warpgroup before the first piece of a tile."""

@@ -117,23 +117,21 @@ class Matmul:
     ) -> Sequence[Role]:
         """Multiplying, loading and storing."""
         blocks = self.product.scales == "block"
-        stages = Ring(
-            lhs=scratch["lhs_smem"],
-            rhs=scratch["rhs_smem"],
-            full=scratch["full"],
-            empty=scratch["empty"],
+        stages = Ring.of(
+            self.product,
+            scratch,
             scales=RingScales(
                 scratch["lhs_scales_smem"], scratch["rhs_scales_smem"], scratch["full"]
             )
             if blocks
             else None,
         )
-        out = scratch["out_smem"]
-        out, edge = out if self.product.ragged else (out, None)
+        out, stored, edge = pieces.views(scratch["out_smem"], self.product)
         buffers = Pieces(
             config=self.config,
             width=self.result_columns,
             out=out,
+            stored=stored,
             edge=edge,
             filled=scratch["filled"],
             free=scratch["free"],

@@ -27,20 +27,22 @@ from stretto.kernels.engine.hopper.tile_config import (
     TileConfig,
 )
 from stretto.kernels.engine.parts import Product, Ref, Sink, Tile
-from stretto.kernels.engine.shared_memory import row_elements, swizzled
+from stretto.kernels.engine.shared_memory import row_elements, swizzled, with_edges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces:
     """The pieces of a tile of `config`.
 
-    `out` are the buffers, `[2, buffers, rows, columns]`; `edge` are the same bytes without a
-    swizzle, None unless the product is ragged. `width` are the columns of a tile of the result.
+    `out` are the buffers, `[2, buffers, rows, columns]`; `stored` are the same, as they are copied
+    to the result; `edge` are the same bytes without a swizzle, None unless the product is ragged.
+    `width` are the columns of a tile of the result.
     """
 
     config: TileConfig
     width: int
     out: Ref
+    stored: Ref
     edge: Ref | None
     filled: Ref
     free: Ref
@@ -85,7 +87,7 @@ class Pieces:
         """Starts the copies of a piece of both halves, or of those of its rows that are stored."""
         for half in range(MULTIPLYING_WARPGROUPS):
             row, column = self.within_tile(place, half)
-            whole = self.out.at[half, buffer]
+            whole = self.stored.at[half, buffer]
             if self.edge is None:
                 sink.store(tile, whole, row, column)
             else:
@@ -107,8 +109,23 @@ def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     buffers = config.store_buffers
     shape = MULTIPLYING_WARPGROUPS, buffers, PIECE_ROWS, row_elements(product.out)
     out = plgpu.SMEM(shape, product.out, transforms=swizzled(product.out))
+    if product.out_edges:
+        out = with_edges(shape, product.out)
+    elif product.ragged:
+        out = plgpu.RefUnion(out, plgpu.SMEM(shape, product.out))
     return dict(
-        out_smem=plgpu.RefUnion(out, plgpu.SMEM(shape, product.out)) if product.ragged else out,
+        out_smem=out,
         filled=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
         free=plgpu.Barrier(num_barriers=buffers),
     )
+
+
+def views(out: Ref, product: Product) -> tuple[Ref, Ref, Ref | None]:
+    """The buffers as warps use them, as they are stored, and for what is stored in part."""
+    if product.out_edges:
+        filled, stored = out
+        return filled, stored, None
+    if product.ragged:
+        filled, edge = out
+        return filled, filled, edge
+    return out, out, None

@@ -41,6 +41,11 @@ class TileConfig:
         """Every tile is made by one block."""
         return 1
 
+    @property
+    def takes_edges(self) -> bool:
+        """Matrices need not be made of whole 8 x 64 tiles."""
+        return True
+
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
         if self.tile_m % (64 * MULTIPLYING_WARPGROUPS):

@@ -176,6 +176,31 @@ def test_refs_of_a_union_share_memory():
     np.testing.assert_array_equal(out, x.reshape(-1).view(np.int8))
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["rows to tiles", "tiles to rows"])
+def test_tiles_decide_which_bytes_refs_of_a_union_share(back):
+    """Two 8 x 32 tiles side by side of one ref are rows 0 to 8 and 8 to 16 of the other."""
+
+    def body(x_ref, out_ref, union, landed):
+        wide, narrow = union
+        source, target = (wide, narrow) if back else (narrow, wide)
+        plgpu.copy_gmem_to_smem(x_ref, source, landed)
+        plgpu.barrier_wait(landed)
+        plgpu.copy_smem_to_gmem(target, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    rows = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
+    wide = np.concatenate([rows[:8], rows[8:]], axis=1)
+    layout = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    union = plgpu.RefUnion(
+        plgpu.SMEM((8, 64), F32, transforms=layout),
+        plgpu.SMEM((16, 32), F32, transforms=layout[1:]),
+    )
+    given, wanted = (wide, rows) if back else (rows, wide)
+    out, report = run(body, given, out=struct(*wanted.shape), scratch=[union, plgpu.Barrier()])
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(out, wanted)
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 def test_warps_of_a_warpgroup(ordered):
     """One warp fetches, another stores what it fetched."""

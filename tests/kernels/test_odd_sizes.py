@@ -1,0 +1,254 @@
+"""Sizes that are no multiples of a tile: the right numbers, and no copies.
+
+Operands and results are used as they are where their rows are multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F32
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.distributed import simulator
+from stretto.kernels.choice import choose
+from stretto.kernels.engine import padding
+from stretto.kernels.engine.blackwell import tile_config as blackwell
+from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, NARROWEST, TileConfig
+from stretto.kernels.fused import all_gather_matmul as gather
+from stretto.kernels.fused.local_matmul import local_matmul
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+
+COPIES = re.compile(r"stablehlo\.(pad|slice|concatenate|dynamic_slice|gather)\b")
+NARROW_STAGES = TileConfig(tile_n=128, num_stages=2, store_buffers=2)
+
+
+def test_what_is_whole():
+    assert padding.is_whole((16, 128), BF16) and padding.is_whole((3, 24, 192), BF16)
+    assert padding.is_whole((16, 64), F32)  # 128 bytes are half as many elements.
+    for shape in ((8, 128), (16, 64), (17, 128), (16, 136), (4, 128)):
+        assert not padding.is_whole(shape, BF16), shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "on_hopper", "on_blackwell"),
+    [
+        ((16, 128), (16, 128), (16, 128)),
+        ((17, 136), (17, 136), (24, 192)),
+        ((1, 8), (1, 8), (16, 128)),
+        ((17, 130), (17, 136), (24, 192)),
+    ],
+)
+def test_what_is_padded(shape, on_hopper, on_blackwell):
+    assert padding.shape_of(shape, BF16, LARGE) == on_hopper
+    assert padding.shape_of(shape, BF16, blackwell.LARGE) == on_blackwell
+    padded = padding.pad(jnp.ones(shape, BF16), LARGE)
+    assert padded.shape == on_hopper and padded.sum(dtype=F32) == np.prod(shape)
+
+
+def product(m, k, n, *, seed, transposed=False, **options):
+    lhs, rhs = cases.operands(m, k, n, seed=seed)
+    given = jnp.asarray(rhs.T if transposed else rhs, BF16)
+    out = local_matmul(
+        jnp.asarray(lhs, BF16),
+        given,
+        rhs_transposed=transposed,
+        interpret=simulator.SimulatorParams(),
+        **options,
+    )
+    np.testing.assert_array_equal(np.asarray(out, np.float32), cases.rounded(lhs @ rhs, out.dtype))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "transposed", "out_dtype"),
+    [((131, 136, 200), False, None), ((3, 72, 8), True, F32)],
+)
+def test_on_one_device(sizes, transposed, out_dtype):
+    product(*sizes, seed=1, transposed=transposed, out_dtype=out_dtype, config=NARROW_STAGES)
+
+
+def drawn(seed: int) -> tuple:
+    """Sizes, tiles and how rhs lies, of a seed."""
+    rng = np.random.default_rng(seed)
+    m = int(rng.integers(1, 300))
+    k, n = (8 * int(rng.integers(1, 40)) for _ in range(2))
+    tiles = (NARROW_STAGES, NARROWEST, NARROW, LARGE)[int(rng.integers(4))]
+    return (m, k, n), tiles, bool(rng.integers(2)), (None, F32)[int(rng.integers(2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_sizes_on_one_device(seed):
+    sizes, tiles, transposed, out_dtype = drawn(seed)
+    product(*sizes, seed=seed, transposed=transposed, out_dtype=out_dtype, config=tiles)
+
+
+def check(name, devices, shape, *, seed=0, **options):
+    with simulator_of(seed):
+        lhs, rhs = cases.operands(*cases.whole(name, devices, *shape), seed=seed)
+        out = cases.run(name, lhs, rhs, devices=devices, **options)
+    np.testing.assert_array_equal(out, cases.rounded(lhs @ rhs, BF16))
+
+
+def simulator_of(seed):
+    return st.simulate(seed=seed, core_count=2)
+
+
+# More than one tile of rows: a shard's last tile, and one of another device's rows.
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_on_several_devices(name):
+    check(name, 2, (131, 72, 136), config=None)
+
+
+def test_rows_that_devices_do_not_share_evenly():
+    lhs, rhs = cases.operands(133, 2 * 72, 136)
+    with simulator_of(0):
+        out = cases.run("matmul_all_reduce", lhs, rhs, devices=2, config=None)
+    np.testing.assert_array_equal(out, cases.rounded(lhs @ rhs, BF16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_random_sizes_on_several_devices(name, seed):
+    rng = np.random.default_rng(seed)
+    shape = int(rng.integers(1, 280)), *(int(rng.integers(1, 300)) for _ in range(2))
+    if rng.integers(2):
+        shape = shape[0], *(-(-size // 8) * 8 for size in shape[1:])
+    check(name, int(rng.choice([2, 3, 4])), shape, seed=seed, config=None)
+
+
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_nothing_is_copied_where_rows_are_multiples_of_16_bytes(name):
+    """But by the transposed form, which XLA transposes."""
+    m, k, n = cases.whole(name, 2, 136 if name == "all_gather_matmul_n" else 131, 72, 136)
+    structs = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((m, k), (k, n))]
+    with simulator_of(0):
+        program = jax.jit(cases.mapped(name, cases.mesh_of(2), backend="pallas", config=None))
+        text = program.lower(*structs).as_text()
+    assert not COPIES.search(text), COPIES.findall(text)
+
+
+@pytest.mark.parametrize("name", cases.FORMS)
+def test_the_choice_counts_copies(name):
+    def copied(m, k, n, devices=2):
+        problem = Problem(
+            operation=name,
+            sizes=dict(m=m, k=k, n=n),
+            types=Types(lhs="bfloat16", out="bfloat16"),
+            devices=devices,
+            machine=Machine.of_kind("gpu", "NVIDIA H200"),
+        )
+        kernel = OPERATIONS[name].kernels[0]
+        return kernel.copies(problem, kernel.default(problem))
+
+    # Rows of 128 bytes; of 16, of small operands and of large ones; and of other ones.
+    assert not copied(8192, 8192, 8192)
+    few, many = (copied(m, m, m) for m in (1040, 8208))
+    assert 0 < few < 1040**2 and 8208**2 < many < 3 * 8208**2 * 2
+    assert copied(8202, 8202, 8202) > many
+
+
+def test_few_rows_that_make_no_pieces_are_copied():
+    config = gather.Config(gather_first=True)
+    assert [config.gathered_rows(rows) for rows in (5, 12, 37, 2)] == [5, 12, 40, 16]
+    assert gather.Config().gathered_rows(37) == 37
+
+
+def test_copies_are_counted_and_said():
+    """The same product with rows of 16 bytes is the kernel's."""
+    kind = "NVIDIA H200"
+    even, odd = (
+        st.explain_sizes("all_gather_matmul", m=2048, k=8192, n=n, devices=2, kind=kind).choice
+        for n in (28672, 28674)
+    )
+    assert even.backend == "pallas" and "to copy" not in even.reason
+    assert "rows that are no multiples of 128 bytes cost as much as to copy" in odd.reason
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("name", ["all_gather_matmul", "all_gather_matmul_k", "matmul_all_reduce"])
+def test_operands_that_are_used_often_are_copied_to_aligned_rows(name, turned, monkeypatch):
+    monkeypatch.setattr(padding, "REUSE", dict(lhs=1, rhs=1))
+    m, k, n = cases.whole(name, 2, 131, 72, 136)
+    lhs, rhs = cases.operands(m, k, n)
+    (of_lhs, of_rhs), out = cases.specs(name)
+    call = functools.partial(
+        cases.FORMS[name], axis_name="x", rhs_transposed=turned, backend="pallas"
+    )
+    specs = of_lhs, P(*of_rhs[::-1]) if turned else of_rhs
+    program = jax.jit(
+        jax.shard_map(call, mesh=cases.mesh_of(2), in_specs=specs, out_specs=out, check_vma=False)
+    )
+    operands = [jnp.asarray(x, BF16) for x in (lhs, rhs.T if turned else rhs)]
+    with simulator_of(0):
+        assert program.lower(*operands).as_text().count("stablehlo.pad") == 2
+        found = np.asarray(program(*operands), np.float32)
+    np.testing.assert_array_equal(found, cases.rounded(lhs @ rhs, BF16))
+
+
+def with_arrays(gated, *, transposed=False, **options):
+    """Of odd sizes, a bias and a residual, or swiglu and a residual: by the kernel and by XLA."""
+    m, k, n = cases.whole("all_gather_matmul", 2, 131, 72, 136)
+    lhs, rhs = (jnp.asarray(x, BF16) for x in cases.operands(m, k, n))
+    up = jnp.asarray(cases.whole_numbers(3, k, n), BF16)
+    bias = jnp.asarray(cases.whole_numbers(4, n), F32)
+    residual = jnp.asarray(cases.whole_numbers(5, m, n), BF16)
+    turn = np.transpose if transposed else lambda x: x
+
+    def call(backend, lhs, rhs, up, bias, residual):
+        first = st.epilogues.gated(jax.nn.relu) if gated else st.epilogues.bias(bias)
+        return st.all_gather_matmul(
+            lhs,
+            (rhs, up) if gated else rhs,
+            "x",
+            rhs_transposed=transposed,
+            epilogue=st.epilogues.chain(first, st.epilogues.residual(residual)),
+            backend=backend,
+            **(options if backend == "simulator" else {}),
+        )
+
+    side = P("x") if transposed else P(None, "x")
+    specs = P("x"), side, side, P("x"), P(None, "x")
+    if options.get("gather_axis") == "k":
+        specs = P(None, "x"), *specs[1:]
+    found = []
+    for backend in ("xla", "simulator"):
+        program = jax.shard_map(
+            functools.partial(call, backend),
+            mesh=cases.mesh_of(2),
+            in_specs=specs,
+            out_specs=P(None, "x"),
+            check_vma=False,
+        )
+        with simulator_of(0), choose.recorded() as choices:
+            out = jax.jit(program)(lhs, turn(rhs), turn(up), bias, residual)
+            found.append(np.asarray(out, np.float32))
+    assert "the kernel applies the epilogue" in str(choices[0])
+    return found
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["bias", "pair"])
+def test_epilogues_with_arrays(gated):
+    """The residual comes through the store's buffers, as they are stored; pairs by 8 x 64 tiles."""
+    np.testing.assert_array_equal(*with_arrays(gated, config=gather.Config()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [dict(gather_axis="k"), dict(config=gather.Config(gather_first=True))],
+    ids=["k", "first"],
+)
+def test_epilogues_with_arrays_of_other_gathers(options, transposed):
+    np.testing.assert_array_equal(*with_arrays(True, transposed=transposed, **options))
