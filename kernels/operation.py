@@ -16,6 +16,7 @@ import jax
 
 from stretto.distributed.devices.topology import Split
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import Granularity
 from stretto.kernels.problem.work import Work
 
 type Axes = tuple[Hashable, ...]
@@ -91,6 +92,8 @@ class Examples:
       needs: (sizes, devices) -> divisions, as (name, size, divisor), that must come out even.
       keywords: what else the public function takes.
       passed: the sizes that it takes as keyword arguments, by their names.
+      named: names of the last operands, which the public function takes by keyword.
+      scales: of operands in 8 bits, the granularity of their scales.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
     """
@@ -100,6 +103,8 @@ class Examples:
     needs: Callable[[Sizes, int], Iterable[tuple[str, int, int]]] = lambda sizes, devices: ()
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     passed: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    scales: Granularity | None = None
     sets: tuple[str, ...] = ()
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
 

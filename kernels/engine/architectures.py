@@ -83,8 +83,29 @@ TILES = {
 }
 
 
+SCALED = {
+    "row": Tiles(
+        large=hopper_tiles.LARGE_FP8,
+        narrow=hopper_tiles.NARROW_FP8,
+        narrowest=hopper_tiles.NARROWEST_FP8,
+        adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
+        adding_wide=hopper_tiles.WIDE_RESULT_FP8,
+    ),
+    "block": Tiles(
+        large=hopper_tiles.BLOCKS,
+        narrow=hopper_tiles.BLOCKS,
+        narrowest=hopper_tiles.NARROW_BLOCKS,
+        adding=(hopper_tiles.BLOCKS,),
+        adding_wide=hopper_tiles.BLOCKS,
+    ),
+}
+"""Hopper's, of operands in 8 bits, by the granularity of their scales."""
+
+
 def tiles_for(problem: Problem | None) -> Tiles:
     """Those of the architecture that a problem is on; Hopper's without one, or on another."""
+    if problem is not None and problem.types.scales is not None:
+        return SCALED[problem.types.scales]
     architecture = HOPPER if problem is None else problem.machine.architecture
     return TILES.get(architecture, TILES[HOPPER])
 
@@ -109,6 +130,15 @@ def check_tiles(tiles: TileConfig, problem: Problem) -> None:
             f"tile_k={tiles.tile_k} must be {row} for {problem.types.lhs}: one row of the 128 byte"
             " swizzle."
         )
+    if problem.types.scales == "block" and isinstance(tiles, hopper_tiles.TileConfig):
+        tiles.check_blocks()
+
+
+def scales_bytes(tiles: TileConfig, problem: Problem) -> int:
+    """Shared memory of the scales of a problem's operands, in bytes."""
+    if isinstance(tiles, hopper_tiles.TileConfig):
+        return tiles.scales_bytes(problem.types.scales)
+    return 0  # It has no scales (`fused.obstacles.scaled`).
 
 
 def mainloop_of(config: Any, product: Product) -> Mainloop:

@@ -7,6 +7,8 @@ JAX 0.11.2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +39,19 @@ def pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
     if not below and not right:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, below), (0, right)])
+
+
+def in_shards(x: jax.Array, shards: int) -> jax.Array:
+    """`[m, n]` -> `[shards, m_shard, n]`; zeros fill up the last ones where m does not divide."""
+    m_shard = -(-x.shape[0] // shards)
+    if missing := shards * m_shard - x.shape[0]:
+        x = jnp.pad(x, ((0, missing), (0, 0)))
+    return x.reshape(shards, m_shard, x.shape[1])
+
+
+def pad_shards(matrices: Sequence[jax.Array], shards: int, columns: int) -> list[jax.Array]:
+    """Each of the matrices in shards of its rows, padded."""
+    return [pad(in_shards(x, shards), ROWS, columns) for x in matrices]
 
 
 def pad_parts(x: jax.Array, axis: int, parts: int, multiple: int) -> jax.Array:

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
@@ -25,7 +26,18 @@ from stretto.kernels.engine import sinks, streams, tiles
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
-from stretto.kernels.engine.parts import Parts, Product, Stream, Tile, Transfer, elementwise
+from stretto.kernels.engine.parts import (
+    Load,
+    Parts,
+    Product,
+    Ref,
+    Scales,
+    Stream,
+    Tile,
+    Transfer,
+    elementwise,
+)
+from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
 from stretto.kernels.operation import Call
@@ -47,6 +59,7 @@ class Gather:
       out_rows: shape of the result, but for its columns.
       gathered: shape of what is gathered, `[..., columns of lhs]`.
       complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
+      scales: how lhs's are gathered, of operands in 8 bits.
     """
 
     order: ShardOrder
@@ -59,6 +72,23 @@ class Gather:
     out_rows: tuple[int, ...]
     gathered: tuple[int, ...]
     complete: Callable[[jax.Array, jax.Array], jax.Array]
+    scales: GatheredScales | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredScales:
+    """The scales of lhs, which are gathered as its rows are, and ahead of them.
+
+    Attributes:
+      load: the kernel's refs -> what loads those of a tile's rows, own (`lhs_scales`) and gathered
+        (`gathered_scales`).
+      fetch: what is fetched from peers; the key of a place is its index in `received`.
+      shape: of what is gathered.
+    """
+
+    load: Callable[[Refs], Load]
+    fetch: Fetch
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +116,18 @@ class Kept:
 
 
 def launch(
-    gather: Gather, lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call, *, name: str
+    gather: Gather,
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    team: Team,
+    call: Call,
+    *,
+    name: str,
+    scaling: Scaling | None = None,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
+
+    With `scaling`, that of the same operands, where `gather.scales` says how lhs's are gathered.
 
     Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
     """
@@ -96,10 +135,50 @@ def launch(
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
     widths = widths_of(rhs, rhs_transposed)
     columns = Segments.of(widths, shape.tile_n)
-    product = Product(lhs=lhs.dtype, rhs=rhs[0].dtype, out=out_dtype, rhs_transposed=rhs_transposed)
+    product = Product(
+        lhs=lhs.dtype,
+        rhs=rhs[0].dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        scales=None if scaling is None else scaling.granularity,
+    )
+    pieces = [Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype)]
+    scale_outs = {}
+    if gather.scales is not None:
+        piece = gather.scales.fetch.piece
+        pieces.append(Buffers(call.config.pull_slots, *piece, jnp.float32, name="pulled_scales"))
+        scale_outs = dict(gathered_scales=jax.ShapeDtypeStruct(gather.scales.shape, jnp.float32))
 
     def rhs_window(k: Int, n: Int) -> tiles.Window:
         return tiles.rhs_window(shape, gather.rhs_k(k), n, rhs_transposed)
+
+    def fetch(refs: Refs) -> None:
+        def fetch_all(of: Fetch, source: Ref, gathered: Ref, buffers: Ref, barriers: Ref) -> None:
+            pull(
+                of,
+                source,
+                gathered,
+                # Publishes a piece to the polling warps of all blocks.
+                arrived=lambda place: refs.received.at[place.key].signal(),
+                buffers=buffers,
+                barriers=barriers,
+                num_blocks=refs.num_blocks,
+            )
+
+        if gather.scales is not None:
+            fetch_all(
+                gather.scales.fetch,
+                refs.lhs_scales,
+                refs.gathered_scales,
+                refs.pulled_scales,
+                refs.pulled_scales_full,
+            )
+        fetch_all(gather.fetch, refs.lhs, refs.gathered, refs.pulled, refs.pulled_full)
+
+    def scales_of(refs: Refs) -> Scales | None:
+        if scaling is None or gather.scales is None:
+            return None
+        return scaling.parts(gather.scales.load(refs), refs.rhs_scales, columns, shape)
 
     def parts(refs: Refs) -> Parts:
         return Parts(
@@ -109,18 +188,8 @@ def launch(
             rhs=streams.along_n(refs.rhs, columns, rhs_window),
             sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
             epilogue=elementwise(options.epilogue and options.epilogue.function),
-            transfer=Transfer(
-                run=lambda: pull(
-                    gather.fetch,
-                    refs.lhs,
-                    refs.gathered,
-                    # Publishes a piece to the polling warps of all blocks.
-                    arrived=lambda place: refs.received.at[place.key].signal(),
-                    buffers=refs.pulled,
-                    barriers=refs.pulled_full,
-                    num_blocks=refs.num_blocks,
-                )
-            ),
+            scales=scales_of(refs),
+            transfer=Transfer(run=lambda: fetch(refs)),
         )
 
     results = fuse(
@@ -129,13 +198,14 @@ def launch(
         team=team,
         mainloop=mainloop_of(shape, product),
         num_tiles=gather.order.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs),
+        operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
         outs=dict(
             outs=[jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths],
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
+            **scale_outs,
         ),
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
-        buffers=Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype),
+        buffers=pieces,
         waits=True,
         interpret=call.interpret,
     )

@@ -42,12 +42,13 @@ from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Addends, Parts, Product, Sink, Tile, Transfer
+from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Tile, Transfer
+from stretto.kernels.engine.scales import Scaling, load_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import unfused
+from stretto.kernels.fused import obstacles, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products
@@ -87,27 +88,57 @@ def sharded(
     The rows are dealt out in equal shards, the last ones of padding where they do not divide.
     """
     lhs, rhs, _ = with_arrays(operands)
+    padded = padding.pad_shards(lhs, Team.along(call.axes).size, padding.COLUMNS)
+    sides = [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs]
+    return _on_padded(padded, sides, (lhs[0], rhs[0]), call, everywhere=everywhere)
+
+
+def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
+    """`sharded` of one pair in 8 bits, rhs transposed: (lhs, rhs, their scales), each in a tuple.
+
+    The scales are as `problem.scales.checked` returns them, lhs's in as many rows as lhs has.
+    """
+    lhs, rhs, (lhs_scale,), rhs_scale = operands
+    size, row = Team.along(call.axes).size, padding.columns_of(lhs[0].dtype)
+    (padded,) = padding.pad_shards(lhs, size, row)
+    (side,) = (padding.pad(x, padding.COLUMNS, row) for x in rhs)
+    scaling = Scaling.of(
+        call.options.scales,
+        padding.in_shards(lhs_scale, size),
+        rhs_scale,
+        k=padded.shape[2],
+        rows=padded.shape[1],
+        columns=[side.shape[0]],
+        shape=call.config.tiles,
+    )
+    pair = (lhs[0], rhs[0])
+    return _on_padded([padded], [side], pair, call, everywhere=everywhere, scaling=scaling)
+
+
+def _on_padded(
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    given: tuple[jax.Array, jax.Array],
+    call: Call,
+    *,
+    everywhere: bool,
+    scaling: Scaling | None = None,
+) -> jax.Array:
+    """`launch`, and what is left of its result without the padding of `given`, a lhs and a rhs."""
     team = Team.along(call.axes)
-    m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
-    m_shard = schedule.ceil_div(m, team.size)
-
-    def shards(x):
-        if missing := team.size * m_shard - m:
-            x = jnp.pad(x, ((0, missing), (0, 0)))
-        x = x.reshape(team.size, m_shard, x.shape[1])
-        return padding.pad(x, padding.ROWS, padding.COLUMNS)
-
     out = launch(
-        [shards(x) for x in lhs],
-        [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs],
+        lhs,
+        rhs,
         team,
         out_dtype=call.options.out_dtype,
         config=call.config,
         rhs_transposed=call.options.rhs_transposed,
         everywhere=everywhere,
+        scaling=scaling,
         interpret=call.interpret,
     )
-    return out[:, :m_shard, :n]
+    m, n = given[0].shape[0], given[1].shape[0 if call.options.rhs_transposed else 1]
+    return out[:, : schedule.ceil_div(m, team.size), :n]
 
 
 KERNEL = Kernel(
@@ -117,6 +148,14 @@ KERNEL = Kernel(
     default=default_config,
     candidates=Config.candidates,
 )
+
+SCALED = dataclasses.replace(
+    KERNEL,
+    run=lambda operands, call: scaled(operands, call)[0],
+    obstacle=obstacles.scaled,
+    untried=True,
+)
+"""Of operands in 8 bits with scales, which lie beside them: nothing more is moved."""
 
 
 def launch(
@@ -128,13 +167,15 @@ def launch(
     config: AddConfig,
     rhs_transposed: bool = False,
     everywhere: bool = False,
+    scaling: Scaling | None = None,
     mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
     All must be padded (`padding`). The pairs' products are added up. Returns `[1, m_shard, n]`, or
-    with `everywhere` (all-reduce) `[size, m_shard, n]`.
+    with `everywhere` (all-reduce) `[size, m_shard, n]`. Of operands in 8 bits there is one pair, and
+    `scaling`, lhs's `[size, k / 128 or 1, rows]`.
     """
     m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
     shape, peers = config.tiles, team.size - 1
@@ -155,6 +196,7 @@ def launch(
                 segments,
                 lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
             ),
+            scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
             fold=products.addends(),
             sink=Sink(store=products.store, stored=products.stored),
             transfer=Transfer(run=products.fetch, finish=products.finish),
@@ -166,6 +208,7 @@ def launch(
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         fold=Addends,
+        scales=None if scaling is None else scaling.granularity,
     )
     kept = jax.ShapeDtypeStruct(
         (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
@@ -176,7 +219,7 @@ def launch(
         team=team,
         mainloop=mainloop(shape, product),
         num_tiles=shard.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs),
+        operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
         outs=dict(
             out=jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
         ),
@@ -196,5 +239,19 @@ def launch(
 
 def _lhs_window(team: Team, shape: TileShape, tile: Tile, k: Int) -> tuple:
     """The tile of lhs, in the rows of the device whose result the tile belongs to."""
-    owner = schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)  # Last, one's own.
-    return owner, *tiles.lhs_window(shape, tile.m, k)
+    return _owner(team, tile), *tiles.lhs_window(shape, tile.m, k)
+
+
+def _owner(team: Team, tile: Tile) -> Int:
+    """The device whose result the tile belongs to; last, oneself."""
+    return schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)
+
+
+def _scales(refs: Refs, scaling: Scaling, team: Team, n: int, shape: TileShape) -> Scales:
+    """The scales of the rows of the device whose result a tile belongs to, and of all columns."""
+    return scaling.parts(
+        load_rows(lambda tile: refs.lhs_scales.at[_owner(team, tile)], shape),
+        refs.rhs_scales,
+        Segments.of([n], shape.tile_n),
+        shape,
+    )

@@ -12,7 +12,10 @@ from stretto.kernels.problem.machine import Machine
 
 
 class Types(NamedTuple):
-    """Element types, by JAX's names; of a collective's one operand that is `lhs`."""
+    """Element types, by JAX's names; of a collective's one operand that is `lhs`.
+
+    `scales` is the granularity of scales, which are in float32.
+    """
 
     lhs: str
     out: str

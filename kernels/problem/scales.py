@@ -23,9 +23,14 @@ import jax.numpy as jnp
 BLOCK = 128
 """Elements of a block along each dimension that is cut into blocks."""
 
+SCALE_BYTES = 4
+
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 type Granularity = Literal["row", "block"]
+
+GRANULARITIES: tuple[Granularity, ...] = ("row", "block")
+"""That kernels know; one scale of a tensor is spread to one of these."""
 
 
 def are_fp8(*operands: Any) -> bool:
