@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import launching
 import ragged_matmul
+import scaled_cases
 import scaled_matmul
 import slow_peers
 import subjects
@@ -350,6 +351,17 @@ def fp8() -> Iterator[Program]:
     ):
         operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
+
+
+def fp8_fused(*names: str) -> Iterator[Program]:
+    """The fused matmuls in 8 bits, with each granularity's default configuration."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for name in names:
+        for kind in ("row", "block"):
+            yield f"{name}, {kind}", *scaled_cases.program(name, kind, mesh)
+            if kind == "row":
+                options = dict(out_dtype=jnp.float32)
+                yield f"{name}, float32", *scaled_cases.program(name, kind, mesh, **options)
 
 
 def blackwell(*names: str) -> Iterator[Program]:
