@@ -26,13 +26,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, ceil_div, where
 from stretto.kernels.engine import padding, stages, streams
-from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of, tiles_for
+from stretto.kernels.engine.architectures import (
+    TileConfig,
+    check_tiles,
+    mainloop_of,
+    scales_bytes,
+    tiles_for,
+)
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.orders import GroupsOrder, RowTilesOrder, ShardOrder
-from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
+from stretto.kernels.engine.parts import Parts, Product, Ref, Scales, Sink, Stream, Tile
+from stretto.kernels.engine.scales import Scaling
+from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import piece_window, rhs_window
+from stretto.kernels.fused import obstacles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -56,7 +65,7 @@ class Config:
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
         check_tiles(self.tiles, problem)
-        needed = self.tiles.smem_bytes(problem.types.itemsize)
+        needed = self.tiles.smem_bytes(problem.types.itemsize) + scales_bytes(self.tiles, problem)
         if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
@@ -67,7 +76,7 @@ class Config:
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
         tiles = tiles_for(problem)
-        for tile in (*tiles.large_ones, tiles.narrow):
+        for tile in dict.fromkeys((*tiles.large_ones, tiles.narrow)):
             for raster_width in (16, 4, 8):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
 
@@ -98,6 +107,40 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
     return out[:m, :n]
 
 
+def scaled(operands: Any, call: Call) -> jax.Array:
+    """`run` in 8 bits, rhs transposed: of (lhs, rhs, sizes, lhs's scales, rhs's scales).
+
+    The scales are as `problem.scales.checked` returns them. Rows that belong to no group have those
+    of one more group, zeros: whatever theirs are, their results are zero.
+    """
+    lhs, rhs, sizes, lhs_scale, rhs_scale = operands
+    (m, _), n, row = lhs.shape, rhs.shape[1], padding.columns_of(lhs.dtype)
+    padded = padding.pad(lhs, padding.ROWS, row)
+    sides = padding.pad(rhs, padding.COLUMNS, row)
+    tiles = call.config.tiles
+    in_a_group = jnp.arange(m) < bounds(sizes, m)[1][-1]
+    scaling = Scaling.of(
+        call.options.scales,
+        jnp.where(in_a_group[:, None], lhs_scale, 0),
+        [jnp.concatenate([rhs_scale, jnp.zeros_like(rhs_scale[:1])])],
+        k=padded.shape[1],
+        rows=padded.shape[0] + tiles.tile_m,  # The last tile may begin at any eighth row.
+        columns=[sides.shape[1]],
+        shape=tiles,
+    )
+    out = grouped(
+        padded,
+        sides,
+        sizes,
+        out_dtype=call.options.out_dtype,
+        tiles=tiles,
+        rhs_transposed=True,
+        scaling=scaling,
+        interpret=call.interpret,
+    )
+    return out[:m, :n]
+
+
 def grouped(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -106,9 +149,13 @@ def grouped(
     out_dtype: Any,
     tiles: TileConfig,
     rhs_transposed: bool,
+    scaling: Scaling | None = None,
     interpret: Any,
 ) -> jax.Array:
-    """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`."""
+    """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`.
+
+    With `scaling`, rhs's of one group more.
+    """
     (m, k), groups = lhs.shape, rhs.shape[0]
     n = rhs.shape[1 if rhs_transposed else 2]
     most = ceil_div(m, tiles.tile_m) + groups + 1
@@ -134,7 +181,19 @@ def grouped(
                 window = pl.ds(first_row(tile) + row, rows), pl.ds(first_column, columns)
                 plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
 
+        def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            window = refs.lhs_scales.at[k, pl.ds(first_row(tile), tiles.tile_m)]
+            plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+        def scales_of() -> Scales | None:
+            if scaling is None:
+                return None
+            columns = Segments.of([n], tiles.tile_n)
+            leading = lambda tile: (group(tile),)  # noqa: E731
+            return scaling.parts(load_rows, refs.rhs_scales, columns, tiles, leading)
+
         return Parts(
+            scales=scales_of(),
             order=RowTilesOrder(
                 refs.table[most, 0],
                 most,
@@ -153,7 +212,12 @@ def grouped(
         )
 
     product = Product(
-        lhs=lhs.dtype, rhs=rhs.dtype, out=out_dtype, rhs_transposed=rhs_transposed, ragged=True
+        lhs=lhs.dtype,
+        rhs=rhs.dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        ragged=True,
+        scales=None if scaling is None else scaling.granularity,
     )
     return fuse(
         parts,
@@ -161,7 +225,9 @@ def grouped(
         team=None,
         mainloop=mainloop_of(tiles, product),
         num_tiles=most * ceil_div(n, tiles.tile_n),
-        operands=dict(lhs=lhs, rhs=rhs, table=table),
+        operands=dict(
+            lhs=lhs, rhs=rhs, table=table, **({} if scaling is None else scaling.operands())
+        ),
         outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
         interpret=interpret,
     )["out"]
@@ -317,3 +383,6 @@ KERNEL = Kernel(
     default=default_config,
     candidates=Config.candidates,
 )
+
+SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
+"""Of operands in 8 bits with scales."""

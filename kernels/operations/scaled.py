@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.fused import all_gather_matmul as gather_kernel
+from stretto.kernels.fused import grouped_matmul as grouped_kernel
 from stretto.kernels.fused import matmul_all_reduce as reduce_kernel
 from stretto.kernels.fused import matmul_reduce_scatter as scatter_kernel
 from stretto.kernels.operation import Axes, Call, Operand, Operation, Sizes
@@ -28,7 +29,11 @@ from stretto.kernels.problem.options import GatherOptions, MatmulOptions, Scatte
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Work
 from stretto.kernels.xla import collectives
-from stretto.kernels.xla.scaled_matmul import scaled_matmul, sum_of_scaled_products
+from stretto.kernels.xla.scaled_matmul import (
+    scaled_matmul,
+    scaled_ragged_matmul,
+    sum_of_scaled_products,
+)
 
 type Records = Mapping[scales.Granularity, Operation]
 """Of one operation, by the granularity of the scales."""
@@ -310,6 +315,62 @@ def _alike(operands: Any, axes: Axes) -> Any:
     return jax.tree.unflatten(tree, typed_alike(axes, leaves))
 
 
+# --- Groups of rows -------------------------------------------------------------------------------
+
+
+def grouped(
+    records: Records,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    sizes: Sizes,
+    given: tuple[Any, Any],
+    options: MatmulOptions,
+    *,
+    config: Any,
+    backend: str,
+) -> jax.Array:
+    """`grouped_matmul` of checked operands with the scales `given`."""
+    op = "grouped_matmul"
+    (lhs, rhs, rows), (lhs_scale, rhs_scale) = operands, given
+    transposed = options.rhs_transposed
+    granularity, of_lhs, (of_rhs,) = scales.checked(
+        op, lhs, [rhs], lhs_scale, [rhs_scale], rhs_transposed=transposed
+    )
+    options = dataclasses.replace(options, scales=granularity)
+    types = types_of(lhs, rhs, options)
+    obstacle = _obstacle(transposed)
+    call = decide(
+        records[granularity],
+        sizes,
+        types,
+        (),
+        options,
+        backend=backend,
+        config=config,
+        obstacle=obstacle,
+    )
+
+    def run(given: Any) -> jax.Array:
+        return grouped_reference(given, (), options) if call is None else launch(given, call)
+
+    return without_derivative(op, run, (lhs, rhs, rows, of_lhs, of_rhs))
+
+
+def grouped_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.Array:
+    """`lax.ragged_dot` of the values, or of what was dequantised, with rows of no group zero."""
+    del axes
+    lhs, rhs, sizes, lhs_scale, rhs_scale = operands
+    out = scaled_ragged_matmul(
+        lhs,
+        rhs,
+        grouped_kernel.bounds(sizes, lhs.shape[0])[1],
+        lhs_scale,
+        rhs_scale,
+        options.scales,
+        rhs_transposed=options.rhs_transposed,
+    )
+    return out.astype(options.out_dtype)
+
+
 # --- Records --------------------------------------------------------------------------------------
 
 
@@ -325,11 +386,13 @@ def record(
         "all_gather_matmul": gather_kernel.SCALED,
         "matmul_reduce_scatter": scatter_kernel.SCALED,
         "matmul_all_reduce": reduce_kernel.SCALED,
+        "grouped_matmul": grouped_kernel.SCALED,
     }
     references: dict[str, Callable[..., Any]] = {
         "all_gather_matmul": gather_reference,
         "matmul_reduce_scatter": scatter_reference,
         "matmul_all_reduce": reduce_reference,
+        "grouped_matmul": grouped_reference,
     }
     return dataclasses.replace(
         plain,
@@ -371,14 +434,15 @@ def _example_operands(
     sizes: Sizes, devices: int, *, plain: Operation, kind: scales.Granularity
 ) -> tuple[Operand, ...]:
     """lhs, transposed rhs and their scales, of one device."""
-    lhs, rhs, *_ = plain.examples.operands(sizes, devices)
-    (m, k), (_, n) = lhs.shape, rhs.shape
-    shapes = [(m, 1), (n, 1)]
+    lhs, rhs, *others = plain.examples.operands(sizes, devices)
+    (m, k), (*groups, _, n) = lhs.shape, rhs.shape
+    shapes = [(m, 1), (*groups, n, 1)]
     if kind == "block":
-        shapes = [(m, scales.blocks(k)), (scales.blocks(n), scales.blocks(k))]
-    values = [Operand(shape=shape, dtype=scales.FP8[0]) for shape in ((m, k), (n, k))]
+        shapes = [(m, scales.blocks(k)), (*groups, scales.blocks(n), scales.blocks(k))]
+    values = [Operand(shape=shape, dtype=scales.FP8[0]) for shape in ((m, k), (*groups, n, k))]
     return (
         *values,
+        *others,
         *(
             Operand(shape=shape, dtype="float32", draw=functools.partial(_drawn, shape=shape))
             for shape in shapes

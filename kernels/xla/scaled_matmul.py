@@ -62,6 +62,37 @@ def sum_of_scaled_products(
     return functools.reduce(jnp.add, products)
 
 
+def scaled_ragged_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    ends: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    granularity: Granularity,
+    *,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """The same of rows in groups with a matrix of rhs each, by `lax.ragged_dot`, in float32.
+
+    `ends` are the rows after the last ones of groups; rows beyond are zero. XLA has no such product
+    of 8 bits, so the values are multiplied as bfloat16, which they are exactly.
+    """
+    wide, m = compute_dtype(), lhs.shape[0]
+    sizes, row = jnp.diff(ends, prepend=0), jnp.arange(m)
+    if granularity == "block":
+        values = dequantise(lhs, lhs_scale, wide), dequantise(rhs, rhs_scale, wide)
+    else:
+        values = lhs.astype(wide), rhs.astype(wide)
+    x, y = values
+    y = y.swapaxes(1, 2) if rhs_transposed else y
+    out = lax.ragged_dot(x, y, sizes, preferred_element_type=jnp.float32)
+    if granularity == "row":
+        group = jnp.minimum(jnp.sum(ends <= row[:, None], axis=1), len(ends) - 1)
+        of_columns = rhs_scale[:, :, 0] if rhs_transposed else rhs_scale[:, 0]
+        out = out * lhs_scale * of_columns[group]
+    return jnp.where((row < ends[-1])[:, None], out, 0)
+
+
 def compute_dtype() -> jnp.dtype:
     """The type that operands are dequantised to; a CPU is no faster with bfloat16."""
     return jnp.dtype(jnp.bfloat16 if Machine.of_mesh().platform == "gpu" else jnp.float32)
