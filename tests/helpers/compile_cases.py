@@ -364,6 +364,24 @@ def fp8_fused(*names: str) -> Iterator[Program]:
                 yield f"{name}, float32", *scaled_cases.program(name, kind, mesh, **options)
 
 
+def fp8_groups() -> Iterator[Program]:
+    """Groups of rows in 8 bits."""
+    mesh = aot.mesh_of_gpus((1,), ("x",))
+    e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
+    for kind, shapes in (
+        ("row", [(4096, 1), (8, 1536, 1)]),
+        ("block", [(4096, 16), (8, 12, 16)]),
+    ):
+        operands = [((4096, 2048), e4m3), ((8, 1536, 2048), e4m3), ((8,), jnp.int32)]
+        operands += [(shape, f32) for shape in shapes]
+
+        def call(lhs, rhs, sizes, lhs_scale, rhs_scale):
+            given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, backend="pallas")
+            return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, **given)
+
+        yield f"grouped_matmul, {kind}", *on_one(call, mesh, operands)
+
+
 def blackwell(*names: str) -> Iterator[Program]:
     """The default configurations of fused matmuls for B200s."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
