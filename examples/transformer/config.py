@@ -42,11 +42,6 @@ class Sizes:
         """Columns of one head."""
         return self.hidden // self.heads
 
-    @property
-    def queries_per_kv(self) -> int:
-        """Heads of queries that share one head of keys and values."""
-        return self.heads // self.kv_heads
-
     def check_fits(self, dp: int, tp: int, batch: int) -> None:
         """Raises ValueError unless `batch` sequences can be computed on a `dp` x `tp` mesh."""
         for name in ("kv_heads", "feed_forward"):

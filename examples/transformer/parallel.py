@@ -29,6 +29,7 @@ from model import Transformer
 
 AXES = ("dp", "tp")
 ROWS = P(AXES)
+ANY = config.Execution()
 
 type Tree = Any  # nested dicts of arrays, or of what stands for them
 
@@ -48,9 +49,12 @@ def make_mesh(dp: int, tp: int) -> Mesh:
     return Mesh(np.array(devices[: dp * tp]).reshape(dp, tp), AXES)
 
 
-def structure(sizes: config.Sizes) -> tuple[nnx.GraphDef, Tree, Tree]:
-    """The model without its weights; the weights' shapes; and how each is split."""
-    model = nnx.eval_shape(lambda: Transformer(sizes, nnx.Rngs(0)))
+def structure(sizes: config.Sizes, how: config.Execution = ANY) -> tuple[nnx.GraphDef, Tree, Tree]:
+    """The model without its weights; the weights' shapes; and how each is split.
+
+    Of the three, `how` makes a difference to the first.
+    """
+    model = nnx.eval_shape(lambda: Transformer(sizes, how, nnx.Rngs(0)))
     graph, state = nnx.split(model)
     return graph, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
 
@@ -64,7 +68,7 @@ def initial_weights(mesh: Mesh, sizes: config.Sizes, seed: int) -> Tree:
     """Random weights, each device making its part; the same numbers on every mesh."""
 
     def initialize() -> Tree:
-        return nnx.to_pure_dict(nnx.state(Transformer(sizes, nnx.Rngs(seed))))
+        return nnx.to_pure_dict(nnx.state(Transformer(sizes, ANY, nnx.Rngs(seed))))
 
     _, _, specs = structure(sizes)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -99,10 +103,10 @@ def put_rows(mesh: Mesh, batch: np.ndarray) -> jax.Array:
 
 def loss(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[..., jax.Array]:
     """The function (weights, tokens, targets) -> mean loss in nats per byte, for `jax.jit`."""
-    graph, _, specs = structure(sizes)
+    _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        return lax.psum(_share_of_loss(graph, how, weights, tokens, targets), AXES)
+        return lax.psum(_share_of_loss(sizes, how, weights, tokens, targets), AXES)
 
     return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS, ROWS), out_specs=P())
 
@@ -111,7 +115,7 @@ def loss_and_gradients(
     mesh: Mesh, sizes: config.Sizes, how: config.Execution
 ) -> Callable[..., tuple[jax.Array, Tree]]:
     """The function (weights, tokens, targets) -> (mean loss, gradients), for `jax.jit`."""
-    graph, _, specs = structure(sizes)
+    _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Tree]:
         # Every device differentiates its share of the loss by its own copy of the weights. A copy
@@ -119,7 +123,7 @@ def loss_and_gradients(
         # for all layers together. Without the cast JAX would insert the sums, a few for each layer.
         copies = jax.tree.map(lambda w, s: _cast(w, _unsplit(s)), weights, specs)
         share, gradients = jax.value_and_grad(
-            lambda w: _share_of_loss(graph, how, w, tokens, targets)
+            lambda w: _share_of_loss(sizes, how, w, tokens, targets)
         )(copies)
         gradients = jax.tree.map(lambda g, s: lax.psum(g, _unsplit(s)), gradients, specs)
         return lax.psum(share, AXES), gradients
@@ -129,23 +133,24 @@ def loss_and_gradients(
 
 def logits(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[..., jax.Array]:
     """The function (weights, tokens) -> logits float32 `[rows, 256]`, for `jax.jit`."""
-    graph, _, specs = structure(sizes)
+    _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array) -> jax.Array:
-        return _model(graph, how, weights)(tokens, how)
+        return _model(sizes, how, weights)(tokens)
 
     return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS), out_specs=ROWS)
 
 
-def _model(graph: nnx.GraphDef, how: config.Execution, weights: Tree) -> Transformer:
+def _model(sizes: config.Sizes, how: config.Execution, weights: Tree) -> Transformer:
     """The model with these weights, converted to the type it computes in: once, for all layers."""
+    graph, _, _ = structure(sizes, how)
     return nnx.merge(graph, jax.tree.map(lambda w: w.astype(how.dtype), weights))
 
 
-def _share_of_loss(graph, how, weights, tokens, targets) -> jax.Array:
+def _share_of_loss(sizes, how, weights, tokens, targets) -> jax.Array:
     """What this device's rows contribute to the mean over all rows."""
     rows = len(tokens) * lax.axis_size(AXES)
-    log_p = jax.nn.log_softmax(_model(graph, how, weights)(tokens, how))
+    log_p = jax.nn.log_softmax(_model(sizes, how, weights)(tokens))
     return -jnp.sum(jnp.take_along_axis(log_p, targets[:, None], axis=1)) / rows
 
 

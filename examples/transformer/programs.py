@@ -10,26 +10,25 @@ from unittest import mock
 import config
 import jax
 import jax.numpy as jnp
-import model
 import numpy as np
 import parallel
 from jax.sharding import Mesh
 
-import stretto as st
 from stretto.kernels.choice import choose
+from stretto.layers import products
 
 PARTS = ("forward", "gradients", "remat", "step")
 BACKENDS = ("xla", "auto", "pallas", "silent")
 
 
 class Silent:
-    """Stands in for `stretto`: the same arithmetic on the same amount of data, nothing sent."""
+    """Stands in for Stretto's matmuls: the same arithmetic on as much data, nothing sent."""
 
     @staticmethod
     def all_gather_matmul(x, weights, axis_name, **_):
-        """A matmul on this device's rows, repeated as often as there are devices."""
+        """Matmuls of this device's rows, repeated as often as there are devices."""
         rows = jnp.tile(x, (jax.lax.axis_size(axis_name), 1))
-        return jax.lax.optimization_barrier(rows) @ weights
+        return tuple(jax.lax.optimization_barrier(rows) @ weight for weight in weights)
 
     @staticmethod
     def matmul_reduce_scatter(x, weights, axis_name, **_):
@@ -114,7 +113,8 @@ def lower(
       which implementation its operations took, and why.
     """
     remat = "layer" if part == "remat" else "elementwise"
-    how = dataclasses.replace(how, backend=backend, remat=remat)
+    silent = backend == "silent"
+    how = dataclasses.replace(how, backend="xla" if silent else backend, remat=remat)
     rows = parallel.row_shapes(mesh, training.batch, sizes.sequence)
     if part == "step":
         from step import make_train_step, state_shapes
@@ -125,7 +125,7 @@ def lower(
         make = parallel.loss if part == "forward" else parallel.loss_and_gradients
         function = jax.jit(make(mesh, sizes, how))
         takes = parallel.weight_shapes(mesh, sizes, how.dtype)
-    stand_in = Silent if backend == "silent" else st
-    with mock.patch.object(model, "st", stand_in), choose.recorded() as choices:
+    stand_in = Silent if silent else products.matmuls
+    with mock.patch.object(products, "matmuls", stand_in), choose.recorded() as choices:
         traced = function.trace(takes, rows, rows)
     return traced.lower(), sorted(set(map(str, choices)))

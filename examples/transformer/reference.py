@@ -17,8 +17,8 @@ def loss(
     x = weights["embedding"][tokens]
     for number in range(sizes.layers):
         layer = jax.tree.map(lambda w, number=number: w[number], weights["blocks"])
-        x = x + _attention(layer, _norm(x, layer["attention_norm"]), sizes)
-        x = x + _feed_forward(layer, _norm(x, layer["mlp_norm"]))
+        x = x + _attention(layer["attention"], _norm(x, layer["attention_norm"]), sizes)
+        x = x + _feed_forward(layer["mlp"], _norm(x, layer["mlp_norm"]))
     logits = _norm(x, weights["norm"]).astype(jnp.float32) @ weights["head"].astype(jnp.float32)
     log_p = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], axis=-1))
@@ -34,15 +34,19 @@ def _attention(layer: Tree, x: jax.Array, sizes: config.Sizes) -> jax.Array:
     """Head by head, with the whole matrix of scores."""
     sequence, head_dim = x.shape[1], sizes.head_dim
     may_see = jnp.tril(jnp.ones((sequence, sequence), bool))
+
+    def heads(name: str, count: int) -> list[jax.Array]:  # [batch, sequence, head_dim] each
+        return jnp.split(x @ layer[name]["kernel"], count, axis=-1)
+
+    keys, values = heads("key", sizes.kv_heads), heads("value", sizes.kv_heads)
     outs = []
-    for kv_head in range(sizes.kv_heads):
-        *queries, key, value = jnp.moveaxis(layer["qkv"][:, kv_head], 1, 0)  # [hidden, head_dim]
-        k, v = _rotate(x @ key), x @ value
-        for query in queries:
-            scores = jnp.einsum("bqd,bkd->bqk", _rotate(x @ query), k).astype(jnp.float32)
-            scores = jnp.where(may_see, scores / head_dim**0.5, -jnp.inf)
-            outs.append(jax.nn.softmax(scores).astype(x.dtype) @ v)
-    return jnp.concatenate(outs, axis=-1) @ layer["attention_out"]
+    for number, query in enumerate(heads("query", sizes.heads)):
+        kv_head = number * sizes.kv_heads // sizes.heads
+        k, v = _rotate(keys[kv_head]), values[kv_head]
+        scores = jnp.einsum("bqd,bkd->bqk", _rotate(query), k).astype(jnp.float32)
+        scores = jnp.where(may_see, scores / head_dim**0.5, -jnp.inf)
+        outs.append(jax.nn.softmax(scores).astype(x.dtype) @ v)
+    return jnp.concatenate(outs, axis=-1) @ layer["out"]["kernel"]
 
 
 def _rotate(x: jax.Array) -> jax.Array:
@@ -56,5 +60,5 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 def _feed_forward(layer: Tree, x: jax.Array) -> jax.Array:
-    gate, up = layer["gate_up"][:, 0], layer["gate_up"][:, 1]
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ layer["down"]
+    gate, up, down = (layer[name]["kernel"] for name in ("gate", "up", "down"))
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down

@@ -8,6 +8,7 @@ from pathlib import Path
 import benchmark
 import breakdown
 import config
+import jax
 import numpy as np
 import parallel
 import pytest
@@ -69,11 +70,8 @@ def test_what_cannot_be_compiled_is_told_and_left_out(
 def test_operations_are_counted_for_every_weight(part: str) -> None:
     sizes = config.SIZES["tiny"]
     _, shapes, _ = parallel.structure(sizes)
-    matrices = sum(
-        np.prod(shape.shape)
-        for shape in (*shapes["blocks"].values(), shapes["embedding"], shapes["head"])
-        if len(shape.shape) > 2 or shape.shape[0] != sizes.layers
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    matrices = sum(np.prod(x.shape) for path, x in leaves if "norm" not in path[-1].key)
     pairs = sizes.sequence / 2 * sizes.layers
     expected = 3 * sizes.sequence * (2 * matrices + 4 * sizes.hidden * pairs)
     counted = rates.flops_per_device(sizes, part, batch=3, devices=2)

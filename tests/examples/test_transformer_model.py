@@ -66,8 +66,8 @@ def test_what_the_backward_pass_computes_again(
         for function in [make(mesh, SIZES, how)]
     )
     # A product has a derivative by each operand, but for the table of bytes, which none precedes.
-    assert forward["dot_general"] == 6
-    assert both["dot_general"] == 3 * 6 - 1 + 2 * again
+    assert forward["dot_general"] == 9
+    assert both["dot_general"] == 3 * 9 - 1 + 5 * again  # query, key, value, gate and up
     assert both["dot_product_attention_fwd_wrapper"] == 1 + again
 
 
@@ -117,11 +117,13 @@ def test_weights_are_the_same_on_every_mesh_and_split() -> None:
     whole, split = (initial_state(parallel.make_mesh(1, tp), SIZES, TRAINING) for tp in (1, 4))
     jax.tree.map(np.testing.assert_array_equal, whole.weights, split.weights)
     blocks = split.weights["blocks"]
-    for name, dim in {"qkv": 2, "attention_out": 1, "gate_up": 3, "down": 1}.items():
-        shard = blocks[name].addressable_shards[0].data.shape
-        assert shard[dim] == blocks[name].shape[dim] // 4, name
+    split_at = {"query": 2, "key": 2, "value": 2, "out": 1, "gate": 2, "up": 2, "down": 1}
+    for name, layer in {**blocks["attention"], **blocks["mlp"]}.items():
+        kernel, dim = layer["kernel"], split_at[name]
+        shard = kernel.addressable_shards[0].data.shape
+        assert shard[dim] == kernel.shape[dim] // 4, name
     moments = jax.tree.leaves(split.optimizer)
-    assert sum(x.addressable_shards[0].data.size < x.size for x in moments) == 2 * 4
+    assert sum(x.addressable_shards[0].data.size < x.size for x in moments) == 2 * 7
 
 
 def count(dp: int, tp: int) -> Counter:

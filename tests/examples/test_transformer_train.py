@@ -90,7 +90,7 @@ def test_run_goes_on_bit_for_bit(
     assert "going on after step 4 of" in capsys.readouterr().out
     assert rest == whole[4:]  # to the last bit
     ours, expected = (state_after(6, tmp_path / name) for name in ("stopped", "whole"))
-    assert len(jax.tree.leaves(ours)) == 3 * 9 + 3  # weights, two moments; steps made, by three
+    assert len(jax.tree.leaves(ours)) == 3 * 12 + 3  # weights, two moments; steps made, by three
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
     assert not any(half.exists() for half in halves)
     with pytest.raises(ValueError, match="was trained with batch=4 and this run has 8"):
