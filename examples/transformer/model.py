@@ -26,6 +26,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import stretto as st
 import stretto.flax as sf
 
 normal = nnx.initializers.normal
@@ -89,6 +90,11 @@ KEEP = {
 }
 
 
+def recipe(how: config.Execution) -> st.fp8.Recipe | None:
+    """How the projections' operands are quantised: forward float8_e4m3fn, gradients float8_e5m2."""
+    return None if how.fp8 is None else st.fp8.Recipe(granularity=how.fp8)
+
+
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each added to what it reads, after a norm."""
 
@@ -97,7 +103,7 @@ class Block(nnx.Module):
         hidden, width = sizes.hidden, sizes.feed_forward
         out_of = (2 * sizes.layers) ** -0.5  # so that the sum over layers keeps its size
         options: Any = dict(
-            parallel=sf.Parallel("tp", backend=how.backend, keep_gathered=True),
+            parallel=sf.Parallel("tp", backend=how.backend, keep_gathered=True, fp8=recipe(how)),
             use_bias=False,
             kernel_init=normal(hidden**-0.5),
             rngs=rngs,

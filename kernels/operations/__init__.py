@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from stretto.kernels.operation import Operation
+from stretto.kernels.operations import fp8 as fp8
 from stretto.kernels.operations import (
     collectives,
     experts,
