@@ -28,6 +28,7 @@ from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operation import Operand, Operation
 from stretto.kernels.operations import OPERATIONS, matmuls
 from stretto.kernels.problem.machine import HOPPER, Machine
+from stretto.kernels.problem.scales import FP8
 
 FUSED = "fused"
 XLA = "xla"
@@ -140,15 +141,28 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
     if case.work.product is None:
         raise UnavailableError("there is no matmul in it")
     m, k, n = case.work.product
+    if case.operation.examples.scales is not None:
+        in_8_bits = Operand(shape=(m, k), dtype=FP8[0]), Operand(shape=(n, k), dtype=FP8[0])
+        return in_8_bits
     return Operand(shape=(m, k)), Operand(shape=(k, n))
 
 
 def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
+    if case.operation.examples.scales is not None:
+        return [Candidate(body=_product_in_8_bits, operands=_factors(case))]
 
     def body(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32).astype(lhs.dtype)
 
     return [Candidate(body=body, operands=_factors(case))]
+
+
+def _product_in_8_bits(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """cuBLAS's, with fast accumulation and one scale of 1; rhs is transposed."""
+    product = lax.dot_general(
+        lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return product.astype(jnp.bfloat16)
 
 
 def _architecture_of(mesh: Mesh) -> str:
@@ -162,6 +176,8 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     tiles = TILES.get(_architecture_of(mesh))
     if tiles is None:
         raise UnavailableError("it needs GPUs of compute capability 9.0 or 10.0")
+    if case.operation.examples.scales is not None:
+        raise UnavailableError("it is timed without scales")
     factors = _factors(case)
     return [
         Candidate(

@@ -14,6 +14,10 @@ from stretto.kernels.operation import Operation
 from stretto.kernels.operations import OPERATIONS
 
 
+SCALES = ("lhs_scale", "rhs_scale")
+"""Of the operands, in their order."""
+
+
 def sharded(
     operation: Callable[..., Any],
     *,
@@ -24,7 +28,8 @@ def sharded(
     """`operation` on whole arrays, outside of `jax.shard_map`.
 
     `stretto.sharded(stretto.all_gather_matmul)(x, w, "tp")` is `x @ w`, of `x` whose rows lie along
-    "tp". What the operands lie along besides, such as a batch along "dp", stays as it is.
+    "tp". What the operands lie along besides, such as a batch along "dp", stays as it is. Scales
+    (`lhs_scale=`, `rhs_scale=`) are whole arrays, too, and are split as their operands.
 
     Args:
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
@@ -54,16 +59,33 @@ def sharded(
         name = options.get("axis_name")
         axes = tuple(name) if isinstance(name, tuple | list) else (name,)
         found = _specs(record, operands, in_specs)
+        scales = {name: options.pop(name) for name in SCALES if options.get(name) is not None}
+        of_scales = [
+            _specs_of_scales(operands[SCALES.index(name)], found[SCALES.index(name)], scale)
+            for name, scale in scales.items()
+        ]
         out = out_specs if out_specs is not None else _layout(record, found, axes, options)
         return jax.shard_map(
-            lambda *xs: operation(*xs, **options),
+            lambda *xs: operation(
+                *xs[:count], **options, **dict(zip(scales, xs[count:], strict=True))
+            ),
             mesh=mesh if mesh is not None else _mesh_of(record, operands),
-            in_specs=tuple(found),
+            in_specs=(*found, *of_scales),
             out_specs=out,
             check_vma=False,
-        )(*operands)
+        )(*operands, *scales.values())
 
     return call
+
+
+def _specs_of_scales(operand: Any, spec: Any, scale: Any) -> Any:
+    """How scales lie: as their operand does, but for dimensions along which there is one."""
+    if isinstance(operand, tuple | list):
+        each = zip(operand, spec, scale, strict=True)
+        return type(scale)(_specs_of_scales(*one) for one in each)
+    if scale.ndim == 0:
+        return P()
+    return P(*(None if size == 1 else x for size, x in zip(scale.shape, spec, strict=True)))
 
 
 def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:

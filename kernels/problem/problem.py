@@ -28,6 +28,11 @@ class Types(NamedTuple):
         return jnp.dtype(self.lhs).itemsize
 
     @property
+    def measured_out_itemsize(self) -> int:
+        """Bytes of an element of the results that tuned tables were measured with."""
+        return 2 if self.scales is not None else self.itemsize
+
+    @property
     def out_itemsize(self) -> int:
         """Bytes of an element of the result."""
         return jnp.dtype(self.out).itemsize
