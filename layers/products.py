@@ -146,9 +146,7 @@ def _columns_in_8_bits(
 def _rows_in_8_bits(
     how: Parallel, recipe: fp8.Recipe, x: jax.Array, kernel: jax.Array, types: Types
 ) -> jax.Array:
-    options: dict[str, Any] = dict(
-        recipe=recipe, out_dtype=types.out_dtype, backend=how.backend
-    )
+    options: dict[str, Any] = dict(recipe=recipe, out_dtype=types.out_dtype, backend=how.backend)
     if how.sequence_parallel:
         axis = how.tokens_of(x)
         return fp8.matmul_reduce_scatter(x, kernel, how.axis_name, axis=axis, **options)

@@ -32,7 +32,9 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
         named = {name: x for name, x in arguments.items() if _has_arrays(x)}
         plain = {name: x for name, x in arguments.items() if name not in named}
         try:
-            jax.eval_shape(lambda *xs, **named: operation(*xs, *rest, **plain, **named), *arrays, **named)
+            jax.eval_shape(
+                lambda *xs, **named: operation(*xs, *rest, **plain, **named), *arrays, **named
+            )
         except TypeError as error:  # Another function takes no name of an axis.
             if choices or _is_own(operation):
                 raise

@@ -191,8 +191,8 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
     """What the table of the problem's GPU says of it, None where it says nothing.
 
     That is where no entry is within `REACH`, where the result's elements are of another width than
-    the operands' (than bfloat16, of operands in 8 bits with scales), and where no near entry's configuration fits the kernel any more. Times are those
-    of the very shape. Elsewhere several entries say by how much the estimate is off; the fused
+    the operands' (than bfloat16, of operands in 8 bits with scales), and where no near entry's
+    configuration fits the kernel any more. Times are those of the very shape. Elsewhere several entries say by how much the estimate is off; the fused
     kernel has to win by `MARGIN`, and has its default configuration where no entry is `NEAR`.
 
     Args:

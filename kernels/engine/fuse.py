@@ -46,8 +46,8 @@ class Refs(types.SimpleNamespace):
     """What a kernel's parts are made of, by the names given to `fuse`.
 
     Operands, outs and symmetric buffers, in the structures they were given in; semaphores; the
-    transfer's `pulled` and `pulled_full` (`Buffers`), or what these are named; and `num_blocks` and `num_clusters`, of the
-    grid: blocks move data each, and clusters make tiles.
+    transfer's `pulled` and `pulled_full` (`Buffers`), or what these are named; and `num_blocks` and
+    `num_clusters`, of the grid: blocks move data each, and clusters make tiles.
     """
 
 

@@ -67,7 +67,9 @@ class Config(PullConfig):
             )
         check_unfused(self.unfused, problem)
         if self.gather_first and problem.types.scales is not None:
-            raise ValueError("gather_first=True is not built for operands with scales; leave it out.")
+            raise ValueError(
+                "gather_first=True is not built for operands with scales; leave it out."
+            )
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
@@ -102,9 +104,7 @@ def default_config(problem: Problem) -> Config:
     if not _is_small(problem) or problem.types.scales is not None:
         rows = schedule.ceil_div(m, problem.devices)
         slots = Config.pull_slots + (problem.types.scales is not None)  # Of pieces half as large.
-        return Config(
-            tiles=tiles.large_for(rows), chunk_columns=chunk_columns, pull_slots=slots
-        )
+        return Config(tiles=tiles.large_for(rows), chunk_columns=chunk_columns, pull_slots=slots)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)

@@ -174,8 +174,8 @@ def launch(
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
     All must be padded (`padding`). The pairs' products are added up. Returns `[1, m_shard, n]`, or
-    with `everywhere` (all-reduce) `[size, m_shard, n]`. Of operands in 8 bits there is one pair, and
-    `scaling`, lhs's `[size, k / 128 or 1, rows]`.
+    with `everywhere` (all-reduce) `[size, m_shard, n]`. Of operands in 8 bits there is one pair,
+    and `scaling`, lhs's `[size, k / 128 or 1, rows]`.
     """
     m_shard, n = lhs[0].shape[1], rhs[0].shape[0 if rhs_transposed else 1]
     shape, peers = config.tiles, team.size - 1

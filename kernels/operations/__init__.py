@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import fp8 as fp8
 from stretto.kernels.operations import (
     collectives,
     experts,
@@ -15,6 +14,7 @@ from stretto.kernels.operations import (
     mixture,
     summed_norm,
 )
+from stretto.kernels.operations import fp8 as fp8
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation

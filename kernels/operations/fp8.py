@@ -125,8 +125,8 @@ def all_gather_matmul(
     """`all_gather(x) @ w` in 8 bits, inside `jax.shard_map`; differentiable in reverse.
 
     Per device x `[..., k]`, gathered along `axis`, and w `[k, n]`, or several in a tuple; as
-    `stretto.all_gather_matmul` has them. Values and scales of x are gathered. The backward pass keeps
-    those of the device's own x, and gathers them again.
+    `stretto.all_gather_matmul` has them. Values and scales of x are gathered. The backward pass
+    keeps those of the device's own x, and gathers them again.
 
     Args:
       x: floating-point.
@@ -353,9 +353,7 @@ def _scaled_reduce(how: _How, lhs: Quantised, rhs: Quantised, dtype: Any) -> jax
     )
     if how.axis is None:
         return matmuls.matmul_all_reduce(lhs.qvalue, rhs.qvalue, how.axes, **options)
-    return matmuls.matmul_reduce_scatter(
-        lhs.qvalue, rhs.qvalue, how.axes, axis=how.axis, **options
-    )
+    return matmuls.matmul_reduce_scatter(lhs.qvalue, rhs.qvalue, how.axes, axis=how.axis, **options)
 
 
 def _product(lhs: Quantised, rhs: Quantised) -> jax.Array:

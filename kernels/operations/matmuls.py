@@ -98,11 +98,11 @@ def all_gather_matmul(
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
-      lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also mixed),
-        float32, for gather_axis "m": of a device's lhs `[..., k]` `[]`, `[..., 1]` or
+      lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also
+        mixed), float32, for gather_axis "m": of a device's lhs `[..., k]` `[]`, `[..., 1]` or
         `[..., k / 128]`, which are gathered with its rows; of rhs `[]`, `[1, n]` or
-        `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple. Without one of both, it is
-        1. `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
+        `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple. Without one of both,
+        it is 1. `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
         transposed, `[n, k]`; there is no derivative (`stretto.fp8` has one).
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         shape by default.
@@ -217,8 +217,8 @@ def matmul_reduce_scatter(
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       axis: of lhs and of the result, scattered; may be negative, and not the last one.
-      lhs_scale, rhs_scale: scales of operands in 8 bits, as for `all_gather_matmul`, of the device's
-        own; of several pairs, which only XLA serves, a tuple each.
+      lhs_scale, rhs_scale: scales of operands in 8 bits, as for `all_gather_matmul`, of the
+        device's own; of several pairs, which only XLA serves, a tuple each.
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.

@@ -194,9 +194,7 @@ def reduce(
     """
     op = records["row"].public.__name__
     transposed, devices = asked.rhs_transposed, axis_size(axes)
-    pairs, plain = scattered.checked_pairs(
-        op, lhs, rhs, asked.out_dtype, transposed, scaled=True
-    )
+    pairs, plain = scattered.checked_pairs(op, lhs, rhs, asked.out_dtype, transposed, scaled=True)
     granularity, of_lhs, of_rhs = _of_pairs(op, pairs, lhs_scale, rhs_scale, transposed)
     operation, first = records[granularity], pairs[0][0]
     sizes = scattered.sizes_of(pairs, axes, plain)
@@ -273,9 +271,7 @@ def _of_pairs(
     Raises:
       ValueError: scales do not fit, or pairs differ in granularity.
     """
-    each = zip(
-        *pairs, _each(op, lhs_scale, pairs[0]), _each(op, rhs_scale, pairs[1]), strict=True
-    )
+    each = zip(*pairs, _each(op, lhs_scale, pairs[0]), _each(op, rhs_scale, pairs[1]), strict=True)
     found = [
         scales.checked(op, x, [y], of_x, [of_y], rhs_transposed=transposed)
         for x, y, of_x, of_y in each
@@ -374,10 +370,8 @@ def grouped_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.
 # --- Records --------------------------------------------------------------------------------------
 
 
-def record(
-    kind: scales.Granularity, public: Callable[..., Any], plain: Operation
-) -> Operation:
-    """The record of `public` with scales of a granularity: rows ("row", one a tensor too) or blocks.
+def record(kind: scales.Granularity, public: Callable[..., Any], plain: Operation) -> Operation:
+    """The record of `public` with scales of a granularity: "row" (one of a tensor too) or "block".
 
     Tables know it by its own name, such as "all_gather_matmul_fp8_block". `plain` is the record of
     the same operation without scales, which it takes its sizes from.

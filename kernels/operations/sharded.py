@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from stretto.kernels.operation import Operation
 from stretto.kernels.operations import OPERATIONS
 
-
 SCALES = ("lhs_scale", "rhs_scale")
 """Of the operands, in their order."""
 

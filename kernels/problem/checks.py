@@ -103,9 +103,7 @@ def check_pairs(
             f"{op}: there are {len(lhs)} lhs and {len(rhs)} rhs; each needs its counterpart."
         )
     for x, y in zip(lhs, rhs, strict=True):
-        check_matmul_operands(
-            op, x, y, rhs_transposed=rhs_transposed, batches=True, scaled=scaled
-        )
+        check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed, batches=True, scaled=scaled)
     n = 0 if rhs_transposed else 1
     sizes = [((*x.shape[:-1], y.shape[n]), x.dtype) for x, y in zip(lhs, rhs, strict=True)]
     if len(set(sizes)) > 1:

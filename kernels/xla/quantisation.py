@@ -96,7 +96,7 @@ def dequantise(
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A scale that broadcasts to `shape`: of each dimension in blocks, an element for each of it."""
+    """A scale that broadcasts to `shape`: along blocks, each as often as its block is long."""
     for axis in range(-scale.ndim, 0):
         size, count = shape[axis], scale.shape[axis]
         if count not in (1, size):

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from stretto.kernels.operations.sharded import sharded
     from stretto.kernels.operations.summed_norm import all_reduce_rms_norm
     from stretto.kernels.problem.epilogue import Epilogue
-    from stretto.kernels.xla.quantisation import quantise
     from stretto.kernels.sequence.attention import context_parallel_attention
+    from stretto.kernels.xla.quantisation import quantise
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"

@@ -38,7 +38,7 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
 from stretto.kernels.fused.local_matmul import local_matmul
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import OPERATIONS, SCALED
 from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -469,6 +469,8 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
+    **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
+    "fp8, grouped_matmul": fp8_groups,
     "epilogue": epilogue,
     "no limit": no_limit,
     "stacked": stacked,
@@ -510,6 +512,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
 # The case, of those above, in which the kernel of an operation is certain to be.
 COMPILED_BY: dict[str, str] = {
     **{name: f"configs of {name}" for name in cases.OPERATIONS},
+    **{name: f"fp8, {record.public.__name__}" for name, record in SCALED.items()},
     **{name: f"gathers of {name}" for name in cases.GATHERS},
     **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
     "grouped_matmul": "example of grouped_matmul",

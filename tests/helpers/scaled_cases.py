@@ -69,9 +69,7 @@ def mapped(name: str, kind: str, mesh: Mesh, **options: Any) -> Callable[..., ja
         given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale) | options
         return getattr(st, name)(lhs, rhs, "x", rhs_transposed=True, **given)
 
-    return jax.shard_map(
-        call, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False
-    )
+    return jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
 
 
 def program(name: str, kind: str, mesh: Mesh, **options: Any):

@@ -44,7 +44,7 @@ def simulated(name, kind, devices, shape, *, seed=0, **options):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
 def test_by_xla(name, kind):
-    out, want = scaled_cases.run(name, kind, 4, (40, 384, 136), dtypes=(E4M3, E5M2), backend="xla")
+    out, want = scaled_cases.run(name, kind, 4, (40, 384, 128), dtypes=(E4M3, E5M2), backend="xla")
     np.testing.assert_array_equal(out, want)
 
 
@@ -54,12 +54,12 @@ def test_by_xla(name, kind):
     ("name", "kind", "devices", "shape"),
     [
         ("all_gather_matmul", "row", 3, (72, 200, 72)),
-        ("all_gather_matmul", "block", 2, (136, 300, 64)),
+        ("all_gather_matmul", "block", 2, (136, 300, 128)),
         ("matmul_reduce_scatter", "row", 2, (72, 200, 72)),
         ("matmul_reduce_scatter", "block", 3, (40, 256, 136)),
         ("matmul_all_reduce", "block", 2, (72, 256, 72)),
         pytest.param("all_gather_matmul", "tensor", 4, (40, 128, 64), marks=slow),
-        pytest.param("all_gather_matmul", "block", 4, (264, 1200, 64), marks=slow),
+        pytest.param("all_gather_matmul", "block", 4, (264, 1200, 128), marks=slow),
         pytest.param("matmul_reduce_scatter", "tensor", 4, (40, 128, 64), marks=slow),
         pytest.param("matmul_all_reduce", "row", 3, (72, 200, 136), marks=slow),
     ],
@@ -75,7 +75,7 @@ def test_in_the_simulator(name, kind, devices, shape):
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_in_any_order_of_steps(kind, seed):
     for name in NAMES:
-        right, report = simulated(name, kind, 3, (72, 256, 72), seed=seed)
+        right, report = simulated(name, kind, 3, (72, 256, 128), seed=seed)
         assert right and report.ok, str(report)
 
 
@@ -143,7 +143,7 @@ def test_a_batch_along_another_axis():
 
 
 def groups(kind, backend, **options):
-    """(the result, what is right) of groups of 40, 0 and 30 rows, and 10 of none, whose scale is NaN."""
+    """(the result, what is right) of groups of 40, 0 and 30 rows, and 10 of none, with NaN as scale."""
     sizes, (m, k, n) = (40, 0, 30), (80, 256, 72)
     lhs, rhs = cases.whole_numbers(0, m, k), cases.whole_numbers(1, 3, n, k)
     each = [scaled_cases.scales(kind, m, k, n) for _ in sizes]
@@ -194,11 +194,8 @@ def test_scales_that_nobody_waits_for_are_a_race(monkeypatch):
     original = gathering_by_shards._stream
     without = lambda refs, plan, kept, shape, scales: original(refs, plan, kept, shape, 0)  # noqa: E731
     monkeypatch.setattr(gathering_by_shards, "_stream", without)
-    kinds = set()
-    for seed in range(3):
-        _, report = simulated("all_gather_matmul", "row", 2, (72, 256, 64), seed=seed)
-        kinds |= report.kinds()
-    assert "race" in kinds
+    runs = (simulated("all_gather_matmul", "row", 2, (72, 128, 64), seed=seed) for seed in range(3))
+    assert any("race" in report.kinds() for _, report in runs)
 
 
 @pytest.mark.usefixtures("fresh_traces")
@@ -209,7 +206,7 @@ def test_a_wait_for_one_scale_too_few_is_found(monkeypatch):
         original(self, value - (self.site.semaphore == "received"), **kwargs)
 
     monkeypatch.setattr(Semaphore, "wait", impatient)
-    _, report = simulated("all_gather_matmul", "block", 2, (72, 256, 64))
+    _, report = simulated("all_gather_matmul", "block", 2, (72, 256, 128))
     assert "race" in report.kinds()
 
 
@@ -278,7 +275,9 @@ def test_what_is_not_built_for_scales():
     with pytest.raises(NotImplementedError, match="gather_axis='k' is not built for scales"):
         traced("all_gather_matmul", X, jax.ShapeDtypeStruct((16, 512), E4M3), gather_axis="k",
                **given)  # fmt: skip
-    with pytest.raises(NotImplementedError, match="gather values and scales by stretto.all_gather"):
+    with pytest.raises(
+        NotImplementedError, match=r"gather values and scales by stretto\.all_gather"
+    ):
         traced("all_gather_matmul", X, X, return_gathered=True, **given)
     with pytest.raises(ValueError, match="unfused=True is not built for operands with scales"):
         config = matmul_reduce_scatter.Config(tiles=LARGE_FP8, unfused=True)
@@ -340,9 +339,7 @@ def test_whole_arrays():
     lhs, rhs = cases.whole_numbers(0, 16, 256), cases.whole_numbers(1, 32, 256)
     of_lhs, of_rhs = scaled_cases.scales("row", 16, 256, 32)
     given = dict(lhs_scale=jnp.asarray(of_lhs), rhs_scale=jnp.asarray(of_rhs), out_dtype=F32)
-    call = st.sharded(
-        st.all_gather_matmul, mesh=cases.mesh_of(2), in_specs=[P("x"), P("x")]
-    )
+    call = st.sharded(st.all_gather_matmul, mesh=cases.mesh_of(2), in_specs=[P("x"), P("x")])
     values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E4M3)
     out = jax.jit(lambda x, y: call(x, y, "x", rhs_transposed=True, **given))(*values)
     np.testing.assert_array_equal(out, scaled_cases.exact(lhs, rhs, of_lhs, of_rhs))
