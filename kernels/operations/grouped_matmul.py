@@ -57,8 +57,8 @@ def grouped_matmul(
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[g, n, k]`. No transposed copy is made.
       lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also
-        mixed), float32: of lhs `[]`, `[m, 1]` or `[m, k / 128]`; of rhs `[]`, `[g, 1, 1]`, `[g, 1, n]` or
-        `[g, k / 128, n / 128]`, transposed as rhs is. Without one of both, it is 1.
+        mixed), float32: of lhs `[]`, `[m, 1]` or `[m, k / 128]`; of rhs `[]`, `[g, 1, 1]`,
+        `[g, 1, n]` or `[g, k / 128, n / 128]`, transposed as rhs is. Without one of both, it is 1.
         `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
         transposed, `[g, n, k]`; there is no derivative.
       config: of the kernel; chosen for the shape by default.

@@ -102,8 +102,8 @@ def all_gather_matmul(
         mixed), float32, for gather_axis "m": of a device's lhs `[..., k]` `[]`, `[..., 1]` or
         `[..., k / 128]`, which are gathered with its rows; of rhs `[]`, `[1, n]` or
         `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple. Without one of both,
-        it is 1. `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
-        transposed, `[n, k]`; there is no derivative (`stretto.fp8` has one).
+        it is 1. `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes
+        rhs transposed, `[n, k]`; there is no derivative (`stretto.fp8` has one).
       config: of the fused kernel, or `nodes.Config` for a team that spans nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
