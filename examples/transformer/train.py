@@ -119,7 +119,7 @@ class Run:
             **dataclasses.asdict(self.sizes),
             **{name: training[name] for name in own},
             "dtype": self.how.dtype,
-            "fp8": self.how.fp8,
+            **({"fp8": self.how.fp8} if self.how.fp8 else {}),
             "corpus": self.corpus.digest,
         }
 

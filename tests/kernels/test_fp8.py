@@ -130,3 +130,28 @@ def test_recipes_that_are_none(options, message):
 def test_operands_that_do_not_fit():
     with pytest.raises(ValueError, match=r"fp8.matmul: lhs \(2, 3\) has k=3 columns"):
         fp8.matmul(jnp.ones((2, 3)), jnp.ones((4, 5)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layers_of_flax_in_8_bits(sequence_parallel):
+    """`Parallel(fp8=)`: results and gradients beside the layer's without it."""
+    from flax import nnx
+
+    import stretto.flax as sf
+
+    def made(recipe):
+        how = sf.Parallel("x", sequence_parallel=sequence_parallel, fp8=recipe)
+        return sf.FeedForward(K, 2 * N, gated=True, use_bias=False, parallel=how, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.sum(model(x) * C)
+
+    with jax.set_mesh(cases.mesh_of(2)):
+        plain, quantised = (
+            nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(made(recipe), X)
+            for recipe in (None, HYBRID)
+        )
+    pairs = zip(jax.tree.leaves(quantised[1]), jax.tree.leaves(plain[1]), strict=True)
+    for found, want in pairs:
+        assert found.dtype == F32
+        assert 0.005 < error(found, np.asarray(want)) < 0.2
