@@ -192,8 +192,9 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
 
     That is where no entry is within `REACH`, where the result's elements are of another width than
     the operands' (than bfloat16, of operands in 8 bits with scales), and where no near entry's
-    configuration fits the kernel any more. Times are those of the very shape. Elsewhere several entries say by
-    how much the estimate is off; the fused kernel has to win by `MARGIN`, and has its default configuration where no entry is `NEAR`.
+    configuration fits the kernel any more. Times are those of the very shape. Elsewhere several
+    entries say by how much the estimate is off; the fused kernel has to win by `MARGIN`, and has
+    its default configuration where no entry is `NEAR`.
 
     Args:
       kernel: what would serve the problem.

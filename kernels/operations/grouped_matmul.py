@@ -12,7 +12,7 @@ from jax import lax
 
 from stretto.kernels.fused import grouped_matmul as kernel
 from stretto.kernels.operation import Axes, Call, Examples, Operand, Operation, Sizes
-from stretto.kernels.operations import scaled
+from stretto.kernels.operations import scaled_groups, scaled_records
 from stretto.kernels.operations.perform import decide, perform, run
 from stretto.kernels.problem import checks, scales
 from stretto.kernels.problem.options import MatmulOptions, types_of
@@ -83,7 +83,7 @@ def grouped_matmul(
     sizes = dict(m=lhs.shape[0], k=lhs.shape[1], n=n, g=rhs.shape[0])
     operands = lhs, rhs, group_sizes.astype(jnp.int32)
     if has_scales:
-        return scaled.grouped(
+        return scaled_groups.grouped(
             SCALED,
             operands,
             sizes,
@@ -207,5 +207,6 @@ GROUPED_MATMUL = Operation(
 )
 
 SCALED = {
-    kind: scaled.record(kind, grouped_matmul, GROUPED_MATMUL) for kind in scales.GRANULARITIES
+    kind: scaled_records.record(kind, grouped_matmul, GROUPED_MATMUL)
+    for kind in scales.GRANULARITIES
 }

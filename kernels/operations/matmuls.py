@@ -28,6 +28,9 @@ from stretto.kernels.operations import (
     layouts,
     matmul_derivatives,
     scaled,
+    scaled_gather,
+    scaled_records,
+    scaled_sums,
     scattered,
     with_epilogue,
 )
@@ -121,7 +124,7 @@ def all_gather_matmul(
     """
     axes = canonical_axes(axis_name)
     if lhs_scale is not None or rhs_scale is not None:
-        return scaled.gather(
+        return scaled_gather.gather(
             SCALED_GATHER,
             lhs,
             rhs,
@@ -241,7 +244,7 @@ def matmul_reduce_scatter(
             backend=backend,
         )
         given = lhs, rhs, axes, lhs_scale, rhs_scale, asked
-        return scaled.reduce(SCALED_REDUCE_SCATTER, *given, axis=axis)
+        return scaled_sums.reduce(SCALED_REDUCE_SCATTER, *given, axis=axis)
     pairs, plain = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
     (first, *_), _ = pairs
     axis = batches.checked_axis(operation.name, axis, first)
@@ -330,7 +333,7 @@ def matmul_all_reduce(
             backend=backend,
         )
         given = lhs, rhs, axes, lhs_scale, rhs_scale, asked
-        return scaled.reduce(SCALED_ALL_REDUCE, *given, axis=None)
+        return scaled_sums.reduce(SCALED_ALL_REDUCE, *given, axis=None)
     pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
     types = types_of(pairs[0][0], pairs[1][0], options)
     sizes = scattered.sizes_of(pairs, axes, options)
@@ -449,7 +452,7 @@ MATMUL_ALL_REDUCE = Operation(
 
 
 def _scaled(plain: Operation) -> scaled.Records:
-    return {kind: scaled.record(kind, plain.public, plain) for kind in scales.GRANULARITIES}
+    return {kind: scaled_records.record(kind, plain.public, plain) for kind in scales.GRANULARITIES}
 
 
 SCALED_GATHER = _scaled(GATHERS["m"])
