@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from stretto import fp8
 
+slow = pytest.mark.slow
 ROWS, COLUMNS = P("x"), P(None, "x")
 HYBRID = fp8.Recipe()
 M, K, N = 32, 128, 64  # Of a device: tokens, features in and out.
@@ -64,7 +65,9 @@ def gradients(recipe, dtype=F32, *, check_vma=True):
     ("recipe", "dtype", "most"),
     [
         (HYBRID, BF16, 0.11),
-        (fp8.Recipe(granularity="tensor", force_pow_2_scales=True), F32, 0.11),
+        pytest.param(
+            fp8.Recipe(granularity="tensor", force_pow_2_scales=True), F32, 0.11, marks=slow
+        ),
         (fp8.Recipe(granularity="block", bwd_qtype="float8_e4m3fn"), F32, 0.07),
         (fp8.Recipe(bwd_qtype=None), F32, 0.06),
     ],
@@ -80,7 +83,7 @@ def test_gradients_are_as_good_as_8_bits(recipe, dtype, most):
         assert min(errors) > 0.005, "the backward pass is in 8 bits"
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=slow), True])
 def test_a_sum_on_every_device(check_vma):
     def body(x, w1, w2):
         hidden = fp8.matmul(x, w1)
@@ -132,7 +135,7 @@ def test_operands_that_do_not_fit():
         fp8.matmul(jnp.ones((2, 3)), jnp.ones((4, 5)))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=slow)])
 def test_layers_of_flax_in_8_bits(sequence_parallel):
     """`Parallel(fp8=)`: results and gradients beside the layer's without it."""
     from flax import nnx

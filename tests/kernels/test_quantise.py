@@ -45,8 +45,10 @@ def spread(scale, sizes, shape):
     return scale[: shape[0], : shape[1]]
 
 
-@pytest.mark.parametrize("dtype", LARGEST)
-@pytest.mark.parametrize(("granularity", "axis", "dim", "sizes"), KINDS)
+@pytest.mark.parametrize(
+    ("granularity", "axis", "dim", "sizes", "dtype"),
+    [*((*kind, "float8_e4m3fn") for kind in KINDS), (*KINDS[1], "float8_e5m2")],
+)
 def test_as_numpy_has_it(granularity, axis, dim, sizes, dtype):
     x = drawn(200, 300)
     q = jax.jit(lambda x: st.quantise(x, granularity, dtype, axis=axis, block_scaling_dim=dim))(x)

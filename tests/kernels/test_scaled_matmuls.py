@@ -55,7 +55,7 @@ def test_by_xla(name, kind):
     [
         ("all_gather_matmul", "row", 3, (72, 200, 72)),
         ("all_gather_matmul", "block", 2, (136, 300, 128)),
-        ("matmul_reduce_scatter", "row", 2, (72, 200, 72)),
+        pytest.param("matmul_reduce_scatter", "row", 2, (72, 200, 72), marks=slow),
         ("matmul_reduce_scatter", "block", 3, (40, 256, 136)),
         ("matmul_all_reduce", "block", 2, (72, 256, 72)),
         pytest.param("all_gather_matmul", "tensor", 4, (40, 128, 64), marks=slow),
@@ -79,6 +79,7 @@ def test_in_any_order_of_steps(kind, seed):
         assert right and report.ok, str(report)
 
 
+@slow
 def test_several_right_hand_sides_and_an_epilogue():
     lhs, rhs = cases.whole_numbers(0, 80, 256), cases.whole_numbers(1, 192, 256)
     of_lhs, of_rhs = scaled_cases.scales("block", 80, 256, 192)
@@ -165,7 +166,7 @@ def groups(kind, backend, **options):
     return np.asarray(call(*values, of_lhs, jnp.asarray(of_rhs, F32))), want
 
 
-@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize("kind", ["row", pytest.param("block", marks=slow)])
 def test_groups(kind):
     from stretto.kernels.fused import grouped_matmul
 
