@@ -83,7 +83,7 @@ def all_gather_matmul(
     axis = batches.checked_axis(op, axis, x)
     how = _how(op, x, recipe, out_dtype, axes=axes, axis=axis, backend=backend)
     x, *sides = typed_alike(axes, [x, *sides])
-    outs = _gather(how, x, tuple(sides))
+    outs: Any = _gather(how, x, tuple(sides))
     return outs if several else outs[0]
 
 
@@ -178,7 +178,7 @@ def _gather_backward(how: How, residuals: Any, bars: Matrices) -> tuple[jax.Arra
             w.astype(kept.dtype),
             how.axes,
             rhs_transposed=True,
-            axis=how.axis,
+            axis=how.token_axis,
             backend=how.backend,
         )
     else:
@@ -224,7 +224,7 @@ def _reduce_backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Arra
             w.astype(kept.dtype),
             how.axes,
             rhs_transposed=True,
-            axis=how.axis,
+            axis=how.token_axis,
             return_gathered=True,
             backend=how.backend,
         )

@@ -80,6 +80,11 @@ class How:
     backend: str = "auto"
     typed: bool = False
 
+    @property
+    def token_axis(self) -> int:
+        """`axis` of a product whose tokens are gathered or scattered."""
+        return 0 if self.axis is None else self.axis
+
 
 def scaled_gather(how: How, lhs: Quantised, rhs: Sequence[Quantised], dtype: Any) -> Matrices:
     """`all_gather(lhs) @ rhs^T` of each of rhs, in `dtype`."""
@@ -89,7 +94,7 @@ def scaled_gather(how: How, lhs: Quantised, rhs: Sequence[Quantised], dtype: Any
         how.axes,
         out_dtype=dtype,
         rhs_transposed=True,
-        axis=how.axis,
+        axis=how.token_axis,
         lhs_scale=lhs.scale,
         rhs_scale=tuple(x.scale for x in rhs),
         backend=how.backend,
@@ -107,7 +112,9 @@ def scaled_reduce(how: How, lhs: Quantised, rhs: Quantised, dtype: Any) -> jax.A
     )
     if how.axis is None:
         return matmuls.matmul_all_reduce(lhs.qvalue, rhs.qvalue, how.axes, **options)
-    return matmuls.matmul_reduce_scatter(lhs.qvalue, rhs.qvalue, how.axes, axis=how.axis, **options)
+    return matmuls.matmul_reduce_scatter(
+        lhs.qvalue, rhs.qvalue, how.axes, axis=how.token_axis, **options
+    )
 
 
 def product(lhs: Quantised, rhs: Quantised) -> jax.Array:
@@ -157,7 +164,7 @@ def wide(kept: Any, dtype: Any) -> jax.Array:
 def gathered(how: How, kept: Any) -> jax.Array:
     """All devices' tokens of what was kept, or of a gradient, along `how.axis`; dequantised."""
     gather = functools.partial(
-        matmuls.all_gather, axis_name=how.axes, axis=how.axis, backend=how.backend
+        matmuls.all_gather, axis_name=how.axes, axis=how.token_axis, backend=how.backend
     )
     if not isinstance(kept, Quantised):
         return gather(kept)

@@ -102,12 +102,11 @@ def gather(
 def gather_reference(operands: Any, axes: Axes, options: GatherOptions) -> tuple[jax.Array, ...]:
     """`epilogue(scaled product)` of gathered lhs and each rhs, with XLA's products of 8 bits."""
     lhs, rhs, lhs_scale, rhs_scale, *arrays = operands
+    kind: Any = options.scales  # There are some, or the record would be another.
     values = collectives.all_gather(lhs, axes, axis=options.axis)
     of_values = collectives.all_gather(lhs_scale, axes, axis=options.axis)
     outs = tuple(
-        scaled_matmul(
-            values, x, of_values, of_x, options.scales, rhs_transposed=options.rhs_transposed
-        )
+        scaled_matmul(values, x, of_values, of_x, kind, rhs_transposed=options.rhs_transposed)
         for x, of_x in zip(rhs, rhs_scale, strict=True)
     )
     if options.epilogue is not None:

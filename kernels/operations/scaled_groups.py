@@ -56,13 +56,14 @@ def grouped_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.
     """`lax.ragged_dot` of the values, or of what was dequantised, with rows of no group zero."""
     del axes
     lhs, rhs, sizes, lhs_scale, rhs_scale = operands
+    kind: Any = options.scales  # There are some, or the record would be another.
     out = scaled_ragged_matmul(
         lhs,
         rhs,
         kernel.bounds(sizes, lhs.shape[0])[1],
         lhs_scale,
         rhs_scale,
-        options.scales,
+        kind,
         rhs_transposed=options.rhs_transposed,
     )
     return out.astype(options.out_dtype)

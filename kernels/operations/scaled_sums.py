@@ -102,8 +102,10 @@ def reduce_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.A
 
 
 def _sum(operands: Any, options: MatmulOptions) -> jax.Array:
+    lhs, rhs, lhs_scale, rhs_scale, *_ = operands
+    kind: Any = options.scales  # There are some, or the record would be another.
     total = sum_of_scaled_products(
-        *operands[:4], options.scales, rhs_transposed=options.rhs_transposed
+        lhs, rhs, lhs_scale, rhs_scale, kind, rhs_transposed=options.rhs_transposed
     )
     return total.astype(options.out_dtype)
 
