@@ -41,6 +41,9 @@ class Kernel:
         says that it is faster.
       stands_for: the problem whose tuned entries and estimate speak for this one, with the bytes
         that XLA moves in memory besides; None for a kernel with entries of its own.
+      beside: (configuration, options, how each array lies and its type) -> why XLA has to apply an
+        epilogue with arrays, or of two products, after the kernel; None where the kernel does. None
+        for a kernel that applies none of those.
     """
 
     Config: type
@@ -51,6 +54,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +99,10 @@ class Examples:
       named: names of the last operands, which the public function takes by keyword.
       scales: of operands in 8 bits, the granularity of their scales.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
+      values: other operands, by the name of how they are drawn; each as `operands`.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
+      defined: one device's results -> the same with zeros in place of what the operation leaves
+        undefined, so that two programs can be compared.
     """
 
     shapes: Callable[[str, int], Sequence[Sizes]]
@@ -106,7 +113,11 @@ class Examples:
     named: tuple[str, ...] = ()
     scales: Granularity | None = None
     sets: tuple[str, ...] = ()
+    values: Mapping[str, Callable[[Sizes, int], tuple[Operand, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     problem: Callable[[Sizes, int], Sizes] = lambda sizes, devices: sizes
+    defined: Callable[[Arrays], Arrays] = lambda results: results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,10 +134,14 @@ class Operation:
       forward: (operands, call) -> (results, residuals), for a fused call that is differentiated.
         None for an operation that is linear in its operands: it has no residuals, and its tangent
         is the operation itself.
+      residuals_of: of an operation that is linear in either operand: operands -> the residuals of
+        `backward`, nothing computed before. None where `jax.linear_transpose` is not served.
       tangent: (call, residuals, tangents of the operands) -> tangents of the results, by XLA; None
         for that of the reference, where the residuals are the operands.
       layout: (specs of the operands, axes, keyword arguments) -> specs of the results, for calls
         outside `shard_map`; None where the caller has to say.
+      joined: (results, operands, specs of the operands, axes) -> results of a device in such a
+        call, with what is added up over other axes that whole arrays lie along; None for nothing.
       batched: (launch, size of a batch, which operands have it in front, operands, call) -> what
         `launch(operands, call)` is of each, the batch in front, by one launch; None, or no rule,
         where `vmap` takes a launch for each.
@@ -147,8 +162,10 @@ class Operation:
     kernels: tuple[Kernel, ...]
     examples: Examples
     forward: Callable[[Arrays, Call], tuple[Arrays, Any]] | None = None
+    residuals_of: Callable[[Arrays], Any] | None = None
     tangent: Callable[[Call, Any, Arrays], Arrays] | None = None
     layout: Callable[[Sequence[Any], Axes, Mapping[str, Any]], Any] | None = None
+    joined: Callable[[Arrays, Arrays, Sequence[Any], Axes], Arrays] | None = None
     batched: Callable[[Callable, int, Any, Arrays, Call], Arrays | None] | None = None
     between_nodes: BetweenNodes | None = None
     communicates: bool = True

@@ -50,11 +50,11 @@ class _Linear(nnx.Module):
     ):
         kernel_spec, bias_spec = self._split(parallel)
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        self.kernel = _parameter(kernel, parallel, kernel_spec, kernel_metadata)
+        self.kernel = parameter(kernel, parallel, kernel_spec, kernel_metadata)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), (out_features,), param_dtype)
-            self.bias = _parameter(bias, parallel, bias_spec, bias_metadata)
+            self.bias = parameter(bias, parallel, bias_spec, bias_metadata)
         self.in_features = in_features
         self.out_features = out_features
         self.parallel = parallel
@@ -84,7 +84,7 @@ class _Linear(nnx.Module):
         return P(inputs, outputs), P(outputs)
 
 
-def _parameter(value: Any, parallel: Parallel, spec: P, metadata: Metadata) -> nnx.Param:
+def parameter(value: Any, parallel: Parallel, spec: P, metadata: Metadata) -> nnx.Param:
     """A parameter that says how it lies along the team, unless `metadata` or `value` say it."""
     where: dict[str, Any] = {"out_sharding": tuple(spec)}
     if parallel.mesh is not None:

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,29 +23,32 @@ from stretto.distributed.devices.axes import canonical_axes
 from stretto.layers.parallel import Parallel, names_of
 
 type Split = Literal["tokens", "features"]
-type Body = Callable[..., jax.Array]
+type Body = Callable[..., Any]
 
 
 def on_devices(
     body: Body,
     how: Parallel,
-    x: jax.Array,
+    x: Any,
     others: Sequence[Any],
     specs: Sequence[Any],
     *,
     enters: Split,
     leaves: Split,
-) -> jax.Array:
+    counts: bool = False,
+) -> Any:
     """`body(how, x, *others)` on each device's shards; `body(None, x, *others)` without a team.
 
     Args:
       body: the layer on one device.
       how: the layer is spread.
-      x: activations `[..., features]`.
+      x: activations `[..., features]`; or a tuple of some, with as many tokens.
       others: trees of arrays: weights, masks.
       specs: how each of them lies along the team, trees of `PartitionSpec`s alike.
       enters, leaves: what the team splits of `x`, and of the result: tokens (nothing, unless
         `how.sequence_parallel`) or features.
+      counts: `body` returns counts besides, which its team has alike; they are added up over what
+        else the tokens lie along.
 
     Raises:
       ValueError: the mesh lacks the team's axes, or the team cannot split x.
@@ -54,10 +59,14 @@ def on_devices(
     if mesh is None:
         return body(None, x, *others)
     _check_axes(how, mesh)
-    how.tokens_of(x)
+    first = x[0] if isinstance(x, tuple) else x
+    how.tokens_of(first)
     free = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
-    rest = _dimensions_besides(how, x, mesh, free)
-    operands, in_specs = (x, *others), (_spec(how, rest, enters), *specs)
+    rest = _dimensions_besides(how, first, mesh, free)
+    entering = _spec(how, rest, enters)
+    operands = (x, *others)
+    in_specs = (tuple(entering for _ in x) if isinstance(x, tuple) else entering, *specs)
+    leaving = _spec(how, rest, leaves)
     _check_split(operands, in_specs, mesh)
     if mesh.explicit_axes:  # where operands have to lie as `in_specs` says
         operands = jax.tree.map(
@@ -68,13 +77,24 @@ def on_devices(
             in_specs,
         )
     return jax.shard_map(
-        lambda *shards: body(how, *shards),
+        functools.partial(_of_all_teams(body, rest) if counts else body, how),
         mesh=None if _enclosing() is not None else mesh,
         in_specs=in_specs,
-        out_specs=_spec(how, rest, leaves),
+        out_specs=(leaving, P()) if counts else leaving,
         axis_names=free,
         check_vma=False,
     )(*operands)
+
+
+def _of_all_teams(body: Body, rest: Sequence[tuple[Hashable, ...]]) -> Body:
+    """`body`, whose counts are added up over the axes `rest` that tokens lie along besides."""
+    besides = tuple(name for entry in rest for name in entry)
+
+    def added(*operands: Any) -> tuple[Any, Any]:
+        out, counted = body(*operands)
+        return out, lax.psum(counted, besides) if besides else counted
+
+    return added
 
 
 def _is_bound(how: Parallel) -> bool:

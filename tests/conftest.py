@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+AOT_TESTS = Path(__file__).parent / "aot"
 CPU_DEVICES = 8
 REHEARSED_GPUS = 4
 PROCESSES_TIMES_GPUS = 12
@@ -47,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(n): needs n (default 1) GPUs; see tests/gpu")
     config.addinivalue_line("markers", "real: cannot be rehearsed without GPUs")
     config.addinivalue_line("markers", "compiles: what is simulated is lowered for GPUs, too")
+    config.addinivalue_line("markers", "optimised: what is compiled is optimised, as users have it")
     config.addinivalue_line("markers", "timeout(seconds): limit of a test, by pytest-timeout")
     on_gpus = _only_gpu_tests(config) and not config.getoption("--rehearse")
     if on_gpus and _number_of_gpus():
@@ -81,8 +85,35 @@ def only_simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(lowering, "is_possible", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA's programs, which run once, are compiled for CPUs without LLVM's expensive passes.
+
+    They are the same programs: the passes of XLA that choose and move operations all run. Compilers
+    for GPUs read the option, too, so that tests of what those make are marked `optimised`.
+    """
+    import jax
+
+    unoptimised = request.node.get_closest_marker("optimised") is None
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", unoptimised)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def traces_apart() -> Iterator[None]:
+    """The test's traces are its own: what is traced with a bug is used by no other test."""
+    import traces
+
+    with traces.apart():
+        yield
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if {GPU_TESTS, AOT_TESTS} & set(item.path.parents):
+            item.add_marker(pytest.mark.optimised)
         if GPU_TESTS in item.path.parents and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
@@ -93,6 +124,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("real") and config.getoption("--rehearse"):
             item.add_marker(pytest.mark.skip(reason="needs real GPUs; cannot be rehearsed"))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all modules stay: no collection of garbage need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _only_gpu_tests(config: pytest.Config) -> bool:

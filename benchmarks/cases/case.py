@@ -30,15 +30,19 @@ class Case:
       dtype: type of all elements but for operands with a type of their own; of operands in 8 bits
         it is that of the result.
       devices: the team's size.
+      values: how the operands are drawn, by the name that the operation's examples have for it;
+        "" for their usual way.
     """
 
     operation: Operation
     sizes: Sizes
     dtype: str
     devices: int
+    values: str = ""
 
     def __str__(self) -> str:
-        return f"{self.operation.name} {self.shape} {self.dtype} on {self.devices}"
+        drawn = f", {self.values}" if self.values else ""
+        return f"{self.operation.name} {self.shape} {self.dtype}{drawn} on {self.devices}"
 
     @property
     def shape(self) -> str:
@@ -46,9 +50,10 @@ class Case:
         return shapes.text_of(self.sizes)
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...], str, int]:
+    def key(self) -> tuple[str, tuple[int, ...], str, int, str]:
         """What names the case among others; its measurement has the same."""
-        return (self.operation.name, tuple(self.sizes.values()), self.dtype, self.devices)
+        sizes = tuple(self.sizes.values())
+        return (self.operation.name, sizes, self.dtype, self.devices, self.values)
 
     def check(self) -> None:
         """Raises UnavailableError if the sizes cannot be cut into the devices' shares."""
@@ -66,7 +71,9 @@ class Case:
     @functools.cached_property
     def operands(self) -> tuple[Operand, ...]:
         """The operands of one device."""
-        return self.operation.examples.operands(self.sizes, self.devices)
+        examples = self.operation.examples
+        make = examples.values[self.values] if self.values else examples.operands
+        return make(self.sizes, self.devices)
 
     def problem(self, machine: Machine) -> Problem:
         """The case as the choice of an implementation sees it, on such devices."""

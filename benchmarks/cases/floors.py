@@ -8,18 +8,28 @@ LINK_GB_PER_S = 350.0
 """What TMA copies reach over an H100's NVLink, one direction, in GB/s (1e9 bytes)."""
 
 
+MEMORY_GB_PER_S = 4000.0
+"""What copies reach in an H200's memory, reads and writes together, in GB/s."""
+
+
 def communication_floor(case: Case, gb_per_s: float = LINK_GB_PER_S) -> float:
     """Microseconds in which one device can send what it must; 0 where it sends nothing."""
     return case.work.sent_bytes / (gb_per_s * 1e3)
 
 
+def memory_floor(case: Case) -> float:
+    """Microseconds in which memory can give and take what a case moves; 0 if nobody counted it."""
+    return case.work.memory_bytes / (MEMORY_GB_PER_S * 1e3)
+
+
 def floor(case: Case, matmul_us: float | None, gb_per_s: float = LINK_GB_PER_S) -> float | None:
-    """The larger of the matmul alone, `matmul_us` (measured), and `communication_floor`.
+    """The largest of the matmul alone, `matmul_us` (measured), and what moves over links and in
+    memory.
 
     None where it is not known: an operation whose matmul alone was not timed, or one without a
     matmul that sends nothing.
     """
-    communication = communication_floor(case, gb_per_s)
+    communication = max(communication_floor(case, gb_per_s), memory_floor(case))
     if case.work.product is None:
         return communication or None
     return None if matmul_us is None else max(matmul_us, communication)

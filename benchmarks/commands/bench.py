@@ -72,6 +72,8 @@ class BenchOptions:
     dtypes: str = "bfloat16"
     """Element types, comma separated: bfloat16, float16, float32."""
     peers: Annotated[str, arg(help=PEERS_HELP)] = ""
+    values: str = ""
+    """How operands are drawn, comma separated: `usual`, and of experts `zipf`; default: `usual`."""
     scaling: str = ""
     """`weak` multiplies the rows by the device count; `strong` keeps the problem."""
     config: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
@@ -212,6 +214,7 @@ def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:
         dtypes=split(options.dtypes),
         peers=split(options.peers),
         scaling=options.scaling,
+        values=tuple("" if name == "usual" else name for name in split(options.values)) or ("",),
     )
     sweep.check()
     return (sweep,)

@@ -20,6 +20,7 @@ def begin(case: Case, sets: int, per_visit: int = 1) -> Measurement:
         **size_fields(case.sizes),
         type=case.dtype,
         devices=case.devices,
+        values=case.values,
         size=case.size,
         count=case.size // case.itemsize,
         flops=case.work.flops,

@@ -28,7 +28,8 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One peer's times of one case. Times in microseconds, bandwidths in GB/s (1e9 bytes).
 
     `time` is the median of the `samples`, each of which is a mean over `calls` calls. `intervals`
-    has the 95% interval of figures, by their names.
+    has the 95% interval of figures, by their names. `temp_bytes` is what the program needs on a
+    device besides operands and results.
     """
 
     peer: str
@@ -49,6 +50,7 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     over_xla: float | None = None
     intervals: dict[str, tuple[float, float]] = {}
     relative_error: float | None = None
+    temp_bytes: int | None = None
 
 
 class Missing(msgspec.Struct, kw_only=True):
@@ -62,7 +64,7 @@ class Sized(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A case, as results name it: `kernel` is the operation's name, `type` that of its elements.
 
     `m`, `k` and `n` are 0 where the operation has no size of that name. Sizes of other names are
-    in `more_sizes`.
+    in `more_sizes`. `values` says how operands were drawn, if not in the usual way.
     """
 
     kernel: str
@@ -72,6 +74,7 @@ class Sized(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     devices: int
     more_sizes: dict[str, int] = {}
+    values: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -80,9 +83,10 @@ class Sized(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {name: size for name, size in named.items() if size} | self.more_sizes
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...], str, int]:
+    def key(self) -> tuple[str, tuple[int, ...], str, int, str]:
         """What names the case among others."""
-        return (self.kernel, tuple(self.sizes.values()), self.type, self.devices)
+        sizes = tuple(self.sizes.values())
+        return (self.kernel, sizes, self.type, self.devices, self.values)
 
     @property
     def shape(self) -> str:

@@ -30,12 +30,19 @@ def merged(table: Table, entry: Entry) -> Table:
 def entries_of(found: Results) -> list[Entry]:
     """What the results of `stretto bench` say of our kernels beside XLA, one entry a case.
 
-    Each with the configuration that the kernel was run in. Cases without both times are left out.
+    Each with the configuration that the kernel was run in. Cases without both times are left out,
+    and those whose operands were drawn in an unusual way, which a call does not know of.
     """
     entries = []
     for measurement in found.measurements:
         fused, xla = measurement.of("fused"), measurement.of("xla")
-        if fused is None or xla is None or fused.backend != "pallas" or not fused.config:
+        if (
+            measurement.values
+            or fused is None
+            or xla is None
+            or fused.backend != "pallas"
+            or not fused.config
+        ):
             continue
         case = Case(
             operation=operation_named(measurement.kernel),

@@ -50,8 +50,9 @@ def print_measurement(console: Console, measurement: Measurement, platform: str)
 def heading(measurement: Measurement) -> str:
     """Kernel, shape, type and devices in one line."""
     plural = "device" if measurement.devices == 1 else "devices"
+    drawn = f" {measurement.values}" if measurement.values else ""
     return (
-        f"{measurement.kernel} {measurement.shape} {measurement.type},"
+        f"{measurement.kernel} {measurement.shape} {measurement.type}{drawn},"
         f" {measurement.devices} {plural}"
     )
 

@@ -21,7 +21,7 @@ from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case, call_of
 from stretto.benchmarks.cases.meshes import AXIS, joined
 from stretto.benchmarks.errors import UnavailableError
-from stretto.benchmarks.peers import torch_peers
+from stretto.benchmarks.peers import expert_peers, torch_peers
 from stretto.distributed import settings
 from stretto.kernels.engine.architectures import TILES
 from stretto.kernels.fused.local_matmul import local_matmul
@@ -141,13 +141,18 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
     if case.work.product is None:
         raise UnavailableError("there is no matmul in it")
     m, k, n = case.work.product
+    groups = case.work.matrices
+    rows = (groups, -(-m // groups)) if groups > 1 else (m,)
+    of_groups = (groups,) if groups > 1 else ()
     if case.operation.examples.scales is not None:
-        in_8_bits = Operand(shape=(m, k), dtype=FP8[0]), Operand(shape=(n, k), dtype=FP8[0])
-        return in_8_bits
+        operands = (*rows, k), (*of_groups, n, k)
+        return tuple(Operand(shape=shape, dtype=FP8[0]) for shape in operands)
+    return Operand(shape=(*rows, k)), Operand(shape=(*of_groups, k, n))
     return Operand(shape=(m, k)), Operand(shape=(k, n))
 
 
 def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
+    """One product; of rows for several matrices a product of each, of as many rows."""
     if case.operation.examples.scales is not None:
         return [Candidate(body=_product_in_8_bits, operands=_factors(case))]
 
@@ -179,6 +184,8 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     if case.operation.examples.scales is not None:
         raise UnavailableError("it is timed without scales")
     factors = _factors(case)
+    if case.work.matrices > 1:
+        raise UnavailableError("it has one matrix for all rows")
     return [
         Candidate(
             body=functools.partial(local_matmul, config=config),
@@ -293,6 +300,13 @@ PEERS: dict[str, Peer] = {
             by_xla=False,
             serves=JAX_PALLAS,
             trace_s=4.0,
+        ),
+        Peer(
+            name="xla-ragged",
+            label="XLA ragged",
+            role=OTHER,
+            candidates=expert_peers.ragged,
+            serves=expert_peers.RAGGED,
         ),
         Peer(name="torch", label="torch", role=OTHER, candidates=None, serves=torch_peers.SERVED),
         Peer(

@@ -218,6 +218,11 @@ class TorchTimer:
         """Calls that one sample is the mean of."""
         return self._calls
 
+    @property
+    def temp_bytes(self) -> int | None:
+        """Nobody knows."""
+        return None
+
     def visit(self, samples: int) -> list[float]:
         """`samples` times of one call, in microseconds, the maximum over processes."""
         request = {"do": "visit", "id": self._identity, "samples": samples}

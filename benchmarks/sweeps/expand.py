@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from stretto.benchmarks.cases import shapes
@@ -55,8 +56,16 @@ def _cases(sweep: Sweep, num_devices: int, on_gpu: bool) -> Iterator[Case]:
         for devices in counts if operation.communicates else (1,):
             for sizes in _sizes(texts, operation, devices):
                 grown = shapes.scaled(sizes, devices) if sweep.scaling == "weak" else sizes
-                for dtype in sweep.dtypes:
-                    yield Case(operation=operation, sizes=grown, dtype=dtype, devices=devices)
+                for dtype, values in itertools.product(sweep.dtypes, sweep.values):
+                    if values and values not in operation.examples.values:
+                        continue
+                    yield Case(
+                        operation=operation,
+                        sizes=grown,
+                        dtype=dtype,
+                        devices=devices,
+                        values=values,
+                    )
 
 
 def _sizes(texts: Sequence[str], operation: Operation, devices: int) -> Iterator[Sizes]:

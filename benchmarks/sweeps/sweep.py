@@ -21,7 +21,8 @@ class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     Empty tuples stand for the defaults: all kernels, the set "goals" (on a CPU "tiny"), all device
     counts that are powers of two up to those present (on a CPU all devices), all peers. `scaling`
     "weak" multiplies the rows of every shape by the device count; "strong" (and "") leaves shapes
-    as they are.
+    as they are. `values` are ways to draw the operands, "" for the usual one; an operation that has
+    no such way is left out.
     """
 
     kernels: tuple[str, ...] = ()
@@ -30,6 +31,7 @@ class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     dtypes: tuple[str, ...] = ("bfloat16",)
     peers: tuple[str, ...] = ()
     scaling: str = ""
+    values: tuple[str, ...] = ("",)
 
     def check(self) -> None:
         """Raises BenchmarkError for anything unknown, with what is known."""
@@ -41,6 +43,10 @@ class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
                 raise BenchmarkError(f"devices={count} must be at least 1.")
         if self.scaling not in ("", "strong", "weak"):
             raise BenchmarkError(f'scaling {self.scaling!r} is not "strong" or "weak".')
+        known = {name for record in OPERATIONS.values() for name in record.examples.values}
+        for name in self.values:
+            if name and name not in known:
+                raise BenchmarkError(f"values {name!r} is not one of {', '.join(sorted(known))}.")
         try:
             operations = self.operations()
             peers_named(self.peers)

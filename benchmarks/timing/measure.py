@@ -245,6 +245,7 @@ def _timed(entry: _Entry, program: _Program) -> Timed:
         config=entry.config,
         backend=entry.backend,
         relative_error=entry.error,
+        temp_bytes=program.timer.temp_bytes,
     )
 
 

@@ -105,7 +105,8 @@ class Bench:
                 self._pending["xla"] = self._lower_all(PEERS["xla"])
             reference = self._pending["xla"]
             if not isinstance(reference, Exception) and isinstance(reference[0], _Lowered):
-                error = programs.error_program(self.mesh, reference[0].out)
+                defined = self.case.operation.examples.defined
+                error = programs.error_program(self.mesh, reference[0].out, defined)
                 self._error_program = self._compiler.submit(error)
 
     def _lower_all(self, peer: Peer) -> list[_Lowered | Exception]:

@@ -133,15 +133,16 @@ def run_once(candidate: Candidate, mesh: Mesh, operands: tuple[jax.Array, ...]) 
     return jax.jit(body)(*operands)
 
 
-def error_program(mesh: Mesh, out: Any) -> Any:
+def error_program(mesh: Mesh, out: Any, defined: Callable[[Any], Any] = lambda out: out) -> Any:
     """Lowered: (ours, theirs) -> the largest over devices of `|ours - theirs| / |theirs|`.
 
     In the Frobenius norm, NaN counted as infinite. Both are as `out` says: an array, or a tree of
-    some, of which the largest error counts.
+    some, of which the largest error counts. `defined` sets to zero what a device's results leave
+    undefined.
     """
 
     def largest(ours: Any, theirs: Any) -> jax.Array:
-        errors = jax.tree.leaves(jax.tree.map(error_of_one, ours, theirs))
+        errors = jax.tree.leaves(jax.tree.map(error_of_one, defined(ours), defined(theirs)))
         return jnp.max(jnp.stack(errors))
 
     def error_of_one(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -40,6 +40,11 @@ class Timer(Protocol):
         """Calls that one sample is the mean of."""
         ...
 
+    @property
+    def temp_bytes(self) -> int | None:
+        """Memory of a device besides operands and results; None where nobody knows."""
+        ...
+
 
 def rounds_per_run(expected_us: float, num_sets: int, on_gpu: bool) -> int:
     """Rounds over all sets in one run, which lasts `TARGET_RUN_US` if a call is as expected.
@@ -85,6 +90,12 @@ class LoopTimer:
     def calls(self) -> int:
         """Calls that one sample is the mean of."""
         return self._calls
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """What the compiler says that the program needs of a device, operands and results apart."""
+        analysis = getattr(self.program, "memory_analysis", lambda: None)()
+        return None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def result(self) -> Any:
         """What a call returns: the result of one run's last call, on the first set of operands."""

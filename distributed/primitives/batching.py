@@ -1,4 +1,4 @@
-"""A function that says how `vmap` maps it, and is inlined where it is lowered.
+"""A function that says how `vmap` maps it and what its transpose is, and is inlined where lowered.
 
 `jax.custom_batching.custom_vmap` is lowered as a function of its own, whose kernels XLA sees apart
 from what makes their operands. Private JAX, checked on 0.11.2 and 0.12.0.1.
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import core as jax_core
+from jax._src.ad_util import Zero
 from jax._src.interpreters import ad, batching, mlir
 
 from stretto.distributed.primitives.inlining import inline
@@ -21,9 +22,12 @@ mapped_p.multiple_results = True
 
 type Leaves = list[jax.Array]
 type Rule = Callable[[int, Any, Any], Any]
+type Transpose = Callable[[Any, Any], Any]
 
 
-def mapped(fun: Callable[[Any], Any], rule: Rule, operands: Any) -> Any:
+def mapped(
+    fun: Callable[[Any], Any], rule: Rule, operands: Any, transpose: Transpose | None = None
+) -> Any:
     """`fun(operands)`, which `vmap` maps by `rule`.
 
     Args:
@@ -31,6 +35,8 @@ def mapped(fun: Callable[[Any], Any], rule: Rule, operands: Any) -> Any:
       rule: (size of the batch, tree of whether each operand has one, operands) -> results, all
         with the batch in front, as the operands have it; or None, for `fun` to be mapped itself.
       operands: a tree of arrays.
+      transpose: of a function that is linear in each operand: (operands, cotangents of the results)
+        -> cotangents of the operands. Those of which it is transposed are zeros in `operands`.
     """
     leaves, tree = jax.tree.flatten(operands)
     out_trees = []
@@ -44,24 +50,28 @@ def mapped(fun: Callable[[Any], Any], rule: Rule, operands: Any) -> Any:
         out = rule(size, jax.tree.unflatten(tree, batched), jax.tree.unflatten(tree, leaves))
         return None if out is None else jax.tree.leaves(out)
 
+    def flat_transpose(leaves: Sequence[jax.Array], bars: Sequence[jax.Array]) -> Leaves:
+        if transpose is None:
+            raise NotImplementedError("this call is not linear in its operands.")
+        bars = jax.tree.unflatten(out_trees[0], bars)
+        return tree.flatten_up_to(transpose(jax.tree.unflatten(tree, leaves), bars))
+
     jaxpr = jax.make_jaxpr(flat)(*leaves)
-    outs = mapped_p.bind(*leaves, jaxpr=jaxpr, rule=flat_rule)
+    outs = mapped_p.bind(*leaves, jaxpr=jaxpr, rule=flat_rule, transpose=flat_transpose)
     return jax.tree.unflatten(out_trees[0], outs)
 
 
 @mapped_p.def_impl
-def _impl(*args, jaxpr, rule):
-    del rule
+def _impl(*args, jaxpr, **_):
     return jax_core.jaxpr_as_fun(jaxpr)(*args)
 
 
 @mapped_p.def_effectful_abstract_eval
-def _abstract_eval(*_, jaxpr, rule):
-    del rule
+def _abstract_eval(*_, jaxpr, **__):
     return jaxpr.out_avals, jaxpr.effects
 
 
-def _batch(args, dims, *, jaxpr, rule):
+def _batch(args, dims, *, jaxpr, rule, **_):
     batched = [dim is not None for dim in dims]
     moved = [
         jnp.moveaxis(x, dim, 0) if dim is not None else x for x, dim in zip(args, dims, strict=True)
@@ -77,14 +87,30 @@ def _batch(args, dims, *, jaxpr, rule):
 batching.primitive_batchers[mapped_p] = _batch
 
 
-def _jvp(primals, tangents, *, jaxpr, rule):
+def _jvp(primals, tangents, *, jaxpr, **_):
     """As of the function itself."""
-    del rule
     dots = [ad.instantiate_zeros(dot) for dot in tangents]
     return jax.jvp(jax_core.jaxpr_as_fun(jaxpr), primals, dots)
 
 
 ad.primitive_jvps[mapped_p] = _jvp
+
+
+def _transpose(bars, *args, jaxpr, transpose, **_):
+    bars = [
+        ad.instantiate_zeros(Zero(aval.to_ct_aval())) if type(bar) is Zero else bar
+        for bar, aval in zip(bars, jaxpr.out_avals, strict=True)
+    ]
+    unknown = [ad.is_undefined_primal(x) for x in args]
+    known = [
+        ad.instantiate_zeros(Zero(x.aval)) if moved else x
+        for x, moved in zip(args, unknown, strict=True)
+    ]
+    found = transpose(known, bars)
+    return [bar if moved else None for bar, moved in zip(found, unknown, strict=True)]
+
+
+ad.primitive_transposes[mapped_p] = _transpose
 
 
 def lower_inlined(ctx, *args, jaxpr, **_):

@@ -11,7 +11,8 @@ all of training with weights in float32.
 
 Backends take turns in random order within each round, so that clocks and temperature weigh on all
 alike. The backend "silent" sends nothing for the projections: it computes on as much data of its
-own. What the others take longer is communication that they have not hidden.
+own. What the others take longer is communication that they have not hidden. It sends what goes to
+experts and back (`--experts`), by XLA.
 """
 
 from __future__ import annotations
@@ -57,9 +58,16 @@ class Case(NamedTuple):
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(config.SIZES)}")
         return cls(name, int(sequence or config.SIZES[name].sequence))
 
-    def sizes(self, layers: int | None) -> config.Sizes:
+    def sizes(self, args: argparse.Namespace) -> config.Sizes:
         """Of the model."""
-        return config.replaced(config.SIZES[self.name], sequence=self.sequence, layers=layers)
+        return config.replaced(
+            config.SIZES[self.name],
+            sequence=self.sequence,
+            layers=args.layers,
+            feed_forward=args.feed_forward,
+            experts=args.experts,
+            top_k=args.top_k,
+        )
 
 
 CASES = [Case(name, sequence) for name in ("7b-layer", "70b-layer") for sequence in (4096, 8192)]
@@ -74,6 +82,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, help="devices of a group; by default, all are used")
     parser.add_argument("--batch", type=int, default=1, help="sequences, over all devices")
     parser.add_argument("--layers", type=int, help="in place of the configuration's")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; over all devices")
+    parser.add_argument("--top-k", type=int, default=0, help="experts that a byte goes to")
+    parser.add_argument("--feed-forward", type=int, help="width in place of the configuration's")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
     parser.add_argument(
         "--backends", nargs="+", choices=BACKENDS, default=["xla", "auto", "silent"]
@@ -93,7 +104,7 @@ class Measurement:
 
     def __init__(self, case: Case, mesh: Mesh, args: argparse.Namespace, weights: Weights):
         self.case, self.mesh, self.args, self.weights = case, mesh, args, weights
-        self.sizes = case.sizes(args.layers)
+        self.sizes = case.sizes(args)
         self.sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], args.batch)
         self.how = execution(mesh, args)
         self.compiling: dict[tuple[str, str], Future] = {}
@@ -188,7 +199,7 @@ def begin(mesh: Mesh, args: argparse.Namespace) -> list[Measurement]:
     with Compiler() as compiler:
         for case in args.cases:
             training = config.TRAININGS[case.name]
-            own = Weights(mesh, case.sizes(args.layers), training, args.dtype)
+            own = Weights(mesh, case.sizes(args), training, args.dtype)
             weights.setdefault(case.name, own)
             measurements.append(Measurement(case, mesh, args, weights[case.name]))
             measurements[-1].compile(compiler)

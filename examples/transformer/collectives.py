@@ -51,7 +51,9 @@ def collectives(hlo: str) -> Counter[Collective]:
             continue
         arrays = _ARRAY.findall(match["types"])
         if match["kind"] == "custom-call":  # the first result; others are the kernel's own
-            kind, over, arrays = f"kernel {match['source'].split('/')[-2]}", "tp", arrays[:1]
+            name = match["source"].split("/")[-2]
+            over = "" if name.startswith("grouped") else "dp, tp" if "expert" in name else "tp"
+            kind, arrays = f"kernel {name}", arrays[:1]
         else:
             groups = _GROUPS.search(line)
             over = groups[1] if groups else ""
@@ -87,10 +89,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", choices=config.SIZES, default="tiny")
     parser.add_argument("--dp", type=int, help="default: 1, or 2 if --tp is not given either")
     parser.add_argument("--tp", type=int, help="default: 1, or 2 if --dp is not given either")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; over all devices")
+    parser.add_argument("--top-k", type=int, default=0, help="experts that a byte goes to")
     parser.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto")
     parser.add_argument("--target", help="a GPU to compile for, such as h100")
     args = parser.parse_args(argv)
     sizes, training = config.SIZES[args.config], config.TRAININGS[args.config]
+    sizes = config.replaced(sizes, experts=args.experts, top_k=args.top_k)
     neither = args.dp is None and args.tp is None
     dp, tp = (2, 2) if neither else (args.dp or 1, args.tp or 1)
     sizes.check_fits(dp, tp, training.batch)

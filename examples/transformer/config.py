@@ -9,6 +9,7 @@ from stretto.distributed import compiling
 from stretto.distributed.simulating import is_simulating
 
 VOCABULARY = 256  # the model reads and writes bytes
+BALANCE = 0.01  # what the load-balancing loss counts in gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class Sizes:
     Attributes:
       heads: heads of queries; `head_dim` is `hidden / heads`.
       kv_heads: heads of keys and values, each shared by `heads / kv_heads` heads of queries.
-      feed_forward: width of the SwiGLU layer between its two projections.
+      feed_forward: width of the SwiGLU layer between its two projections; of each expert, if any.
+      experts: of every layer, in place of one feed-forward layer; 0 for none.
+      top_k: experts that a byte goes to.
     """
 
     layers: int
@@ -27,8 +30,15 @@ class Sizes:
     kv_heads: int
     feed_forward: int
     sequence: int
+    experts: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
+        if bool(self.experts) != bool(self.top_k) or not 0 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"top_k={self.top_k} must be from 1 to experts={self.experts}; pass --experts and"
+                " --top-k, or neither."
+            )
         if self.hidden % self.heads or self.head_dim % 2:
             raise ValueError(
                 f"hidden={self.hidden} must be a multiple of 2 * heads={2 * self.heads}: every"
@@ -44,7 +54,12 @@ class Sizes:
 
     def check_fits(self, dp: int, tp: int, batch: int) -> None:
         """Raises ValueError unless `batch` sequences can be computed on a `dp` x `tp` mesh."""
-        for name in ("kv_heads", "feed_forward"):
+        if self.experts % (dp * tp):
+            raise ValueError(
+                f"experts={self.experts} must be a multiple of the dp={dp} x tp={tp} devices, which"
+                " have as many each; pass other --experts, or fewer devices."
+            )
+        for name in ("kv_heads",) if self.experts else ("kv_heads", "feed_forward"):
             if getattr(self, name) % tp:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be a multiple of tp={tp}, which splits it;"

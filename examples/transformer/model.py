@@ -11,6 +11,12 @@ columns; inside attention and the feed-forward layer it has all rows and some of
     gate, up    [rows, feed_forward / tp]              all_gather_matmul(norm(x), two weights)
     x           [rows / tp, hidden]                    x + matmul_reduce_scatter(silu(gate) * up, ...)
 
+With experts (`Sizes.experts`) there is a mixture of them in place of the feed-forward layer. They are
+dealt out over the devices of all groups, "dp" and "tp", and each row goes to those of its experts:
+
+    scores      [rows / tp, experts]                   softmax(norm(x) @ router)
+    x           [rows / tp, hidden]                    x + mixture_of_experts(norm(x), scores, ...)
+
 The weights are the same whatever "tp" is: a device has some of the columns, or rows, of each.
 """  # noqa: E501
 
@@ -31,6 +37,7 @@ import stretto.flax as sf
 
 normal = nnx.initializers.normal
 
+AXES = ("dp", "tp")  # of the mesh (`parallel`)
 EPSILON = 1e-5  # of the norms
 ROTARY_BASE = 10000.0
 
@@ -80,11 +87,12 @@ def _is_attention_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
 
 # What the backward pass keeps of a layer, by `Execution.remat`, besides what comes into it. Stretto
 # gives the name "gathered" to what an all-gather matmul has gathered. With a whole "layer" only the
-# sum is kept, and the rest is computed again: of four matmuls and transfers, two.
+# sum is kept, and the rest is computed again: of four matmuls and transfers, two. Of a mixture of
+# experts "dispatched" are the rows that came to a device's experts, "experts" their first product.
 _only = jax.checkpoint_policies.save_only_these_names
 KEEP = {
     "elementwise": jax.checkpoint_policies.save_from_both_policies(
-        _only("gathered", "product", "sum"), _is_attention_of_cudnn
+        _only("gathered", "product", "dispatched", "experts", "sum"), _is_attention_of_cudnn
     ),
     "layer": _only("sum"),
 }
@@ -95,6 +103,31 @@ def recipe(how: config.Execution) -> st.fp8.Recipe | None:
     return None if how.fp8 is None else st.fp8.Recipe(granularity=how.fp8)
 
 
+class Experts(nnx.Module):
+    """A mixture of experts, its router, and how evenly that spreads the bytes."""
+
+    def __init__(self, sizes: config.Sizes, **options: Any):
+        self.router = nnx.Param(
+            normal(0.02)(options["rngs"].params(), (sizes.hidden, sizes.experts))
+        )
+        self.experts = sf.MixtureOfExperts(
+            sizes.experts, sizes.hidden, sizes.feed_forward, top_k=sizes.top_k, **options
+        )
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`[rows / tp, hidden]` to the same, and this device's share of the load-balancing loss.
+
+        That is `experts * sum_e (share of choices that fell on e) * (mean score of e)`, at least 1
+        (Fedus et al., "Switch Transformers", 2021, equation 4). Choices have no derivative.
+        """
+        wide = x.astype(jnp.float32)
+        scores = jax.nn.softmax(wide @ self.router[...].astype(jnp.float32))
+        out, load = self.experts(x, scores)
+        rows = lax.axis_size(AXES) * x.shape[0]
+        share = load.astype(jnp.float32) / (rows * self.experts.top_k)
+        return out, self.experts.num_experts * jnp.sum(share * jnp.sum(scores, axis=0)) / rows
+
+
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each added to what it reads, after a norm."""
 
@@ -102,11 +135,11 @@ class Block(nnx.Module):
         self.sequence = sizes.sequence
         hidden, width = sizes.hidden, sizes.feed_forward
         out_of = (2 * sizes.layers) ** -0.5  # so that the sum over layers keeps its size
+        into = dict(kernel_init=normal(hidden**-0.5), rngs=rngs)
         options: Any = dict(
             parallel=sf.Parallel("tp", backend=how.backend, keep_gathered=True, fp8=recipe(how)),
             use_bias=False,
-            kernel_init=normal(hidden**-0.5),
-            rngs=rngs,
+            **into,
         )
         self.attention_norm = nnx.Param(jnp.ones(hidden))
         self.attention = sf.Attention(
@@ -118,21 +151,26 @@ class Block(nnx.Module):
             **options,
         )
         self.mlp_norm = nnx.Param(jnp.ones(hidden))
-        self.mlp = sf.FeedForward(
-            hidden,
-            width,
-            activation=jax.nn.silu,
-            gated=True,
-            out_kernel_init=normal(width**-0.5 * out_of),
-            **options,
-        )
+        back = normal(width**-0.5 * out_of)
+        self.mlp: sf.FeedForward | Experts
+        if sizes.experts:
+            spread = sf.Parallel(AXES, backend=how.backend)
+            self.mlp = Experts(sizes, parallel=spread, out_kernel_init=back, **into)
+        else:
+            self.mlp = sf.FeedForward(
+                hidden, width, activation=jax.nn.silu, gated=True, out_kernel_init=back, **options
+            )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[rows / tp, hidden]` to the same."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """`[rows / tp, hidden]` to the same; with experts, their share of the balancing loss."""
         normed = rms_norm(x, self.attention_norm[...])
         x = x + self.attention(normed, is_causal=True, sequence=self.sequence)
         x = checkpoint_name(x, "sum")
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...]))
+        normed = rms_norm(x, self.mlp_norm[...])
+        if isinstance(self.mlp, sf.FeedForward):
+            return x + self.mlp(normed), None
+        out, balance = self.mlp(normed)
+        return x + out, balance
 
 
 class Transformer(nnx.Module):
@@ -156,20 +194,22 @@ class Transformer(nnx.Module):
         self.norm = nnx.Param(jnp.ones(sizes.hidden))
         self.head = nnx.Param(normal(0.02)(rngs.params(), table[::-1]))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """tokens int32 `[rows / tp]` to logits float32 `[rows / tp, 256]`.
 
         The rows are whole sequences, one after the other, and device i has the i-th part of them.
+        With experts the second result is the device's share of the mean balancing loss of a layer.
         """
         # A lookup as a matmul: its gradient adds up in the same order on every run, on GPUs too.
         x = jax.nn.one_hot(tokens, config.VOCABULARY, dtype=self.how.dtype) @ self.embedding[...]
 
-        def layer(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-            return block(x), None
+        def layer(x: jax.Array, block: Block) -> tuple[jax.Array, jax.Array | None]:
+            return block(x)
 
         # A scan prevents the merging that `prevent_cse` is about.
         layer = jax.checkpoint(layer, policy=KEEP[self.how.remat], prevent_cse=False)
-        x, _ = lax.scan(layer, x, self.blocks)
-        return jnp.matmul(
+        x, balances = lax.scan(layer, x, self.blocks)
+        logits = jnp.matmul(
             rms_norm(x, self.norm[...]), self.head[...], preferred_element_type=jnp.float32
         )
+        return logits, None if balances is None else jnp.mean(balances)

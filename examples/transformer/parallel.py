@@ -6,6 +6,7 @@ weights; along "tp" the devices of a group share each sequence and split the wei
     array                whole                   split over
     bytes, logits        [batch * sequence, …]   rows, over ("dp", "tp")
     split weights        as in model.py          one dimension, over "tp"
+    experts              as in model.py          experts, over ("dp", "tp")
     norms, table, head   as in model.py          nothing: the same on every device
 
 Only the loss and its gradients are computed inside `shard_map`. Whatever comes after sees whole
@@ -25,9 +26,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from model import Transformer
+from model import AXES, Transformer
 
-AXES = ("dp", "tp")
 ROWS = P(AXES)
 ANY = config.Execution()
 
@@ -106,7 +106,8 @@ def loss(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[...
     _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        return lax.psum(_share_of_loss(sizes, how, weights, tokens, targets), AXES)
+        share, _ = _shares(sizes, how, weights, tokens, targets)
+        return lax.psum(share, AXES)
 
     return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS, ROWS), out_specs=P())
 
@@ -114,7 +115,10 @@ def loss(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[...
 def loss_and_gradients(
     mesh: Mesh, sizes: config.Sizes, how: config.Execution
 ) -> Callable[..., tuple[jax.Array, Tree]]:
-    """The function (weights, tokens, targets) -> (mean loss, gradients), for `jax.jit`."""
+    """The function (weights, tokens, targets) -> (mean loss, gradients), for `jax.jit`.
+
+    With experts the loss is that of `loss` and, times `config.BALANCE`, what balances their load.
+    """
     _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Tree]:
@@ -122,9 +126,12 @@ def loss_and_gradients(
         # that others hold as well gets terms of its gradient there, which are summed here, once,
         # for all layers together. Without the cast JAX would insert the sums, a few for each layer.
         copies = jax.tree.map(lambda w, s: _cast(w, _unsplit(s)), weights, specs)
-        share, gradients = jax.value_and_grad(
-            lambda w: _share_of_loss(sizes, how, w, tokens, targets)
-        )(copies)
+
+        def share_of_loss(weights: Tree) -> jax.Array:
+            share, balance = _shares(sizes, how, weights, tokens, targets)
+            return share if balance is None else share + config.BALANCE * balance
+
+        share, gradients = jax.value_and_grad(share_of_loss)(copies)
         gradients = jax.tree.map(lambda g, s: lax.psum(g, _unsplit(s)), gradients, specs)
         return lax.psum(share, AXES), gradients
 
@@ -136,7 +143,7 @@ def logits(mesh: Mesh, sizes: config.Sizes, how: config.Execution) -> Callable[.
     _, _, specs = structure(sizes)
 
     def on_device(weights: Tree, tokens: jax.Array) -> jax.Array:
-        return _model(sizes, how, weights)(tokens)
+        return _model(sizes, how, weights)(tokens)[0]
 
     return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS), out_specs=ROWS)
 
@@ -147,16 +154,18 @@ def _model(sizes: config.Sizes, how: config.Execution, weights: Tree) -> Transfo
     return nnx.merge(graph, jax.tree.map(lambda w: w.astype(how.dtype), weights))
 
 
-def _share_of_loss(sizes, how, weights, tokens, targets) -> jax.Array:
-    """What this device's rows contribute to the mean over all rows."""
+def _shares(sizes, how, weights, tokens, targets) -> tuple[jax.Array, jax.Array | None]:
+    """What this device's rows add to the mean over all rows; and to what balances experts."""
     rows = len(tokens) * lax.axis_size(AXES)
-    log_p = jax.nn.log_softmax(_model(sizes, how, weights)(tokens))
-    return -jnp.sum(jnp.take_along_axis(log_p, targets[:, None], axis=1)) / rows
+    logits, balance = _model(sizes, how, weights)(tokens)
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.take_along_axis(log_p, targets[:, None], axis=1)) / rows, balance
 
 
 def _unsplit(spec: P) -> tuple[str, ...]:
     """The mesh axes over which a weight is not split."""
-    return tuple(axis for axis in AXES if axis not in spec)
+    split = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    return tuple(axis for axis in AXES if axis not in split)
 
 
 def _cast(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -15,11 +15,13 @@ PEAK_TFLOPS = 989.0  # of an H100, 16 bit, without sparsity
 def flops_per_device(sizes: config.Sizes, part: str, batch: int, devices: int) -> float:
     """Floating-point operations that the model asks for; what remat computes again is not counted.
 
-    Two for every weight of a matrix and byte, and four for every pair of bytes that attention
-    compares, half of which are masked; a backward pass is twice a forward pass.
+    Two for every weight of a matrix and byte, of experts those that it goes to, and four for every
+    pair of bytes that attention compares, half of which are masked; a backward pass is twice a
+    forward pass.
     """
     hidden, head_dim = sizes.hidden, sizes.head_dim
-    columns = (sizes.heads + 2 * sizes.kv_heads) * head_dim + hidden + 3 * sizes.feed_forward
+    columns = (sizes.heads + 2 * sizes.kv_heads) * head_dim + hidden
+    columns += 3 * sizes.feed_forward * max(1, sizes.top_k) + sizes.experts
     layers = sizes.layers * (2 * hidden * columns + 2 * sizes.sequence * hidden)
     ends = 4 * config.VOCABULARY * hidden
     forward = batch * sizes.sequence * (layers + ends)

@@ -12,16 +12,26 @@ from parallel import Tree
 def loss(
     weights: Tree, tokens: jax.Array, targets: jax.Array, sizes: config.Sizes, dtype: str
 ) -> jax.Array:
-    """Mean loss in nats per byte of int32 `[batch, sequence]`; `weights` as `parallel` has them."""
+    """Mean loss in nats per byte of int32 `[batch, sequence]`; `weights` as `parallel` has them.
+
+    With experts, and what balances them.
+    """
     weights = jax.tree.map(lambda w: w.astype(dtype), weights)
     x = weights["embedding"][tokens]
+    balance = jnp.float32(0)
     for number in range(sizes.layers):
         layer = jax.tree.map(lambda w, number=number: w[number], weights["blocks"])
         x = x + _attention(layer["attention"], _norm(x, layer["attention_norm"]), sizes)
-        x = x + _feed_forward(layer["mlp"], _norm(x, layer["mlp_norm"]))
+        normed = _norm(x, layer["mlp_norm"])
+        if sizes.experts:
+            out, uneven = _experts(layer["mlp"], normed, sizes)
+            x, balance = x + out, balance + uneven / sizes.layers
+        else:
+            x = x + _feed_forward(layer["mlp"], normed)
     logits = _norm(x, weights["norm"]).astype(jnp.float32) @ weights["head"].astype(jnp.float32)
     log_p = jax.nn.log_softmax(logits)
-    return -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], axis=-1))
+    nats = -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], axis=-1))
+    return nats + config.BALANCE * balance
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -62,3 +72,19 @@ def _rotate(x: jax.Array) -> jax.Array:
 def _feed_forward(layer: Tree, x: jax.Array) -> jax.Array:
     gate, up, down = (layer[name]["kernel"] for name in ("gate", "up", "down"))
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _experts(layer: Tree, x: jax.Array, sizes: config.Sizes) -> tuple[jax.Array, jax.Array]:
+    """Every expert on every byte, of which those that it did not choose count nothing."""
+    scores = jax.nn.softmax(x.astype(jnp.float32) @ layer["router"].astype(jnp.float32))
+    best = jnp.sort(scores, axis=-1)[..., -sizes.top_k, None]
+    chosen = scores >= best
+    weights = jnp.where(chosen, scores, 0)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    gate, up, down = (layer["experts"][name] for name in ("gate", "up", "down"))
+    hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * jnp.einsum("bsd,edf->bsef", x, up)
+    made = jnp.einsum("bsef,efd->bsed", hidden, down).astype(jnp.float32)
+    out = jnp.einsum("bsed,bse->bsd", made, weights)
+    share = jnp.mean(chosen, axis=(0, 1)) / sizes.top_k
+    uneven = sizes.experts * jnp.sum(share * jnp.mean(scores, axis=(0, 1)))
+    return out.astype(x.dtype), uneven

@@ -46,6 +46,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tp", type=int, help="devices that share each sequence")
     parser.add_argument("--dp", type=int, help="groups of devices that share each batch")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; over all devices")
+    parser.add_argument("--top-k", type=int, default=0, help="experts that a byte goes to")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -171,7 +173,12 @@ def make_run(args: argparse.Namespace, process_id: int, num_processes: int) -> R
     """
     if args.backend == "simulator" and num_processes > 1:
         raise SystemExit("Simulated GPUs share a process: stretto run --processes-per node.")
-    sizes = config.replaced(config.SIZES[args.config], sequence=args.sequence)
+    sizes = config.replaced(
+        config.SIZES[args.config],
+        sequence=args.sequence,
+        experts=args.experts,
+        top_k=args.top_k,
+    )
     training = config.replaced(
         config.TRAININGS[args.config],
         steps=args.steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from jax import lax
@@ -25,9 +25,16 @@ UNTRIED = (machine.BLACKWELL,)
 """Architectures that kernels are built for and have never been run on. Only what a table has been
 measured to be faster is taken there."""
 
+type Remark = Callable[[Choice], str | None]
+
 _recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
     "choices", default=None
 )
+
+
+def nothing_to_say(choice: Choice) -> None:
+    """The remark of a call whose reason says all."""
+    del choice
 
 
 @contextlib.contextmanager
@@ -49,6 +56,7 @@ def choose(
     *,
     axes: Axes = (),
     obstacle: str | None = None,
+    remark: Remark = nothing_to_say,
 ) -> Choice:
     """Decides the implementation of `problem`.
 
@@ -59,6 +67,7 @@ def choose(
       config: the caller's configuration of the fused kernel, or None.
       axes: of the enclosing mesh, which the team lies along.
       obstacle: why no kernel can serve this call, as far as its operation knows.
+      remark: what there is to say of the choice besides its reason.
 
     Raises:
       ValueError: `backend` is unknown, or `config` does not fit the problem.
@@ -70,6 +79,8 @@ def choose(
     if problem.copied and choice.backend != "xla":
         said = f"{choice.reason}; {problem.copied / 2**20:.3g} MiB are copied to put rows in order"
         choice = dataclasses.replace(choice, reason=said)
+    if (said := remark(choice)) is not None:
+        choice = dataclasses.replace(choice, reason=f"{choice.reason}; {said}")
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)

@@ -247,6 +247,8 @@ def _sums(
         for i in range(stages):
             pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     shape = (rows.shape[0], row.parts, row.columns)
     (inbox,) = kernel.launch(

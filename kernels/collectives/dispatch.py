@@ -94,7 +94,7 @@ def dispatch(
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     top_k = positions.shape[1]
     chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks)
-    room = SMEM_BYTES // (width * x.dtype.itemsize)
+    room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
     slots = max(2, min(config.slots, chunks.tokens, room))
     table = chunks.padded(positions, NONE)
 
@@ -106,6 +106,7 @@ def dispatch(
             arrived=table_arrived,
         )
         sources = everyones(x_ref, team)
+        parts = pl.ds(0, row.parts)
         total = chunks.own * chunks.tokens
 
         def entries(i):
@@ -126,7 +127,7 @@ def dispatch(
                     sources,
                     offset,
                     lambda ref: plgpu.copy_gmem_to_smem(
-                        ref.at[first + token], buffers.at[slot], arrived.at[slot]
+                        ref.at[first + token], buffers.at[slot, parts], arrived.at[slot]
                     ),
                 )
 
@@ -140,7 +141,7 @@ def dispatch(
                 @pl.when(here)
                 def _(place=place):
                     plgpu.copy_smem_to_gmem(
-                        buffers.at[slot], rows_ref.at[place], commit_group=False
+                        buffers.at[slot, parts], rows_ref.at[place], commit_group=False
                     )
 
             plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
@@ -158,6 +159,8 @@ def dispatch(
         for i in range(slots):
             pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     (out,) = kernel.launch(
         body,
@@ -170,7 +173,7 @@ def dispatch(
         scratch=dict(
             table=chunks.scratch(table.shape[1], jnp.int32),
             table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
-            buffers=plgpu.SMEM((slots, row.parts, row.columns), x.dtype),
+            buffers=plgpu.SMEM((slots, row.padded, row.columns), x.dtype),
             arrived=plgpu.Barrier(num_barriers=slots),
         ),
         interpret=interpret,
@@ -204,12 +207,13 @@ def obstacle(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
         return "the array is empty."
     if problem.types.lhs not in dtypes:
         return f"the kernel takes {', '.join(dtypes)}, not {problem.types.lhs}."
-    if Row.of(width, itemsize) is None:
+    row = Row.of(width, itemsize)
+    if row is None:
         return (
             f"rows of d={width} {problem.types.lhs} are no multiple of 16 bytes, or have a large"
             " prime factor, and the kernel cannot copy them; pad d to a multiple of 64."
         )
-    if 2 * width * itemsize > SMEM_BYTES:
+    if 2 * row.padded_bytes(itemsize) > SMEM_BYTES:
         return f"two rows of d={width} do not fit into the shared memory of a block."
     return None
 

@@ -32,7 +32,8 @@ class Row:
     """A row of a matrix as `[parts, columns]`.
 
     Attributes:
-      padded: parts in shared memory, so many that a warpgroup can load all of it at once.
+      padded: parts in shared memory, so many that a warpgroup can load all of it at once, and that
+        the next row begins where the copy engine takes it.
     """
 
     parts: int
@@ -52,6 +53,10 @@ class Row:
                 padded += 1
             found.append(cls(parts, columns, padded))
         return min(found, key=lambda row: (row.padded * row.columns, row.parts), default=None)
+
+    def padded_bytes(self, itemsize: int) -> int:
+        """In shared memory."""
+        return self.padded * self.columns * itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

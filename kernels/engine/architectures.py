@@ -16,6 +16,7 @@ from stretto.kernels.engine.parts import Product
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import Granularity
 
 TileConfig = hopper_tiles.TileConfig | blackwell_tiles.TileConfig
 
@@ -29,6 +30,7 @@ class Tiles(NamedTuple):
         way to each.
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
+      adding_large: for other results that are added up, where `large` has no room for addends.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
     """
@@ -40,6 +42,7 @@ class Tiles(NamedTuple):
     adding_wide: TileConfig
     paired: TileConfig | None = None
     paired_adding: TileConfig | None = None
+    adding_large: TileConfig | None = None
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
@@ -55,7 +58,7 @@ class Tiles(NamedTuple):
         if self.paired_adding is not None and _fill(self.paired_adding, rows):
             return self.paired_adding
         # Addends in float32 do not fit into the registers of Hopper beside a tile of 256 columns.
-        return self.adding_wide if wide else self.large
+        return self.adding_wide if wide else self.adding_large or self.large
 
 
 def _fill(tile: TileConfig, rows: int) -> bool:
@@ -83,30 +86,63 @@ TILES = {
 }
 
 
-SCALED = {
-    "row": Tiles(
-        large=hopper_tiles.LARGE_FP8,
-        narrow=hopper_tiles.NARROW_FP8,
-        narrowest=hopper_tiles.NARROWEST_FP8,
-        adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
-        adding_wide=hopper_tiles.WIDE_RESULT_FP8,
-    ),
-    "block": Tiles(
-        large=hopper_tiles.BLOCKS,
-        narrow=hopper_tiles.BLOCKS,
-        narrowest=hopper_tiles.NARROW_BLOCKS,
-        adding=(hopper_tiles.BLOCKS,),
-        adding_wide=hopper_tiles.BLOCKS,
-    ),
+SCALED: dict[str, dict[Granularity, Tiles]] = {
+    HOPPER: {
+        "row": Tiles(
+            large=hopper_tiles.LARGE_FP8,
+            narrow=hopper_tiles.NARROW_FP8,
+            narrowest=hopper_tiles.NARROWEST_FP8,
+            adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
+            adding_wide=hopper_tiles.WIDE_RESULT_FP8,
+        ),
+        "block": Tiles(
+            large=hopper_tiles.BLOCKS,
+            narrow=hopper_tiles.BLOCKS,
+            narrowest=hopper_tiles.NARROW_BLOCKS,
+            adding=(hopper_tiles.BLOCKS,),
+            adding_wide=hopper_tiles.BLOCKS,
+        ),
+    },
+    BLACKWELL: {
+        "row": Tiles(
+            large=blackwell_tiles.LARGE_FP8,
+            narrow=blackwell_tiles.NARROW_FP8,
+            narrowest=blackwell_tiles.NARROWEST_FP8,
+            adding=(blackwell_tiles.ADDING_FP8, blackwell_tiles.PAIR_ADDING_FP8),
+            adding_wide=blackwell_tiles.ADDING_FP8,
+            adding_large=blackwell_tiles.ADDING_FP8,
+            paired=blackwell_tiles.PAIR_FP8,
+            paired_adding=blackwell_tiles.PAIR_ADDING_FP8,
+        ),
+        "block": Tiles(
+            large=blackwell_tiles.BLOCKS,
+            narrow=blackwell_tiles.BLOCKS,
+            narrowest=blackwell_tiles.NARROW_BLOCKS,
+            adding=(blackwell_tiles.ADDING_BLOCKS, blackwell_tiles.PAIR_ADDING_BLOCKS),
+            adding_wide=blackwell_tiles.ADDING_BLOCKS,
+            adding_large=blackwell_tiles.ADDING_BLOCKS,
+            paired=blackwell_tiles.PAIR_BLOCKS,
+            paired_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
+        ),
+    },
 }
-"""Hopper's, of operands in 8 bits, by the granularity of their scales."""
+"""Of operands in 8 bits, by the granularity of their scales."""
+
+LARGE_SCALED: dict[str, dict[Granularity, TileConfig]] = {
+    HOPPER: {granularity: tiles.large for granularity, tiles in SCALED[HOPPER].items()},
+    BLACKWELL: {
+        **{granularity: tiles.large for granularity, tiles in SCALED[BLACKWELL].items()},
+        "mx": blackwell_tiles.BLOCKS,
+    },
+}
+"""The same of `local_matmul`, which takes scales that tensor cores apply as well."""
 
 
 def tiles_for(problem: Problem | None) -> Tiles:
     """Those of the architecture that a problem is on; Hopper's without one, or on another."""
-    if problem is not None and problem.types.scales is not None:
-        return SCALED[problem.types.scales]
     architecture = HOPPER if problem is None else problem.machine.architecture
+    if problem is not None and problem.types.scales is not None:
+        return SCALED.get(architecture, SCALED[HOPPER])[problem.types.scales]
     return TILES.get(architecture, TILES[HOPPER])
 
 
@@ -130,15 +166,13 @@ def check_tiles(tiles: TileConfig, problem: Problem) -> None:
             f"tile_k={tiles.tile_k} must be {row} for {problem.types.lhs}: one row of the 128 byte"
             " swizzle."
         )
-    if problem.types.scales == "block" and isinstance(tiles, hopper_tiles.TileConfig):
+    if problem.types.scales == "block":
         tiles.check_blocks()
 
 
 def scales_bytes(tiles: TileConfig, problem: Problem) -> int:
     """Shared memory of the scales of a problem's operands, in bytes."""
-    if isinstance(tiles, hopper_tiles.TileConfig):
-        return tiles.scales_bytes(problem.types.scales)
-    return 0  # It has no scales (`fused.obstacles.scaled`).
+    return tiles.scales_bytes(problem.types.scales)
 
 
 def mainloop_of(config: Any, product: Product) -> Mainloop:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.parts import SCALE_COPIES, Tile
+from stretto.kernels.engine.parts import Tile
 from stretto.kernels.engine.ring import Ring
 
 
@@ -43,9 +42,7 @@ def load(
             parts.lhs.load(tile, k, ring.lhs.at[stage], lhs)
             parts.rhs.load(tile, k, ring.rhs.at[stage], rhs)
             if parts.scales is not None and ring.scales is not None:
-                parts.scales.lhs(tile, k, ring.scales.lhs.at[stage], ring.full.at[stage])
-                of_rhs = ring.scales.rhs.at[stage, pl.ds(0, SCALE_COPIES)]
-                parts.scales.rhs(tile, k, of_rhs, ring.full.at[stage])
+                ring.scales.load(parts.scales, tile, k, stage)
             return ring.next(stage)
 
         with jax.named_scope("load"):

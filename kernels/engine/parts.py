@@ -7,6 +7,7 @@
 | `Fold` | how the products along the contraction become the total of a tile |
 | `Scales` | what the products are multiplied by first, of operands in 8 bits |
 | `Epilogue` | what is made of the total before it is stored |
+| `BesideParts` | the same with arrays, or of two products |
 | `Sink` | where the result of a tile goes, and who is told |
 | `Transfer` | what one spare warp of every block moves meanwhile |
 
@@ -118,15 +119,17 @@ class Addends(Fold):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """What products are multiplied by before they are added to anything else, in float32.
+    """What products are multiplied by before they are added to anything else.
 
     Both are loaded into shared memory: for granularity "row" once for each tile, at `k` 0; for
-    "block" with each tile along the contraction.
+    "block" and "mx" with each tile along the contraction.
 
     Attributes:
       lhs: the scales of the tile's rows, float32 `[tile_m]`.
       rhs: of "row" those of its columns, float32 `[tile_n]`; of "block" that of all its columns,
         `SCALE_COPIES` times over.
+
+    Of "mx" both are float8_e8m0fnu, `[rows / 128, 1, 32, 16]`, and loaded by `stages.fill`.
     """
 
     lhs: Load
@@ -151,6 +154,46 @@ def elementwise(fun: epilogues.Function | None) -> Epilogue | None:
         return None
     plain = epilogues.without_derivatives(fun)
     return lambda piece, tile, row, column: plain(piece)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What an epilogue takes beside the total, as far as it is known before there is any memory.
+
+    Attributes:
+      kinds: how each of its arrays lies along the result: "columns", "rows" or "elements", of which
+        there is one at most.
+      gated: a tile holds two products, and the epilogue makes one result of them.
+    """
+
+    kinds: tuple[str, ...] = ()
+    gated: bool = False
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The kinds of the arrays that are loaded once a tile."""
+        return tuple(kind for kind in self.kinds if kind != "elements")
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether one of the arrays is as large as the result."""
+        return "elements" in self.kinds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BesideParts:
+    """An epilogue that takes more than the total (`beside`).
+
+    Attributes:
+      function: float32 pieces of one product, or of two, and of the arrays -> what is stored.
+      vectors: load float32 `[tile_m]` of "rows" and `[tile_n]` of "columns", at `k` 0.
+      window: (tile, first row, rows, first column, columns), within the tile -> the view of global
+        memory that holds this piece of the matrix.
+    """
+
+    function: Callable[..., jax.Array]
+    vectors: tuple[Load, ...] = ()
+    window: Callable[[Tile, Int, int, Int, int], Ref] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +248,7 @@ class Parts:
     fold: Fold = Sum()
     scales: Scales | None = None
     epilogue: Epilogue | None = None
+    beside: BesideParts | None = None
     transfer: Transfer | None = None
     ahead: bool = False
 
@@ -220,6 +264,7 @@ class Product:
       ragged: the sink stores some tiles in part (`Sink.rows`).
       fold: the kind of `Parts.fold`.
       scales: the granularity of `Parts.scales`; None without them.
+      beside: what `Parts.beside` takes, in place of an `epilogue`; None without it.
     """
 
     lhs: jax.typing.DTypeLike
@@ -230,3 +275,4 @@ class Product:
     ragged: bool = False
     fold: type[Fold] = Sum
     scales: Granularity | None = None
+    beside: Beside | None = None

@@ -12,31 +12,58 @@ rhs; `full` is then the first block's (`stages.Halves`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.engine.parts import Product, Ref
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.pairs import copies_of_pair
+from stretto.kernels.engine.parts import SCALE_COPIES, Product, Ref, Scales, Tile
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, swizzled
 from stretto.kernels.engine.stages import Halves
 from stretto.kernels.engine.tiles import TileShape
 
 
+class StageScales(Protocol):
+    """Scales that come with each stage."""
+
+    def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array, /) -> None:
+        """Called in the loading warp: starts the copies of a stage's scales."""
+        ...
+
+
 class RingScales(NamedTuple):
-    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies."""
+    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies.
+
+    `full[stage]` says that they are there, and `empty[stage]` that they may be overwritten: None
+    where whoever releases the stage has read them.
+    """
 
     lhs: Ref
     rhs: Ref
+    full: Ref
+    empty: Ref = None
+
+    def load(self, scales: Scales, tile: Tile, k: Int, stage: jax.Array) -> None:
+        """Called in the loading warp: starts the copies of a stage's scales."""
+        if self.empty is not None:
+            # Whoever scales has read what lay here.
+            plgpu.barrier_wait(self.empty.at[stage])
+        # Each copy, once complete, publishes its scales.
+        full = self.full.at[stage]
+        scales.lhs(tile, k, self.lhs.at[stage], full)
+        scales.rhs(tile, k, self.rhs.at[stage, pl.ds(0, SCALE_COPIES)], full)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
-    And the scales of blocks, where the product has such.
+    And the scales of blocks (`scales`), where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
     """
 
@@ -44,7 +71,7 @@ class Ring:
     rhs: Ref
     full: Ref
     empty: Ref
-    scales: RingScales | None = None
+    scales: StageScales | None = None
     halved: tuple[int, int] | None = None
 
     @property
@@ -74,7 +101,14 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[stage])
 
 
-def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> dict[str, Any]:
+def scratch(
+    shape: TileShape,
+    num_stages: int,
+    product: Product,
+    empty: Any,
+    *,
+    copies: int = 2,
+) -> dict[str, Any]:
     """The ring's memory and barriers, by name, for `kernel.launch`.
 
     Args:
@@ -82,6 +116,7 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
       num_stages: how many there are.
       product: the types of the operands, and how they lie.
       empty: the barriers of that name, one for each stage.
+      copies: that arrive at `full`: those of both tiles, and of scales that come with them.
     """
     lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
     rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
@@ -90,16 +125,18 @@ def scratch(shape: TileShape, num_stages: int, product: Product, empty: Any) -> 
     if product.rhs_transposed:
         rhs_tile = rhs_tile[::-1]
     lhs, rhs = (num_stages, *lhs_tile), (num_stages, *rhs_tile)
-    blocks, scales = product.scales == "block", {}
-    if blocks:
+    scales = {}
+    if product.scales == "block":
         scales = dict(
             lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
         )
+    if product.beside is not None and product.beside.gated:
+        copies += copies_of_pair(shape, product.rhs_transposed) - 1
     return dict(
         lhs_smem=plgpu.SMEM(lhs, product.lhs, transforms=swizzled(product.lhs)),
         rhs_smem=plgpu.SMEM(rhs, product.rhs, transforms=swizzled(product.rhs)),
         **scales,
-        full=plgpu.Barrier(num_arrivals=4 if blocks else 2, num_barriers=num_stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
         empty=empty,
     )

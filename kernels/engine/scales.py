@@ -4,6 +4,7 @@
 |---|---|---|
 | "row" | `[1, rows]` | `[1, columns]` |
 | "block" | `[k / 128, rows]` | `[columns / 128, k / 128, SCALE_COPIES]`, each so many times |
+| "mx" | `[rows / 128, k / 128, 32, 16]` | `[columns / 128, k / 128, 32, 16]` |
 
 Those of lhs lie side by side for the rows of a tile, and are filled up with zeros to whole tiles: a
 copy of one row is contiguous, and would not be cut off at the edge. XLA makes them so; they are small.
@@ -17,14 +18,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, div
+from stretto.kernels.engine import stages
 from stretto.kernels.engine.parts import SCALE_COPIES, Load, Ref, Scales, Tile
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.problem.scales import BLOCK, Granularity, blocks
+
+MX_TILE = 32, 16
+"""Of 128 rows times 4 blocks of 32, the arrangement of their scales."""
+
+EXPONENT_OF_ONE = 127
 
 
 def of_rows(scale: jax.Array, rows: int) -> jax.Array:
@@ -45,6 +53,38 @@ def of_columns(
     if granularity == "row":
         return of_rows(scale, columns)
     return jnp.repeat(scale[..., None], SCALE_COPIES, axis=-1)
+
+
+def arranged(scale: jax.Array, rows: int) -> jax.Array:
+    """Scales of "mx", `[m, k / 32]`, as in the table above, filled up with ones.
+
+    The arrangement is that of `jax.experimental.mosaic.gpu.tcgen05.async_copy_scales_smem_to_tmem`,
+    and of PTX's `tcgen05.mma` with `scale_vec::1X`.
+    """
+    missing, across = rows - scale.shape[0], scale.shape[1] // 4
+    bits = lax.bitcast_convert_type(scale, jnp.uint8)
+    bits = jnp.pad(bits, ((0, missing), (0, 0)), constant_values=EXPONENT_OF_ONE)
+    tiles = bits.reshape(rows // 128, 4, 32, across, 4).transpose(0, 3, 2, 1, 4)
+    return lax.bitcast_convert_type(tiles.reshape(rows // 128, across, *MX_TILE), scale.dtype)
+
+
+def load_arranged(
+    refs: Sequence[Ref], segments: Segments, which: Callable[[Tile], Int], size: int
+) -> Load:
+    """Loads the scales of "mx" of a tile's rows or columns, `size` of them.
+
+    `which` is the row or the column of tiles, of operands side by side in `segments`.
+    """
+    count = size // 128
+
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        def load_from(index: int, number: Int) -> None:
+            window = pl.ds(number * count, count), pl.ds(k, 1)
+            stages.fill(refs[index].at[window], stage, barrier)
+
+        segments.visit(which(tile), load_from)
+
+    return load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,12 @@ class Halves:
 
     Attributes:
       barrier: of the stage.
-      axis: of the window, along which the first block's half comes first.
+      axis: of the window, along which the first block's half comes first; None if both blocks get
+        all of it.
     """
 
     barrier: Ref
-    axis: int
+    axis: int | None
 
 
 def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
@@ -35,5 +36,7 @@ def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
         stage,
         barrier.barrier,
         collective_axes=CLUSTER_AXIS,
-        leader_tracked=plgpu.CopyPartition.PARTITIONED(barrier.axis),
+        leader_tracked=plgpu.CopyPartition.REPLICATED
+        if barrier.axis is None
+        else plgpu.CopyPartition.PARTITIONED(barrier.axis),
     )

@@ -43,13 +43,21 @@ class Pieces(Protocol):
         """Starts the copies of the piece at `place` from its buffer to where it goes."""
 
 
-def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = None) -> None:
+def store(
+    block: Block,
+    pieces: Pieces,
+    bring: Callable[[Tile], None] | None = None,
+    refill: Callable[[Tile, int], None] | None = None,
+) -> None:
     """Stores tile after tile as its pieces are handed over.
 
     `bring` is called with each tile before its stores: what else this warp does for a total.
+    `refill` is called with (tile, index of a piece) once the piece's buffer has been read, and
+    starts a copy into it; whoever fills the buffer waits for that copy, and not for `free`.
     """
-    for buffer in range(pieces.num_buffers):
-        plgpu.barrier_arrive(pieces.free.at[buffer])  # All buffers are free at the start.
+    if refill is None:
+        for buffer in range(pieces.num_buffers):
+            plgpu.barrier_arrive(pieces.free.at[buffer])  # All buffers are free at the start.
     block.before_stores()
     sink = block.parts.sink
 
@@ -57,7 +65,10 @@ def store(block: Block, pieces: Pieces, bring: Callable[[Tile], None] | None = N
         del i
         if bring is not None:
             bring(tile)
-        _store_tile(sink, pieces, tile)
+        if refill is None:
+            _store_tile(sink, pieces, tile)
+        else:
+            _refill_and_store(sink, pieces, tile, refill)
         if sink.stored is not None:
             # The tile is in place, not only read: what is signalled may be used.
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
@@ -85,3 +96,24 @@ def _store_tile(sink: Sink, pieces: Pieces, tile: Tile) -> None:
         # The same of the buffers that were in use at the end.
         for index in range(len(places) - buffers + 1, len(places)):
             plgpu.barrier_arrive(pieces.free.at[index % buffers])
+
+
+def _refill_and_store(
+    sink: Sink, pieces: Pieces, tile: Tile, refill: Callable[[Tile, int], None]
+) -> None:
+    """The same with buffers that are refilled; all are free at first, as they are on return."""
+    buffers, places = pieces.num_buffers, pieces.places
+    with jax.named_scope("store"):
+        for index in range(buffers):
+            refill(tile, index)
+        for index, place in enumerate(places):
+            buffer = index % buffers
+            # Whoever holds the total has put the piece into the buffer.
+            plgpu.barrier_wait(pieces.filled.at[buffer])
+            pieces.store(sink, tile, buffer, place)
+            plgpu.commit_smem_to_gmem_group()
+            following = index + 1
+            if buffers <= following < len(places):  # Its buffer is the oldest in use.
+                plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+                refill(tile, following)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

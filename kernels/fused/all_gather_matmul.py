@@ -30,8 +30,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.scales import Scaling
-from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import gathering, obstacles, unfused
+from stretto.kernels.fused import beside, gathering, obstacles, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
 from stretto.kernels.fused.obstacles import check_unfused, obstacle
@@ -121,20 +120,21 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     """
     if call.config.unfused:
         return unfused.all_gather_matmul(operands, call)
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     options = call.options
     team = Team.along(call.axes)
     m_shard, k = lhs.shape
     padded = padding.pad(lhs, padding.ROWS, padding.COLUMNS)
     sides = [padding.pad(x, padding.COLUMNS, padding.COLUMNS) for x in rhs]
     gather = _gather(padded, sides, team, call)
-    results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul")
-    columns = gathering.widths_of(rhs, options.rhs_transposed) + [k] * options.return_gathered
+    results = gathering.launch(gather, padded, sides, arrays, team, call, name="all_gather_matmul")
+    widths = gathering.results_widths(rhs, options)
+    columns = widths + [k] * options.return_gathered
     cut = [
         x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(team.size * m_shard, n)
         for x, n in zip(results, columns, strict=True)
     ]
-    return tuple(cut[: len(rhs)]), cut[-1] if options.return_gathered else None
+    return tuple(cut[: len(widths)]), cut[-1] if options.return_gathered else None
 
 
 KERNEL = Kernel(
@@ -143,6 +143,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    beside=beside.obstacle,
 )
 
 
@@ -169,7 +170,7 @@ def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
     )
     gather = _gather(padded, sides, team, call, scaling)
     name = "all_gather_matmul"
-    outs = gathering.launch(gather, padded, sides, team, call, name=name, scaling=scaling)
+    outs = gathering.launch(gather, padded, sides, (), team, call, name=name, scaling=scaling)
     return tuple(
         out[:, :m_shard, : x.shape[0]].reshape(team.size * m_shard, x.shape[0])
         for out, x in zip(outs, rhs, strict=True)
@@ -191,8 +192,7 @@ def _gather(
     config: Config = call.config
     m_shard, k = lhs.shape
     shape = config.tiles
-    widths = gathering.widths_of(rhs, call.options.rhs_transposed)
-    n = Segments.of(widths, shape.tile_n).total * shape.tile_n
+    n = gathering.tiled_columns(rhs, call.options, shape)
 
     def plan(rows: int, piece_rows: int) -> PullPlan:
         return PullPlan(

@@ -26,8 +26,7 @@ from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
-from stretto.kernels.engine.segments import Segments
-from stretto.kernels.fused import gathering
+from stretto.kernels.fused import beside, gathering
 from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
@@ -74,11 +73,11 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
 
     And the gathered lhs `[m, D * k_shard]` where `call.options.return_gathered` asks for it.
     """
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     options = call.options
     team = Team.along(call.axes)
     m, k_shard = lhs.shape
-    k_axis, n_axis = (1, 0) if options.rhs_transposed else (0, 1)
+    k_axis = 1 if options.rhs_transposed else 0
 
     def padded_rhs(x: jax.Array) -> jax.Array:
         x = padding.pad_parts(x, k_axis, team.size, padding.COLUMNS)
@@ -86,10 +85,11 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
 
     padded, sides = padding.pad(lhs, padding.ROWS, padding.COLUMNS), [padded_rhs(x) for x in rhs]
     gather = _gather(padded, sides, team, call)
-    results = gathering.launch(gather, padded, sides, team, call, name="all_gather_matmul_k")
-    outs = tuple(
-        out[:m, : x.shape[n_axis]] for out, x in zip(results[: len(rhs)], rhs, strict=True)
+    results = gathering.launch(
+        gather, padded, sides, arrays, team, call, name="all_gather_matmul_k"
     )
+    widths = gathering.results_widths(rhs, options)
+    outs = tuple(out[:m, :n] for out, n in zip(results, widths, strict=False))
     if not options.return_gathered:
         return outs, None
     return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)
@@ -101,6 +101,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     default=default_config,
     candidates=Config.candidates,
+    beside=beside.obstacle,
 )
 
 
@@ -109,8 +110,7 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     config: Config = call.config
     m, k_shard = lhs.shape
     shape, by_shard = config.tiles, call.options.return_gathered
-    widths = gathering.widths_of(rhs, call.options.rhs_transposed)
-    n = Segments.of(widths, shape.tile_n).total * shape.tile_n
+    n = gathering.tiled_columns(rhs, call.options, shape)
     side_by_side = team.size if by_shard else team.size - 1  # Shards in a gathered row.
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,12 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import sinks, streams, tiles
+from stretto.kernels.engine import beside, pairs, sinks, streams, tiles
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import (
+    BesideParts,
     Load,
     Parts,
     Product,
@@ -58,6 +60,7 @@ class Gather:
       received: shape of the semaphores that count pieces.
       out_rows: shape of the result, but for its columns.
       gathered: shape of what is gathered, `[..., columns of lhs]`.
+      shards: equal parts that the rows of the result consist of.
       complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
       scales: how lhs's are gathered, of operands in 8 bits.
     """
@@ -71,6 +74,7 @@ class Gather:
     received: tuple[int, ...]
     out_rows: tuple[int, ...]
     gathered: tuple[int, ...]
+    shards: int
     complete: Callable[[jax.Array, jax.Array], jax.Array]
     scales: GatheredScales | None = None
 
@@ -119,6 +123,7 @@ def launch(
     gather: Gather,
     lhs: jax.Array,
     rhs: Sequence[jax.Array],
+    arrays: Sequence[Any],
     team: Team,
     call: Call,
     *,
@@ -127,20 +132,25 @@ def launch(
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
-    With `scaling`, that of the same operands, where `gather.scales` says how lhs's are gathered.
+    `arrays` are the epilogue's. With `scaling`, that of the same operands, `gather.scales` says how
+    lhs's are gathered, and there are no arrays.
 
-    Returns the products `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
+    Returns the results `[*gather.out_rows, n_i]`, and after them the gathered lhs, if asked for.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
-    widths = widths_of(rhs, rhs_transposed)
-    columns = Segments.of(widths, shape.tile_n)
+    taken = beside.of(options.epilogue, arrays)
+    widths = results_widths(rhs, options)
+    of_result = result_tile(shape, options)
+    columns = Segments.of(widths, of_result.tile_n)
+    outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths]
     product = Product(
         lhs=lhs.dtype,
         rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         scales=None if scaling is None else scaling.granularity,
+        beside=taken,
     )
     pieces = [Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype)]
     scale_outs = {}
@@ -180,14 +190,27 @@ def launch(
             return None
         return scaling.parts(gather.scales.load(refs), refs.rhs_scales, columns, shape)
 
+    def rhs_stream(refs: Refs) -> Stream:
+        if taken is not None and taken.gated:
+            return pairs.pair_along_n(refs.rhs, shape, rhs_transposed, gather.rhs_k)
+        return streams.along_n(refs.rhs, columns, rhs_window)
+
+    def besides(refs: Refs) -> BesideParts | None:
+        if taken is None:
+            return None
+        function = options.epilogue.function
+        return beside.parts_of(function, taken, refs.beside, columns, of_result, gather.leading)
+
     def parts(refs: Refs) -> Parts:
+        function = options.epilogue.function if options.epilogue and taken is None else None
         return Parts(
             order=gather.order,
             k_tiles=gather.k_tiles,
             lhs=gather.lhs(refs),
-            rhs=streams.along_n(refs.rhs, columns, rhs_window),
-            sink=sinks.along_n(refs.outs, columns, shape, gather.leading),
-            epilogue=elementwise(options.epilogue and options.epilogue.function),
+            rhs=rhs_stream(refs),
+            sink=sinks.along_n(refs.outs, columns, of_result, gather.leading),
+            epilogue=elementwise(function),
+            beside=besides(refs),
             scales=scales_of(refs),
             transfer=Transfer(run=lambda: fetch(refs)),
         )
@@ -198,9 +221,14 @@ def launch(
         team=team,
         mainloop=mainloop_of(shape, product),
         num_tiles=gather.order.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            beside=beside.all_in_memory(arrays, outs, of_result, gather.shards),
+            **({} if scaling is None else scaling.operands()),
+        ),
         outs=dict(
-            outs=[jax.ShapeDtypeStruct((*gather.out_rows, n), out_dtype) for n in widths],
+            outs=outs,
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
             **scale_outs,
         ),
@@ -217,3 +245,22 @@ def launch(
 def widths_of(rhs: Sequence[jax.Array], rhs_transposed: bool) -> list[int]:
     """The columns of each of rhs, `[k, n_i]` or `[n_i, k]`."""
     return [x.shape[0 if rhs_transposed else 1] for x in rhs]
+
+
+def results_widths(rhs: Sequence[jax.Array], options: Any) -> list[int]:
+    """The columns of each result: with a gated epilogue there is one, of a pair in rhs."""
+    form = options.epilogue
+    widths = widths_of(rhs, options.rhs_transposed)
+    return widths[:1] if form is not None and form.gated else widths
+
+
+def result_tile(shape: Any, options: Any) -> Any:
+    """The tile of the result that a tile of products becomes."""
+    form = options.epilogue
+    return pairs.halved(shape) if form is not None and form.gated else shape
+
+
+def tiled_columns(rhs: Sequence[jax.Array], options: Any, shape: Any) -> int:
+    """The columns of all tiles of products, as `ShardOrder` counts them."""
+    results = Segments.of(results_widths(rhs, options), result_tile(shape, options).tile_n)
+    return results.total * shape.tile_n

@@ -53,6 +53,7 @@ def by_columns(
         received=(plan.sources, plan.chunks),
         out_rows=(plan.rows,),
         gathered=(plan.rows, kept.count, plan.columns),
+        shards=1,
         complete=complete,
     )
 

@@ -55,6 +55,7 @@ def by_shards(
         received=(team.size - 1, plan.chunks),
         out_rows=(team.size, plan.rows),
         gathered=(kept.count, plan.rows, plan.columns),
+        shards=team.size,
         complete=complete,
         scales=None if scales is None else _gathered_scales(team, scales, kept, shape),
     )

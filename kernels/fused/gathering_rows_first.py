@@ -40,6 +40,7 @@ def rows_first(team: Team, plan: PullPlan, m_shard: int, n: int, shape: TileShap
         received=(plan.chunks,),
         out_rows=(rows,),
         gathered=(plan.rows, plan.columns),
+        shards=team.size,
         complete=lambda gathered, lhs: gathered[:rows],
     )
 

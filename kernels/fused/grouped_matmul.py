@@ -156,60 +156,14 @@ def grouped(
 
     With `scaling`, rhs's of one group more.
     """
-    (m, k), groups = lhs.shape, rhs.shape[0]
-    n = rhs.shape[1 if rhs_transposed else 2]
-    most = ceil_div(m, tiles.tile_m) + groups + 1
-    table = row_tiles(sizes, m, tiles.tile_m, most)
+    m = lhs.shape[0]
+    grouped = GroupedRows.of(m, rhs, tiles, rhs_transposed)
 
     def parts(refs: Refs) -> Parts:
-        def group(tile: Tile) -> Int:
-            return tile.facts[0]
-
-        def first_row(tile: Tile) -> Int:
-            return tile.facts[1] * ALIGNED
-
-        def lhs_window(tile: Tile, k: Int) -> tuple:
-            return pl.ds(first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
-
-        def store(tile: Tile, piece: Ref, row: Int, column: Int) -> None:
-            rows, columns = piece.shape
-            first_column = tile.n * tiles.tile_n + column
-
-            # A copy of one row is contiguous, and is not cut off at the edge of the columns.
-            @pl.when(first_column < n)
-            def _():
-                window = pl.ds(first_row(tile) + row, rows), pl.ds(first_column, columns)
-                plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
-
-        def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            window = refs.lhs_scales.at[k, pl.ds(first_row(tile), tiles.tile_m)]
-            plgpu.copy_gmem_to_smem(window, stage, barrier)
-
-        def scales_of() -> Scales | None:
-            if scaling is None:
-                return None
-            columns = Segments.of([n], tiles.tile_n)
-            leading = lambda tile: (group(tile),)  # noqa: E731
-            return scaling.parts(load_rows, refs.rhs_scales, columns, tiles, leading)
-
-        return Parts(
-            scales=scales_of(),
-            order=RowTilesOrder(
-                refs.table[most, 0],
-                most,
-                ceil_div(n, tiles.tile_n),
-                tiles,
-                facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
-            ),
-            ahead=True,
-            k_tiles=lambda tile: where(group(tile) < groups, ceil_div(k, tiles.tile_k), 0),
-            lhs=streams.of(refs.lhs, lhs_window),
-            rhs=streams.of(
-                refs.rhs,
-                lambda tile, k: (group(tile), *rhs_window(tiles, k, tile.n, rhs_transposed)),
-            ),
-            sink=Sink(store=store, rows=lambda tile: (tile.facts[2], tile.facts[3])),
-        )
+        found = grouped.parts(refs, streams.of(refs.lhs, grouped.lhs_window))
+        if scaling is None:
+            return found
+        return dataclasses.replace(found, scales=grouped.scales(refs, scaling))
 
     product = Product(
         lhs=lhs.dtype,
@@ -224,13 +178,107 @@ def grouped(
         name="grouped_matmul",
         team=None,
         mainloop=mainloop_of(tiles, product),
-        num_tiles=most * ceil_div(n, tiles.tile_n),
+        num_tiles=grouped.num_tiles,
         operands=dict(
-            lhs=lhs, rhs=rhs, table=table, **({} if scaling is None else scaling.operands())
+            lhs=lhs,
+            rhs=rhs,
+            table=row_tiles(sizes, m, tiles.tile_m, grouped.most),
+            **({} if scaling is None else scaling.operands()),
         ),
-        outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
+        outs=dict(out=jax.ShapeDtypeStruct((m, grouped.n), out_dtype)),
         interpret=interpret,
     )["out"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedRows:
+    """Rows in groups times the matrix of their group, as parts: all but where the rows come from.
+
+    The kernel's refs have `table` (`row_tiles`), `rhs` and `out`.
+
+    Attributes:
+      most: row tiles that there are at most.
+      k, n: of a group's matrix, padded.
+      groups: their number.
+      tiles: of the matmul.
+      rhs_transposed: how rhs is given.
+    """
+
+    most: int
+    k: int
+    n: int
+    groups: int
+    tiles: TileConfig
+    rhs_transposed: bool
+
+    @classmethod
+    def of(cls, m: int, rhs: jax.Array, tiles: TileConfig, rhs_transposed: bool) -> GroupedRows:
+        """Of `m` rows and a padded rhs, `[g, k, n]` or transposed."""
+        groups, k, n = rhs.shape[0], *(rhs.shape[:0:-1] if rhs_transposed else rhs.shape[1:])
+        return cls(ceil_div(m, tiles.tile_m) + groups + 1, k, n, groups, tiles, rhs_transposed)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that there are at most."""
+        return self.most * ceil_div(self.n, self.tiles.tile_n)
+
+    def lhs_window(self, tile: Tile, k: Int) -> tuple:
+        """Where the rows of a tile lie in `[m, k]`."""
+        tiles = self.tiles
+        return pl.ds(_first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
+
+    def parts(self, refs: Refs, lhs: Stream) -> Parts:
+        """The kernel, whose rows are `lhs`."""
+        tiles, n = self.tiles, self.n
+
+        def store(tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+            rows, columns = piece.shape
+            first_column = tile.n * tiles.tile_n + column
+
+            # A copy of one row is contiguous, and is not cut off at the edge of the columns.
+            @pl.when(first_column < n)
+            def _():
+                window = pl.ds(_first_row(tile) + row, rows), pl.ds(first_column, columns)
+                plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
+
+        def rhs_of(tile: Tile, k: Int) -> tuple:
+            return _group(tile), *rhs_window(tiles, k, tile.n, self.rhs_transposed)
+
+        return Parts(
+            order=RowTilesOrder(
+                refs.table[self.most, 0],
+                self.most,
+                ceil_div(n, tiles.tile_n),
+                tiles,
+                facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
+            ),
+            ahead=True,
+            k_tiles=lambda tile: where(
+                _group(tile) < self.groups, ceil_div(self.k, tiles.tile_k), 0
+            ),
+            lhs=lhs,
+            rhs=streams.of(refs.rhs, rhs_of),
+            sink=Sink(store=store, rows=lambda tile: (tile.facts[2], tile.facts[3])),
+        )
+
+    def scales(self, refs: Refs, scaling: Scaling) -> Scales:
+        """What loads the scales of the rows and of their group's matrix."""
+
+        def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            window = refs.lhs_scales.at[k, pl.ds(_first_row(tile), self.tiles.tile_m)]
+            plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+        columns = Segments.of([self.n], self.tiles.tile_n)
+        leading = lambda tile: (_group(tile),)  # noqa: E731
+        return scaling.parts(load_rows, refs.rhs_scales, columns, self.tiles, leading)
+
+
+def _group(tile: Tile) -> Int:
+    return tile.facts[0]
+
+
+def _first_row(tile: Tile) -> Int:
+    return tile.facts[1] * ALIGNED
 
 
 def contracted(

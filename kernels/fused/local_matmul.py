@@ -15,9 +15,8 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.kernels.engine import padding, sinks, streams, tiles
 from stretto.kernels.engine import scales as engine_scales
-from stretto.kernels.engine.architectures import TILES, mainloop_of
+from stretto.kernels.engine.architectures import LARGE_SCALED, TILES, TileConfig, mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8, TileConfig
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Scales, Tile
@@ -51,7 +50,7 @@ def local_matmul(
       out_dtype: lhs's type by default; with scales bfloat16.
       config: the tiles; by default, large ones for the devices' architecture.
       rhs_transposed: rhs is given as `[n, k]`.
-      lhs_scale, rhs_scale: float32, as `problem.scales` has them; both or none.
+      lhs_scale, rhs_scale: float32, or on Blackwell float8_e8m0fnu, as `problem.scales` has them.
       mainloop: makes what loads, multiplies and stores them.
       interpret: `simulator.SimulatorParams()` to run in the simulator.
 
@@ -64,33 +63,19 @@ def local_matmul(
         if not rhs_transposed:
             raise ValueError("rhs in 8 bits must be transposed, [n, k]; pass rhs.T once made.")
         granularity, of_lhs, (of_rhs,) = scales.checked(
-            "local_matmul", lhs, [rhs], lhs_scale, [rhs_scale], rhs_transposed=True
+            "local_matmul", lhs, [rhs], lhs_scale, [rhs_scale], rhs_transposed=True, mx=True
         )
     if config is None:
         config = _default_config(granularity)
     config.check()
     if granularity is not None:
         _check_fp8_tiles(config, granularity)
-        rows, columns = (
-            ceil_div(size, tile) * tile for size, tile in ((m, config.tile_m), (n, config.tile_n))
-        )
-        own = dict(
-            lhs_scales=engine_scales.of_rows(of_lhs, rows),
-            rhs_scales=engine_scales.of_columns(of_rhs, granularity, columns, transposed=True),
-        )
+        own = _as_loaded(of_lhs, of_rhs, granularity, config)
     out_dtype = jnp.dtype(out_dtype or (lhs.dtype if granularity is None else jnp.bfloat16))
     order, segments = ShardOrder(m, n, config), Segments.of([n], config.tile_n)
 
     def rhs_window(tile: Tile, k: Int) -> tiles.Window:
         return tiles.rhs_window(config, k, tile.n, rhs_transposed)
-
-    def scales_of(refs: Refs) -> Scales | None:
-        if granularity is None:
-            return None
-        return Scales(
-            lhs=engine_scales.load_rows(lambda _: refs.lhs_scales, config),
-            rhs=engine_scales.load_columns([refs.rhs_scales], segments, config, granularity),
-        )
 
     def parts(refs: Refs) -> Parts:
         return Parts(
@@ -98,7 +83,7 @@ def local_matmul(
             k_tiles=schedule.ceil_div(k, config.tile_k),
             lhs=streams.of(refs.lhs, lambda tile, k: tiles.lhs_window(config, tile.m, k)),
             rhs=streams.of(refs.rhs, rhs_window),
-            scales=scales_of(refs),
+            scales=None if granularity is None else _loads(refs, segments, config, granularity),
             sink=sinks.along_n([refs.out], segments, config),
         )
 
@@ -122,6 +107,40 @@ def local_matmul(
     return results["out"]
 
 
+def _as_loaded(
+    of_lhs: jax.Array, of_rhs: jax.Array, granularity: scales.Granularity, config: TileShape
+) -> dict[str, jax.Array]:
+    """The scales of lhs, and of transposed rhs, in the form that the kernel loads them in."""
+    rows = ceil_div(of_lhs.shape[0], config.tile_m) * config.tile_m
+    columns = ceil_div(of_rhs.shape[0], config.tile_n) * config.tile_n  # "block" has no use of it.
+    if granularity == "mx":
+        of_lhs = engine_scales.arranged(of_lhs, rows)
+        of_rhs = engine_scales.arranged(of_rhs, columns)
+    else:
+        of_lhs = engine_scales.of_rows(of_lhs, rows)
+        of_rhs = engine_scales.of_columns(of_rhs, granularity, columns, transposed=True)
+    return dict(lhs_scales=of_lhs, rhs_scales=of_rhs)
+
+
+def _loads(
+    refs: Refs, segments: Segments, config: TileShape, granularity: scales.Granularity
+) -> Scales:
+    """What loads the scales of `_as_loaded`."""
+    if granularity == "mx":
+        return Scales(
+            lhs=engine_scales.load_arranged(
+                [refs.lhs_scales], Segments((1,)), lambda tile: tile.m, config.tile_m
+            ),
+            rhs=engine_scales.load_arranged(
+                [refs.rhs_scales], segments, lambda tile: tile.n, config.tile_n
+            ),
+        )
+    return Scales(
+        lhs=engine_scales.load_rows(lambda _: refs.lhs_scales, config),
+        rhs=engine_scales.load_columns([refs.rhs_scales], segments, config, granularity),
+    )
+
+
 def _checked_sizes(lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool) -> tuple[int, int, int]:
     """m, k and n; ValueError unless operands fit each other and the copy engine."""
     (m, k), (rhs_k, n) = lhs.shape, rhs.shape[::-1] if rhs_transposed else rhs.shape
@@ -139,17 +158,22 @@ def _checked_sizes(lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool) -> tupl
 
 def _default_config(granularity: scales.Granularity | None) -> TileShape:
     """Large tiles for the devices' architecture."""
-    if granularity is not None:
-        return BLOCKS if granularity == "block" else LARGE_FP8
-    return TILES.get(Machine.of_mesh().architecture, TILES[HOPPER]).large
+    architecture = Machine.of_mesh().architecture
+    if architecture not in TILES:
+        architecture = HOPPER
+    if granularity is None:
+        return TILES[architecture].large
+    large = LARGE_SCALED[architecture]
+    return large.get(granularity, large["block"])  # Its `check_mx` says why there are none.
 
 
 def _check_fp8_tiles(config: TileShape, granularity: scales.Granularity) -> None:
     """Raises NotImplementedError or ValueError for tiles that scaled products do not have."""
     if not isinstance(config, TileConfig):
         raise NotImplementedError(
-            f"scales are built for Hopper alone, and config={config!r:.60} is not for it; pass a"
-            " stretto.kernels.engine.hopper.tile_config.TileConfig."
+            f"scales are built for Hopper and Blackwell, and config={config!r:.60} is for neither;"
+            " pass a TileConfig of stretto.kernels.engine.hopper or of"
+            " stretto.kernels.engine.blackwell."
         )
     if config.tile_k != scales.BLOCK:
         raise ValueError(
@@ -158,6 +182,8 @@ def _check_fp8_tiles(config: TileShape, granularity: scales.Granularity) -> None
         )
     if granularity == "block":
         config.check_blocks()
+    if granularity == "mx":
+        config.check_mx()
     needed = config.smem_bytes(1) + config.scales_bytes(granularity)
     if needed > SMEM_BYTES:
         raise ValueError(

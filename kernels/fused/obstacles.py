@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.kernels.problem.machine import HOPPER
+from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.scales import FP8
 
@@ -32,8 +32,8 @@ def scaled(problem: Problem) -> str | None:
     for dtype in (problem.types.lhs, problem.types.rhs):
         if dtype not in FP8:
             return f"the kernel takes {' and '.join(FP8)} with scales, not {dtype}."
-    if problem.machine.architecture != HOPPER:
-        return "products with scales are built for Hopper GPUs only."
+    if problem.machine.architecture not in (HOPPER, BLACKWELL):
+        return "products with scales are built for Hopper and Blackwell GPUs only."
     return _of_result(problem)
 
 

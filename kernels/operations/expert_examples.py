@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from stretto.kernels.operation import Operand, Sizes
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.routing import Routing
 from stretto.kernels.problem.work import Traffic, Work
 
 # Layers of published models: width, width of an expert, experts, choices of a token.
@@ -23,7 +24,7 @@ MODELS = {
     "deepseek-v3": (7168, 2048, 256, 8),
     "gpt-oss": (2880, 2880, 128, 4),
 }
-TOKENS = (64, 1024, 8192)  # of a device
+TOKENS = (1, 64, 1024, 16384, 8192)  # of a device; the last one is that of the goals
 SETS = ("tiny", "goals", *MODELS)
 
 
@@ -63,12 +64,19 @@ def needs(sizes: Sizes, devices: int) -> list[tuple[str, int, int]]:
     return [(name, sizes[name], devices) for name in ("t", "rows", "num_experts") if name in sizes]
 
 
-def dispatch_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
-    """Tokens, and different experts for each, all as likely."""
+def dispatch_operands(sizes: Sizes, devices: int, skew: float = 0.0) -> tuple[Operand, ...]:
+    """Tokens, and different experts for each, all as likely unless there is a `skew`."""
     tokens = sizes["t"] // devices
     shape = tokens, sizes["top_k"]
-    draw = functools.partial(chosen, shape=shape, num_experts=sizes["num_experts"])
+    draw = functools.partial(chosen, shape=shape, num_experts=sizes["num_experts"], skew=skew)
     return Operand(shape=(tokens, sizes["d"])), Operand(shape=shape, dtype="int32", draw=draw)
+
+
+def routed_rows(results: tuple[jax.Array, Routing]) -> tuple[jax.Array, Routing]:
+    """What `expert_dispatch` gave, with zeros in the rows beyond those of the experts."""
+    rows, routing = results
+    is_routed = jnp.arange(rows.shape[0]) < routing.group_sizes.sum()
+    return jnp.where(is_routed[:, None], rows, jnp.zeros((), rows.dtype)), routing
 
 
 def combine_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
@@ -99,17 +107,37 @@ def _places(key: jax.Array, *, shape: tuple[int, int], places: int) -> jax.Array
     return (drawn[:count] % places).reshape(shape)
 
 
+def dispatched(problem: Problem) -> Work:
+    """Tokens that come here are read once, and each of their rows is written."""
+    return dataclasses.replace(moved(problem), memory_bytes=_bytes(problem, _reached(problem)))
+
+
+def combined(problem: Problem) -> Work:
+    """Each row is read, and each of the own tokens is written."""
+    own = problem.sizes["t"] // problem.devices
+    return dataclasses.replace(moved(problem), memory_bytes=_bytes(problem, own))
+
+
+def _bytes(problem: Problem, tokens: float) -> float:
+    """Of so many tokens, and of the rows that a device gets where all get as many."""
+    rows = problem.sizes["t"] * problem.sizes["top_k"] / problem.devices
+    return (tokens + rows) * problem.sizes["d"] * problem.types.itemsize
+
+
+def _reached(problem: Problem) -> float:
+    """Tokens that choose an expert of one device, where all experts are as likely."""
+    share = 1 - (1 - 1 / problem.devices) ** problem.sizes["top_k"]
+    return problem.sizes["t"] * share
+
+
 def moved(problem: Problem) -> Work:
     """Each token crosses once to every device that has an expert of its: of all as likely ones."""
-    sizes, devices = problem.sizes, problem.devices
-    tokens = sizes["t"] // devices
-    reached = 1 - (1 - 1 / devices) ** sizes["top_k"]
     return Work(
         traffic=Traffic(
             collective="all_to_all",
-            shape=(devices * round(tokens * reached), sizes["d"]),
+            shape=(round(_reached(problem)), problem.sizes["d"]),
             itemsize=problem.types.itemsize,
-            devices=devices,
+            devices=problem.devices,
         )
     )
 
@@ -136,9 +164,9 @@ def layer_shapes(name: str, devices: int) -> Sequence[Sizes]:
     ]
 
 
-def layer_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
+def layer_operands(sizes: Sizes, devices: int, skew: float = 0.0) -> tuple[Operand, ...]:
     """Tokens, their experts, weights, and gated experts."""
-    x, index = dispatch_operands(sizes, devices)
+    x, index = dispatch_operands(sizes, devices, skew)
     experts, d = sizes["num_experts"] // devices, sizes["d"]
     return (
         x,
@@ -147,3 +175,8 @@ def layer_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
         Operand(shape=(experts, d, sizes["n"])),
         Operand(shape=(experts, sizes["f"], d)),
     )
+
+
+ZIPF = 1.0  # As of words: expert `i` is chosen `i` times as rarely as the first.
+DISPATCHES = {"zipf": functools.partial(dispatch_operands, skew=ZIPF)}
+LAYERS = {"zipf": functools.partial(layer_operands, skew=ZIPF)}

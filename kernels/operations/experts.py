@@ -14,6 +14,7 @@ from stretto.kernels.collectives import combine as combine_kernel
 from stretto.kernels.collectives import dispatch as dispatch_kernel
 from stretto.kernels.operation import Axes, Call, Examples, Kernel, Operation
 from stretto.kernels.operations import expert_examples as examples
+from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations.perform import decide, perform, run
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.problem import Types
@@ -336,14 +337,18 @@ EXPERT_DISPATCH = Operation(
     forward=_dispatch_forward,
     tangent=_dispatch_tangent,
     backward=_dispatch_backward,
-    work=examples.moved,
+    layout=layouts.of_dispatch,
+    joined=layouts.whole_counts,
+    work=examples.dispatched,
     kernels=(dispatch_kernel.KERNEL,),
     examples=Examples(
         sets=examples.SETS,
         shapes=examples.dispatch_shapes,
         operands=examples.dispatch_operands,
+        values=examples.DISPATCHES,
         needs=examples.needs,
         passed=("num_experts",),
+        defined=examples.routed_rows,
     ),
 )
 EXPERT_COMBINE = Operation(
@@ -354,7 +359,8 @@ EXPERT_COMBINE = Operation(
     forward=_combine_forward,
     tangent=_combine_tangent,
     backward=_combine_backward,
-    work=examples.moved,
+    layout=layouts.of_combine,
+    work=examples.combined,
     kernels=(combine_kernel.KERNEL,),
     examples=Examples(
         sets=examples.SETS,

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
+from stretto.distributed.primitives.names import named
 from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.operations import batches
 from stretto.kernels.operations.with_epilogue import flat_arrays
@@ -178,7 +178,7 @@ def reference(
         (shard,), axis = rhs, 0 if options.rhs_transposed else 1
     else:
         shard, axis = lhs, options.axis
-    gathered = checkpoint_name(collectives.all_gather(shard, axes, axis=axis), "gathered")
+    gathered = named(collectives.all_gather(shard, axes, axis=axis), "gathered")
     lhs, rhs = (lhs, (gathered,)) if gather_axis == "n" else (gathered, rhs)
     outs = tuple(matmul(lhs, x.T if options.rhs_transposed else x) for x in rhs)
     if options.epilogue is not None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
+from stretto.distributed.primitives.names import named
 from stretto.kernels.operation import Arrays, Call
 from stretto.kernels.operations.perform import cotangent_of_replicated, run
 from stretto.kernels.xla.matmul import matmul, matmul_of_columns
@@ -34,9 +34,9 @@ def gather_forward(operands: tuple[jax.Array, Matrices], call: Call) -> tuple[An
     kept = options.return_gathered or options.keep_gathered
     results: Any = run(operands, call.with_options(return_gathered=kept))
     products, gathered = results
-    named = checkpoint_name(gathered, "gathered") if options.keep_gathered else None
+    for_later = named(gathered, "gathered") if options.keep_gathered else None
     gathered = gathered if options.return_gathered else None
-    return (products, gathered), (lhs, rhs, named)
+    return (products, gathered), (lhs, rhs, for_later)
 
 
 def gather_tangent(

@@ -167,6 +167,9 @@ def all_gather_matmul(
             found, operands.results_shapes(found.form), options.out_dtype
         ),
         copied=operands.copied_elements() * options.out_dtype.itemsize,
+        remark=functools.partial(
+            with_epilogue.remark, found, operands.results_shapes(found.form), options
+        ),
     )
     if call is None:
         outs, whole = operation.reference((lhs, operands.sides, found.arrays), axes, options)
@@ -269,6 +272,7 @@ def matmul_reduce_scatter(
         config=config,
         obstacle=with_epilogue.obstacle_of(found, [(*rows, sizes["n"])], options.out_dtype),
         copied=moved * types.itemsize,
+        remark=functools.partial(with_epilogue.remark, found, [(*rows, sizes["n"])], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
@@ -349,6 +353,7 @@ def matmul_all_reduce(
         backend=backend,
         config=config,
         obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
+        remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
@@ -378,6 +383,7 @@ def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> 
         sizes=("m", "k", "n"),
         reference=functools.partial(gathered.reference, gather_axis=gather_axis),
         forward=matmul_derivatives.gather_forward,
+        residuals_of=lambda operands: (*operands, None),
         tangent=functools.partial(matmul_derivatives.gather_tangent, reference=gathered.reference),
         backward=_gather_backward,
         batched=batches.of_gather,
@@ -412,6 +418,7 @@ MATMUL_REDUCE_SCATTER = Operation(
     sizes=("m", "k", "n"),
     reference=scattered.reduce_scatter_reference,
     forward=matmul_derivatives.keep_operands,
+    residuals_of=lambda operands: operands,
     backward=functools.partial(
         matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
     ),
@@ -434,6 +441,7 @@ MATMUL_ALL_REDUCE = Operation(
     sizes=("m", "k", "n"),
     reference=scattered.all_reduce_reference,
     forward=matmul_derivatives.keep_operands,
+    residuals_of=lambda operands: operands,
     backward=matmul_derivatives.reduce_backward,
     batched=batches.of_reduce,
     layout=layouts.of_reduce,

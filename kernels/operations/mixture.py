@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.operation import Axes, Examples, Operation
 from stretto.kernels.operations import expert_examples as examples
+from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations import experts, mixture_rules
 from stretto.kernels.operations.mixture_rules import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
@@ -57,7 +59,8 @@ def mixture_of_experts(
 
     Products are summed in float32 and rounded to x's type once; the activation gets float32. Tokens
     move as by `expert_dispatch` and `expert_combine`. Where the experts' `f` lies along another
-    axis of the mesh (tensor parallelism), `out` is one device's addend: sum it over that axis.
+    axis of the mesh (tensor parallelism), `out` is one device's addend: sum it over that axis, and
+    give b_out to one device of it only.
 
     Args:
       x, expert_index, weights: the device's own tokens.
@@ -93,7 +96,8 @@ def mixture_of_experts(
     gated = _check_matrices(x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
     rows = experts.room_for(tokens, top_k, devices, capacity)
-    routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
+    tables = route(expert_index, axes, num_experts=num_experts, rows=rows)
+    routing = Routing(*(checkpoint_name(table, "dispatched") for table in tables))
     options = Options(
         rows=rows,
         wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
@@ -180,12 +184,15 @@ MIXTURE_OF_EXPERTS = Operation(
     forward=mixture_rules.forward,
     tangent=mixture_rules.tangent,
     backward=mixture_rules.backward,
+    layout=layouts.of_layer,
+    joined=layouts.whole_layer,
     work=examples.layer,
     kernels=(mixture_rules.KERNEL,),
     examples=Examples(
         sets=examples.SETS,
         shapes=examples.layer_shapes,
         operands=examples.layer_operands,
+        values=examples.LAYERS,
         needs=examples.needs,
     ),
 )

@@ -23,9 +23,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from stretto.distributed.team import Team
 from stretto.kernels.collectives import combine as combine_kernel
 from stretto.kernels.collectives import dispatch as dispatch_kernel
+from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.operations import experts
 from stretto.kernels.operations.experts import CombineOptions, DispatchOptions
@@ -73,8 +76,12 @@ class Config:
 
     Attributes:
       dispatch, combine: of the two.
+      under_product: dispatch under the grouped matmul that takes the rows, where that can serve.
+      product: of the kernel that does so.
     """
 
+    under_product: bool = False
+    product: dispatch_matmul.Config = dataclasses.field(default_factory=dispatch_matmul.Config)
     dispatch: dispatch_kernel.Config = dataclasses.field(default_factory=dispatch_kernel.Config)
     combine: combine_kernel.Config = dataclasses.field(default_factory=combine_kernel.Config)
 
@@ -82,10 +89,14 @@ class Config:
         """Raises ValueError unless the kernels can be built so."""
         self.dispatch.check(problem)
         self.combine.check(problem)
+        if self.under_product:
+            self.product.check(problem)
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
+        for product in dispatch_matmul.Config.candidates(problem):
+            yield Config(under_product=True, product=product)
         for dispatch in dispatch_kernel.Config.candidates(problem):
             yield Config(dispatch=dispatch)
         for combine in list(combine_kernel.Config.candidates(problem))[1:]:
@@ -104,6 +115,30 @@ class _Layer:
         options = DispatchOptions(rows=self.call.options.rows)
         call = self._part(experts.EXPERT_DISPATCH, options, "dispatch")
         return run((x, self.operands.positions), call)
+
+    def dispatch_into(
+        self, x: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """The dispatched rows, and their product with `rhs`."""
+        config, options, interpret = self.call.config, self.call.options, self.call.interpret
+        if (
+            config is None
+            or not config.under_product
+            or dispatch_matmul.obstacle(x, rhs, options.rows, config.product.tiles) is not None
+        ):
+            rows = self.dispatch(x)
+            return rows, self.product(rows, rhs, rhs_transposed=rhs_transposed)
+        axes, positions = self.call.axes, self.operands.positions
+        return dispatch_matmul.dispatch_matmul(
+            x,
+            xla.sources_of_rows(positions, axes, rows=options.rows),
+            self.operands.group_sizes,
+            rhs,
+            Team.along(axes),
+            config=config.product,
+            rhs_transposed=rhs_transposed,
+            interpret=interpret,
+        )
 
     def combine(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
         """`[rows, d]` -> `[tokens, d]`."""
@@ -138,9 +173,11 @@ class _Layer:
         found = jnp.searchsorted(ends, rows, side="right", method="compare_all")
         return jnp.minimum(found, ends.shape[0] - 1).astype(jnp.int32)
 
-    def first(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        """The products with w_in, without biases."""
-        return tuple(self.product(rows, side) for side in self.operands.w_in)
+    def first(self) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The dispatched rows, and their products with w_in, without biases."""
+        side, *others = self.operands.w_in
+        rows, z = self.dispatch_into(self.operands.x, side)
+        return rows, (z, *(self.product(rows, other) for other in others))
 
     def hidden(self, zs: tuple[jax.Array, ...]) -> jax.Array:
         """The activation, in float32 `[rows, f]`."""
@@ -166,22 +203,26 @@ class _Layer:
 def apply(operands: Operands, call: Call) -> jax.Array:
     """The layer, differentiable as a composition of its steps."""
     layer = _Layer(operands, call)
-    zs = layer.first(layer.dispatch(operands.x))
+    _, zs = layer.first()
     return layer.combine(layer.second(layer.hidden(zs)), operands.weights)
 
 
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
     """The layer; what the derivative needs are the dispatched rows and the first product."""
     layer = _Layer(operands, call)
-    rows = layer.dispatch(operands.x)
-    zs = layer.first(rows)
+    rows, zs = layer.first()
+    rows = checkpoint_name(rows, "dispatched")
+    zs = tuple(checkpoint_name(z, "experts") for z in zs)
     out = layer.combine(layer.second(layer.hidden(zs)), operands.weights)
     return out, (operands, rows, zs)
 
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
-    """That of the composition."""
+    """That of the composition, of kernels that have derivatives themselves."""
     operands, _, _ = residuals
+    if call.config is not None:
+        plain = dataclasses.replace(call.config, under_product=False)
+        call = dataclasses.replace(call, config=plain)
     return jax.jvp(lambda xs: apply(xs, call), (operands,), (dots,))[1]
 
 
@@ -190,8 +231,8 @@ def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
     operands, rows, zs = residuals
     layer = _Layer(operands, call)
     dtype = operands.x.dtype
-    dy = layer.dispatch(bar.astype(dtype))
-    g = layer.product(dy, operands.w_out, rhs_transposed=True).astype(jnp.float32)
+    dy, g = layer.dispatch_into(bar.astype(dtype), operands.w_out, rhs_transposed=True)
+    g = g.astype(jnp.float32)
     weight, here = xla.numbers_of_rows(
         operands.weights, operands.positions, call.axes, rows=call.options.rows
     )

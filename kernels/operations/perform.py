@@ -31,6 +31,7 @@ def decide(
     config: Any,
     obstacle: str | None = None,
     copied: int = 0,
+    remark: choose.Remark = choose.nothing_to_say,
 ) -> Call | None:
     """The call of the kernel that serves, None where XLA does.
 
@@ -43,6 +44,7 @@ def decide(
       backend, config: what the caller asked for.
       obstacle: why no kernel can serve the call, where the operation found a reason.
       copied: bytes that a kernel's call copies beside it.
+      remark: what `explain` says of the choice besides.
 
     Raises:
       ValueError: `backend` is unknown or cannot serve, or `config` does not fit.
@@ -55,7 +57,9 @@ def decide(
         machine=Machine.of_mesh(),
         copied=copied,
     )
-    choice = choose.choose(operation, problem, backend, config, axes=axes, obstacle=obstacle)
+    choice = choose.choose(
+        operation, problem, backend, config, axes=axes, obstacle=obstacle, remark=remark
+    )
     if choice.backend == "xla" or choice.kernel is None:
         return None
     return Call(
@@ -120,7 +124,19 @@ def launch(operands: Arrays, call: Call) -> Arrays:
         lambda operands: call.kernel.run(operands, call),
         lambda size, batched, operands: rule(launch, size, batched, operands, call),
         operands,
+        _transpose_of(call),
     )
+
+
+def _transpose_of(call: Call) -> Callable[[Arrays, Arrays], Arrays] | None:
+    """The transpose by either operand, for `jax.linear_transpose`; None of what is not linear.
+
+    Derivatives have no need of it: they transpose the tangent (`_run_jvp`).
+    """
+    residuals = call.operation.residuals_of
+    if residuals is None or getattr(call.options, "epilogue", None) is not None:
+        return None
+    return lambda operands, bars: call.operation.backward(call, residuals(operands), bars)
 
 
 _run = jax.custom_jvp(launch, nondiff_argnums=(1,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -81,6 +82,7 @@ def gather(
         obstacle=obstacle(transposed)
         or with_epilogue.obstacle_of(found, results, options.out_dtype),
         copied=operands.copied_elements() * options.out_dtype.itemsize,
+        remark=functools.partial(with_epilogue.remark, found, results, options),
     )
 
     def run(given: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes
-from stretto.kernels.operations import batches, scattered
+from stretto.kernels.operations import batches, scattered, with_epilogue
 from stretto.kernels.operations.perform import decide, launch
 from stretto.kernels.operations.scaled import (
     Asked,
@@ -71,6 +71,7 @@ def reduce(
         config=asked.config,
         obstacle=obstacle(transposed, len(pairs[0])),
         copied=first.size * reordered,
+        remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
 
     def run(given: Any) -> jax.Array:

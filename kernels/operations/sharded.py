@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,11 @@ def sharded(
     Args:
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
       mesh: by default that of the operands, or the enclosing one (`jax.set_mesh`).
-      in_specs: how each operand lies on the mesh, a spec each (of a tuple of matrices, a tuple). By
-        default as their types say, on a mesh of `AxisType.Explicit`, or as arrays outside of
-        `jax.jit` lie.
-      out_specs: how the results lie; by default as follows from the operands, for the matmuls.
+      in_specs: how each operand lies on the mesh, a spec each (of a tuple of matrices, a tuple);
+        after them those of arrays that are passed by name, such as biases. By default as their
+        types say, on a mesh of `AxisType.Explicit`, or as arrays outside of `jax.jit` lie.
+      out_specs: how the results lie; by default as follows from the operands, for the matmuls and
+        the operations on experts.
 
     Returns:
       A function of what `operation` takes.
@@ -51,28 +53,37 @@ def sharded(
     record = records[0]
 
     def call(*arguments: Any, **options: Any) -> Any:
-        count = 2 if "k" in record.sizes else 1
+        count = list(inspect.signature(operation).parameters).index("axis_name")
         operands, rest = arguments[:count], arguments[count:]
         if rest:
             (options["axis_name"],) = rest
         name = options.get("axis_name")
         axes = tuple(name) if isinstance(name, tuple | list) else (name,)
-        found = _specs(record, operands, in_specs)
-        scales = {name: options.pop(name) for name in SCALES if options.get(name) is not None}
+        scales = {key: options.pop(key) for key in SCALES if options.get(key) is not None}
+        named = [key for key, x in options.items() if _are_arrays(x)]
+        plain = {key: x for key, x in options.items() if key not in named}
+        every = (*operands, *(options[key] for key in named))
+        found = _specs(record, every, in_specs)
         of_scales = [
-            _specs_of_scales(operands[SCALES.index(name)], found[SCALES.index(name)], scale)
-            for name, scale in scales.items()
+            _specs_of_scales(operands[SCALES.index(key)], found[SCALES.index(key)], scale)
+            for key, scale in scales.items()
         ]
         out = out_specs if out_specs is not None else _layout(record, found, axes, options)
+
+        def on_a_device(*xs: Any) -> Any:
+            own = dict(zip((*named, *scales), xs[count:], strict=True))
+            results = operation(*xs[:count], **own, **plain)
+            if record.joined is None:
+                return results
+            return record.joined(results, xs[: len(every)], found, axes)
+
         return jax.shard_map(
-            lambda *xs: operation(
-                *xs[:count], **options, **dict(zip(scales, xs[count:], strict=True))
-            ),
-            mesh=mesh if mesh is not None else _mesh_of(record, operands),
+            on_a_device,
+            mesh=mesh if mesh is not None else _mesh_of(record, every),
             in_specs=(*found, *of_scales),
             out_specs=out,
             check_vma=False,
-        )(*operands, *scales.values())
+        )(*every, *scales.values())
 
     return call
 
@@ -85,6 +96,12 @@ def _specs_of_scales(operand: Any, spec: Any, scale: Any) -> Any:
     if scale.ndim == 0:
         return P()
     return P(*(None if size == 1 else x for size, x in zip(scale.shape, spec, strict=True)))
+
+
+def _are_arrays(x: Any) -> bool:
+    """Whether a keyword argument is an array or a tuple of some, such as biases."""
+    parts = x if isinstance(x, tuple | list) else (x,)
+    return bool(parts) and all(isinstance(part, jax.Array) for part in parts)
 
 
 def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:

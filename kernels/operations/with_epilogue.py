@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stretto.kernels.operation import Arrays, Call
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.operation import Arrays, Call, Kernel
 from stretto.kernels.operations import perform as performing
 from stretto.kernels.problem.epilogue import Fitted, Shape, kind_of, with_arrays
 from stretto.kernels.problem.machine import BLACKWELL, Machine
@@ -86,16 +87,45 @@ def perform(operands: Arrays, arrays: tuple[Any, ...], call: Call) -> Arrays:
 
 
 def run(operands: Arrays, call: Call) -> Arrays:
-    """The results of a kernel that applies `call.options.epilogue`, or of one and XLA after it.
-
-    Over several nodes XLA applies what has arrays, since the kernels there make parts of the
-    result, and what comes after a sum, since the kernels there do not finish it.
-    """
+    """The results of a kernel that applies `call.options.epilogue`, or of one and XLA after it."""
     lhs, rhs, arrays = with_arrays(operands)
     is_sum = isinstance(lhs, tuple)
-    if arrays or is_sum or call.options.epilogue.gated:
+    first = [x[0] if isinstance(x, tuple) else x for x in arrays]
+    lie = [(kind_of(x.shape, (2, 2)), x.dtype) for x in first]  # They are matrices by now.
+    if is_sum or left_to_xla(call.kernel, call.config, call.split, call.options, lie) is not None:
         return _composed((lhs, rhs, arrays), call)
     return _run((lhs, rhs, arrays), call)
+
+
+def left_to_xla(
+    kernel: Kernel, config: Any, split: Any, options: Any, arrays: Sequence[tuple[str, Any]]
+) -> str | None:
+    """Why XLA applies an epilogue to the kernel's rounded product; None where the kernel does.
+
+    `arrays` are the epilogue's, each as how it lies along the result and its type.
+    """
+    if not arrays and not options.epilogue.gated:
+        return None
+    if split is not None:
+        return "kernels within nodes make parts of the result"
+    if kernel.beside is None:
+        return "it follows a sum over devices"
+    return kernel.beside(config, options, arrays)
+
+
+def remark(found: Fitted, results: Sequence[Shape], options: Any, choice: Choice) -> str | None:
+    """What `stretto.explain` says of an epilogue that is more than a function of the product."""
+    form, kernel = found.form, choice.kernel
+    if form is None or choice.backend == "xla" or kernel is None:
+        return None
+    if not found.arrays and not form.gated:
+        return None
+    first = [x[0] if isinstance(x, tuple) else x for x in found.arrays]
+    lie = [(kind_of(x.shape, results[0]), x.dtype) for x in first]
+    why = left_to_xla(kernel, choice.config, choice.split, options, lie)
+    if why is None:
+        return "the kernel applies the epilogue to the product in registers"
+    return f"XLA applies the epilogue to the kernel's product, since {why}"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -7,9 +7,11 @@ A scale lies as its operand does: each of its dimensions is 1 or counts blocks o
 | "tensor" | `[]` | `[]` | `[]` |
 | "row" | `[m, 1]` | `[1, n]` | `[n, 1]` |
 | "block" | `[m, k / 128]` | `[k / 128, n / 128]` | `[n / 128, k / 128]` |
+| "mx" | `[m, k / 32]` | | `[n, k / 32]` |
 
 The numbers of blocks are rounded up. One scale of a tensor goes with any granularity of the other
-operand, and is spread to that.
+operand, and is spread to that. Scales are in float32, but those of "mx" in float8_e8m0fnu, powers
+of two, which both operands have (Open Compute Project, "Microscaling Formats", MXFP8).
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ import jax.numpy as jnp
 BLOCK = 128
 """Elements of a block along each dimension that is cut into blocks."""
 
+MX_BLOCK = 32
+"""Elements along k that share a scale of "mx"."""
+
 SCALE_BYTES = 4
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
-type Granularity = Literal["row", "block"]
+type Granularity = Literal["row", "block", "mx"]
 
 GRANULARITIES: tuple[Granularity, ...] = ("row", "block")
 """That kernels know; one scale of a tensor is spread to one of these."""
@@ -51,6 +56,7 @@ def checked(
     rhs_scale: Sequence[Any],
     *,
     rhs_transposed: bool,
+    mx: bool = False,
 ) -> tuple[Granularity, jax.Array, tuple[jax.Array, ...]]:
     """The granularity of a call, and its scales with as many elements as that has.
 
@@ -61,6 +67,7 @@ def checked(
       lhs_scale, rhs_scale: as in the table above, for each of rhs one; None is 1. With groups each
         scale of rhs has their dimension first, or is of one tensor.
       rhs_transposed: rhs is given as `[n, k]`.
+      mx: the operation takes scales in float8_e8m0fnu as well.
 
     Raises:
       ValueError: operands of other types, or scales of another type or shape than they need.
@@ -71,6 +78,8 @@ def checked(
                 f"{op}: {name} is {x.dtype}, and scales are for operands of {' and '.join(FP8)};"
                 " quantise it (stretto.quantise), or leave out the scales."
             )
+    if mx and any(_is_mx(scale) for scale in (lhs_scale, *rhs_scale)):
+        return "mx", *_checked_mx(op, lhs, rhs, lhs_scale, rhs_scale)
     sides = [_Side.of(x, transposed=rhs_transposed) for x in rhs]
     rows = _Side(lead=lhs.shape[:-1], k=lhs.shape[-1], rows=1, transposed=True)
     lhs_kind = _kind(op, "lhs_scale", lhs_scale, rows)
@@ -90,6 +99,33 @@ def checked(
     kind: Granularity = "block" if "block" in kinds else "row"
     spread = tuple(side.spread(scale, kind) for scale, side in pairs)
     return kind, rows.spread(lhs_scale, kind), spread
+
+
+def _is_mx(scale: Any) -> bool:
+    return getattr(scale, "dtype", None) == jnp.float8_e8m0fnu
+
+
+def _checked_mx(
+    op: str, lhs: Any, rhs: Sequence[Any], lhs_scale: Any, rhs_scale: Sequence[Any]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Scales of "mx"; None is 1.
+
+    Raises:
+      ValueError: one is of another type or shape.
+    """
+    pairs = [("lhs_scale", lhs_scale, lhs)]
+    pairs += [("rhs_scale", scale, x) for scale, x in zip(rhs_scale, rhs, strict=True)]
+    found = []
+    for name, scale, x in pairs:
+        shape = *x.shape[:-1], -(-x.shape[-1] // MX_BLOCK)
+        if scale is not None and not (_is_mx(scale) and scale.shape == shape):
+            raise ValueError(
+                f"{op}: {name} is {getattr(scale, 'dtype', type(scale).__name__)} of shape"
+                f" {jnp.shape(scale)}; with another scale in float8_e8m0fnu it must be so too, of"
+                f" shape {shape}, one for each {MX_BLOCK} elements along k."
+            )
+        found.append(jnp.ones(shape, jnp.float8_e8m0fnu) if scale is None else scale)
+    return found[0], tuple(found[1:])
 
 
 class _Side:

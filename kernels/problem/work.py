@@ -56,11 +56,14 @@ class Work:
       product: (m, k, n) of the matmul on one device; None for a plain collective.
       matrices: right-hand sides that the rows of the product are shared out among.
       traffic: the collective inside; None for an operation on one device.
+      memory_bytes: read and written in memory at least, of one that only moves; 0 where nobody
+        counted them.
     """
 
     product: tuple[int, int, int] | None = None
     matrices: int = 1
     traffic: Traffic | None = None
+    memory_bytes: float = 0.0
 
     @property
     def flops(self) -> int:

@@ -57,6 +57,22 @@ def combine(
     return out.astype(rows.dtype)
 
 
+def sources_of_rows(positions: jax.Array, axes: tuple, *, rows: int) -> jax.Array:
+    """Where each row of this device is from, int32 `[rows]`: `token * D + device`.
+
+    The device is counted from this one, along the ring. Rows of no token have 0.
+    """
+    devices = axis_size(axes)
+    tokens, top_k = positions.shape
+    own = _own_rows(positions, axes)
+    places = jnp.where(own == NONE, rows, own).reshape(-1)
+    token = jnp.arange(devices * tokens * top_k, dtype=jnp.int32) // top_k
+    device = token // tokens
+    me = lax.axis_index(axes) if devices > 1 else 0
+    source = (token - device * tokens) * devices + (device - me) % devices
+    return jnp.zeros(rows, jnp.int32).at[places].set(source, mode="drop")
+
+
 def numbers_of_rows(
     numbers: jax.Array, positions: jax.Array, axes: tuple, *, rows: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -15,8 +15,16 @@ except ModuleNotFoundError as error:
     ) from error
 
 from stretto.layers.attention import Attention
+from stretto.layers.experts import MixtureOfExperts
 from stretto.layers.feed_forward import FeedForward
 from stretto.layers.linear import ColumnParallelLinear, RowParallelLinear
 from stretto.layers.parallel import Parallel
 
-__all__ = ["Attention", "ColumnParallelLinear", "FeedForward", "Parallel", "RowParallelLinear"]
+__all__ = [
+    "Attention",
+    "ColumnParallelLinear",
+    "FeedForward",
+    "MixtureOfExperts",
+    "Parallel",
+    "RowParallelLinear",
+]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_compiled import COPIED, check, compile_case
+from aot_checks import COPIED, check, compile_case
 
 from stretto.distributed.tools import aot
 
@@ -68,6 +63,28 @@ def test_collectives(tmp_path):
 @pytest.mark.parametrize("name", MATMULS)
 def test_every_configuration(name, tmp_path):
     check_for_blackwell(compile_case(f"Blackwell configs of {name}", tmp_path, timeout_s=580))
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("Blackwell fp8", "kind::f8f6f4"),
+        pytest.param("Blackwell fp8, the others", "kind::f8f6f4", marks=pytest.mark.slow),
+        (
+            "Blackwell fp8, scales of the tensor cores",
+            "kind::mxf8f6f4.block_scale.scale_vec::1X",
+        ),
+    ],
+)
+def test_eight_bits(case, kind, tmp_path):
+    compiled = compile_case(case, tmp_path)
+    assert len(compiled) == 2
+    for program in compiled:
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
+            assert not kernel["warnings"], program["label"]
+            pair = 2 if "pairs" in program["label"] else 1
+            assert f"tcgen05.mma.cta_group::{pair}.{kind}" in kernel["ptx"], program["label"]
 
 
 @pytest.mark.parametrize("which", ["product", pytest.param("rest", marks=pytest.mark.slow)])

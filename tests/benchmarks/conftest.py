@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 
 import pytest
@@ -70,7 +72,8 @@ def measurement_of(operation, sizes, devices: int, rng: random.Random, slower: f
 def make_results():
     """A function of (`slower`, `speed`, `kernels`) that makes results on 1, 2 and 4 devices."""
 
-    def make(slower: float = 1.0, speed: bool = True, kernels=tuple(OPERATIONS)) -> Results:
+    @functools.cache
+    def made(slower: float, speed: bool, kernels: tuple[str, ...]) -> Results:
         rng = random.Random(0)
         measurements = [
             measurement_of(operation, sizes, devices, rng, slower)
@@ -98,5 +101,8 @@ def make_results():
             link_gb_per_s=350.0,
             measurements=measurements,
         )
+
+    def make(slower: float = 1.0, speed: bool = True, kernels=tuple(OPERATIONS)) -> Results:
+        return copy.deepcopy(made(slower, speed, tuple(kernels)))
 
     return make

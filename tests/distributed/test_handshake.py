@@ -58,11 +58,7 @@ def summed(x, devices=3):
     return np.tile(total, (devices, 1))
 
 
-@pytest.fixture(autouse=True)
-def fresh_traces():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("traces_apart")
 
 
 def leave_out(monkeypatch, method, name):

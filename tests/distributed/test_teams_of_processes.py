@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from folders import HELPERS, PYTHONPATH
+from folders import HELPERS, PYTHONPATH, QUICKLY_COMPILED
 
 STRETTO_RUN = (sys.executable, "-m", "stretto.launch", "run")
 
@@ -57,7 +57,7 @@ JOB = HELPERS / "two_node_job.py"
 def run(*command: str) -> str:
     done = subprocess.run(
         [*STRETTO_RUN, *command],
-        env=os.environ | PYTHONPATH,
+        env=os.environ | PYTHONPATH | QUICKLY_COMPILED,
         capture_output=True,
         text=True,
         timeout=280,

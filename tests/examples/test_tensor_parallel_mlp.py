@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 import jax
 import numpy as np
 import pytest
+from folders import QUICKLY_COMPILED
 
 import stretto as st
 
@@ -53,7 +55,9 @@ def on_one(example: ModuleType) -> list:
     return train_on_one(example, 10, "float32")
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 2, 8]
+)
 def test_training_is_that_of_one_device(example: ModuleType, on_one: list, devices: int) -> None:
     for ours, plain in zip(train(example, devices, 10), on_one, strict=True):
         assert ours.loss == pytest.approx(plain.loss, abs=TOLERANCE)
@@ -105,7 +109,12 @@ def run(processes: int, *options: str) -> list[tuple[float, float, float]]:
     """(loss, accuracy in percent, difference) per epoch, as `stretto run` shows them."""
     command = [sys.executable, "-m", "stretto.launch", "run", "-n", str(processes)]
     done = subprocess.run(
-        [*command, str(SCRIPT), *options], capture_output=True, text=True, timeout=240, check=False
+        [*command, str(SCRIPT), *options],
+        env=os.environ | QUICKLY_COMPILED,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"processes: {processes}\n" in done.stdout
@@ -124,7 +133,9 @@ def test_simulated_job_of_several_processes_is_refused() -> None:
     assert "--processes-per node" in done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "processes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 2]
+)
 def test_job_learns_and_gives_the_same_numbers(
     example: ModuleType, on_one: list, processes: int
 ) -> None:

@@ -22,6 +22,7 @@ import parallel
 import pytest
 import sample as sampling
 import train
+from folders import QUICKLY_COMPILED
 from sample import sample
 from step import make_train_step
 
@@ -200,7 +201,10 @@ def test_job_of_several_processes_ends_as_one_process_does(
     command = [sys.executable, "-m", "stretto.launch", "run", "-n", str(processes)]
     command += ["--restarts", "1", str(script), str(EXAMPLE), fate, *options]
     command += ["--dp", str(processes // 2), "--tp", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    env = os.environ | QUICKLY_COMPILED
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("restart 1 of 1" in done.stderr) == (fate == "crash"), done.stderr
     assert ("going on after step 2 of" in done.stdout) == (fate == "crash")

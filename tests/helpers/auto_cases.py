@@ -111,6 +111,7 @@ class Case:
       dtype: of the operands.
       empty: whether x has no rows.
       only: the subject that it is for, or all.
+      heavy: it has several kernels, and takes long to compile or to simulate.
     """
 
     make: Callable[[OneDevice, Subject, Mesh], Whole]
@@ -118,6 +119,7 @@ class Case:
     dtype: Any = jnp.bfloat16
     empty: bool = False
     only: str | None = None
+    heavy: bool = False
 
 
 def mapped(call: OneDevice, subject: Subject, mesh: Mesh, **options: Any) -> Whole:
@@ -319,6 +321,19 @@ def _with_epilogue(epilogue_of, call, subject, mesh):
     return lambda x, w: (program(x, w), jax.grad(loss(program), (0, 1))(x, w))
 
 
+def _with_arrays(epilogue_of, call, subject, mesh):
+    """The same of an epilogue whose arrays stand beside its function."""
+
+    def body(x, w):
+        epilogue = epilogue_of(x, w)
+        if call is subject.plain:
+            arrays = [a.astype(F32) for a in epilogue.arrays]
+            return _gathered(x, w, lambda y: epilogue.function(y, *arrays))
+        return st.all_gather_matmul(x, w, "tp", epilogue=epilogue)
+
+    return mapped(body, subject, mesh)
+
+
 def epilogue(epilogue_of: Callable, reason: str | None) -> Case:
     make = functools.partial(_with_epilogue, epilogue_of)
     return Case(make=make, reason=reason, only="all_gather_matmul")
@@ -354,6 +369,10 @@ CASES: dict[str, Case] = {
     "nested shard_map": Case(make=nested, dtype=F32),
     "export": Case(make=exported, reason="known when the program runs"),
     "linear_transpose": Case(make=transposed, only="all_reduce"),
+    **{
+        f"linear_transpose of {name}": Case(make=transposed, only=name, heavy=True)
+        for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    },
     "weak types": Case(make=weak, dtype=F32),
     "NumPy": Case(make=from_numpy),
     "nothing": Case(make=plain, empty=True),
@@ -366,4 +385,8 @@ CASES: dict[str, Case] = {
     "places": epilogue(lambda x, w: lambda y: y + jnp.arange(y.shape[1]) * HALF, "the place in"),
     "size": epilogue(lambda x, w: lambda y: y / y.shape[1], "depends on the size"),
     "scalar array": epilogue(lambda x, w: lambda y: y * HALF, None),
+    "bias beside the function": Case(
+        make=functools.partial(_with_arrays, lambda x, w: st.epilogues.gelu(w[0])),
+        only="all_gather_matmul",
+    ),
 }

@@ -34,9 +34,12 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import settings
 from stretto.distributed.devices import clique
+from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
+from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
+from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED
 from stretto.kernels.problem import node_config
@@ -45,6 +48,7 @@ from stretto.kernels.problem.problem import Problem, Types
 
 EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
+README = (1024, 512, 2048)  # On its first page.
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
 
@@ -66,6 +70,12 @@ def configs(name: str) -> Iterator[Program]:
     for config in OPERATIONS[name].kernels[0].candidates(None):
         if not config.unfused:
             yield f"{name} {config}", *fused(name, mesh, config=config)
+
+
+def some_configs(name: str) -> Iterator[Program]:
+    """The first and the last of them: the largest tiles, and the other way to gather or store."""
+    first, *_, last = configs(name)
+    yield from (first, last)
 
 
 def variants(name: str) -> Iterator[Program]:
@@ -93,6 +103,32 @@ def epilogue() -> Iterator[Program]:
     yield "gelu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.gelu)
     # It comes with a rule for its derivative.
     yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
+    yield "gelu, a short contraction", *fused("all_gather_matmul", mesh, README, epilogue="gelu")
+
+
+def epilogues_with_arrays() -> Iterator[Program]:
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    yield "bias and residual", *with_arrays(mesh, gated=False)
+    yield "two products", *with_arrays(mesh, gated=True)
+
+
+def with_arrays(mesh: Mesh, *, gated: bool) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """An all-gather matmul whose epilogue has a bias and a residual, of one product or of two."""
+    (m, k, n), rows, columns = MIDDLING, P("x"), P(None, "x")
+    make = st.epilogues.swiglu if gated else st.epilogues.gelu
+
+    def call(lhs, first, second, bias, residual):
+        epilogue = st.epilogues.chain(make(bias), st.epilogues.residual(residual))
+        rhs = (first, second) if gated else first
+        return st.all_gather_matmul(lhs, rhs, "x", epilogue=epilogue, backend="pallas")
+
+    specs = (rows, columns, columns, rows, columns)
+    shapes = [(m, k), (k, n), (k, n), (n,), (m, n)]
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
+    return mapped, [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
 
 
 def gathers(name: str) -> Iterator[Program]:
@@ -275,6 +311,35 @@ def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
     yield name, *on_one(pulled if derivatives else call, mesh, shapes)
 
 
+def dispatch_under_a_product() -> Iterator[Program]:
+    """The first product of a layer of experts, and the transposed one of its backward pass."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, rows, experts = 256, 2048, 8
+
+    def body(x, sources, sizes, rhs, *, transposed):
+        return dispatch_matmul.dispatch_matmul(
+            x,
+            sources,
+            sizes,
+            rhs,
+            Team.along(("x",)),
+            config=dispatch_matmul.Config(),
+            rhs_transposed=transposed,
+            interpret=None,
+        )[1]
+
+    for transposed, width in ((False, 2048), (True, 2880)):
+        rhs = (1536, width) if transposed else (width, 1536)
+        shapes = [
+            ((tokens, width), jnp.bfloat16),
+            ((rows,), jnp.int32),
+            ((experts,), jnp.int32),
+            ((experts, *rhs), jnp.bfloat16),
+        ]
+        program = functools.partial(body, transposed=transposed)
+        yield f"transposed={transposed}", *on_one(program, mesh, shapes)
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -407,7 +472,8 @@ def blackwell_configs(name: str) -> Iterator[Program]:
     yield "eight devices", *fused(name, eight, cases.whole(name, 8, 65, 72, 136))
     yield "float32 out of float16", *fused(name, mesh, dtype=jnp.float16, out_dtype=jnp.float32)
     if name == "all_gather_matmul":
-        yield "gelu", *fused(name, mesh, epilogue=jax.nn.gelu, rhs_transposed=True)
+        square = 2048, 512, 2048  # Of a device: k rows and n columns of rhs, or the reverse.
+        yield "gelu", *fused(name, mesh, square, epilogue=jax.nn.gelu, rhs_transposed=True)
 
 
 def problem_on(mesh: Mesh, name: str) -> Problem:
@@ -420,6 +486,38 @@ def problem_on(mesh: Mesh, name: str) -> Problem:
         devices=mesh.size,
         machine=Machine.of_kind("gpu", device.device_kind),
     )
+
+
+def blackwell_fp8(*labels: str) -> Iterator[Program]:
+    """Operands in 8 bits with scales on B200s, by one block and by pairs: those of `labels`."""
+    mesh = aot.mesh_of_gpus((1,), ("x",), target="b200")
+    e4m3, e5m2, f32, e8 = (
+        jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.float8_e8m0fnu
+    )  # fmt: skip
+
+    def call(lhs, rhs, lhs_scale, rhs_scale, *, config):
+        return local_matmul(
+            lhs,
+            rhs,
+            config=config,
+            rhs_transposed=True,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+        )
+
+    of_rows = [((4096, 1), f32)] * 2
+    of_blocks, of_32 = [((4096, 32), f32), ((32, 32), f32)], [((4096, 128), e8)] * 2
+    for label, config, scales, rhs in (
+        ("rows", blackwell_tiles.LARGE_FP8, of_rows, e4m3),
+        ("rows, pairs, mixed", blackwell_tiles.PAIR_FP8, of_rows, e5m2),
+        ("blocks", blackwell_tiles.BLOCKS, of_blocks, e4m3),
+        ("blocks, pairs", blackwell_tiles.PAIR_BLOCKS, of_blocks, e5m2),
+        ("blocks of 32", blackwell_tiles.BLOCKS, of_32, e5m2),
+        ("blocks of 32, pairs", blackwell_tiles.PAIR_BLOCKS, of_32, e4m3),
+    ):
+        operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *scales]
+        if label in labels:
+            yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 
 def blackwell_groups(which: str) -> Iterator[Program]:
@@ -466,12 +564,17 @@ def on_scalars(body: Callable, mesh: Mesh, count: int) -> tuple:
 
 CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"configs of {name}": functools.partial(configs, name) for name in cases.OPERATIONS},
+    **{
+        f"some configs of {name}": functools.partial(some_configs, name)
+        for name in cases.OPERATIONS
+    },
     **{f"variants of {name}": functools.partial(variants, name) for name in cases.OPERATIONS},
     **{f"more of {name}": functools.partial(more_variants, name) for name in cases.OPERATIONS},
     **{f"gathers of {name}": functools.partial(gathers, name) for name in cases.GATHERS},
     **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
     "fp8, grouped_matmul": fp8_groups,
     "epilogue": epilogue,
+    "epilogues with arrays": epilogues_with_arrays,
     "no limit": no_limit,
     "stacked": stacked,
     "tests on GPUs": gpu_tests,
@@ -493,6 +596,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "collectives": collectives,
     "Blackwell collectives": functools.partial(collectives, "b200"),
     "Blackwell blocks alone": blackwell_alone,
+    "Blackwell fp8": functools.partial(blackwell_fp8, "rows, pairs, mixed", "blocks"),
+    "Blackwell fp8, the others": functools.partial(blackwell_fp8, "rows", "blocks, pairs"),
+    "Blackwell fp8, scales of the tensor cores": functools.partial(
+        blackwell_fp8, "blocks of 32", "blocks of 32, pairs"
+    ),
     "sums and norms": sums_and_norms,
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)
@@ -501,6 +609,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
+    "dispatch under a product": dispatch_under_a_product,
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)

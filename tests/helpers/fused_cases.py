@@ -100,13 +100,13 @@ def run(
 ) -> np.ndarray:
     """The result of one call on a mesh of `devices`, as float32."""
     program = jax.jit(mapped(name, mesh_of(devices), backend=backend, **options))
-    out = program(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype))
+    out = program(lhs.astype(dtype), rhs.astype(dtype))
     return np.asarray(out, np.float32)
 
 
 def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     """`x`, exact in float32, as it is when stored as `dtype`."""
-    return np.asarray(jnp.asarray(x, dtype), np.float32)
+    return x.astype(dtype).astype(np.float32)
 
 
 def collectives(hlo: str) -> dict[str, int]:

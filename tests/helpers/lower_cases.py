@@ -11,7 +11,7 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,38 +23,45 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed.tools import aot
 
+BOTH = ("all_gather_matmul", "matmul_all_reduce")
+MOVES = ("gather", "exchange")
+NARROW = ("bool", "int2", "int4", "uint4", "float4_e2m1fn", "complex64", "key")
 
-def x64() -> Iterator[Program]:
-    """All operations under `jax_enable_x64`, and moves of types of 64 bits."""
+
+def x64(fused_ones: Sequence[str], sums: Sequence[str], moved: Sequence[str]) -> Iterator[Program]:
+    """Operations under `jax_enable_x64`, and moves of types of 64 bits."""
     four = aot.mesh_of_gpus((4,), ("x",))
     with jax.enable_x64(True):
-        for name in cases.FORMS:
+        for name in fused_ones:
             yield name, *fused(name, four, cases.whole(name, 4, 65, 72, 136))
-        for name in ("reduce_scatter", "all_reduce"):
+        for name in sums:
             call = functools.partial(getattr(st, name), axis_name="x", backend="pallas")
             yield name, *collective(four, call)
-        yield "moves", *collective(four, moves_of("int64", "float64", "complex128"))
+        yield "moves", *collective(four, moves_of(dict.fromkeys(MOVES, moved)))
 
 
-def types() -> Iterator[Program]:
+def types(dtypes: Mapping[str, Sequence[str]]) -> Iterator[Program]:
     """Moves of arrays of types that no kernel takes as they are, large enough for one by `auto`."""
-    call = moves_of("bool", "int2", "int4", "uint4", "float4_e2m1fn", "complex64", "key")
+    call = moves_of(dtypes)
     yield "types", *collective(aot.mesh_of_gpus((4,), ("x",)), call, rows=1 << 17, backend="auto")
 
 
-def moves_of(*dtypes: str) -> Callable:
-    """What is gathered and exchanged of arrays of these types, or of random keys."""
+def moves_of(dtypes: Mapping[str, Sequence[str]]) -> Callable:
+    """What is gathered and exchanged of arrays of these types each, or of random keys."""
 
     def call(x: jax.Array, backend: str = "pallas") -> list[jax.Array]:
-        found = [x.astype(dtype) for dtype in dtypes if dtype != "key"]
-        if "key" in dtypes:
-            numbers = x.astype(jnp.uint32).reshape(-1, 2)
-            found.append(jax.random.wrap_key_data(numbers))
-        gather = functools.partial(st.all_gather, axis_name="x", backend=backend)
-        exchange = functools.partial(
-            st.all_to_all, axis_name="x", split_axis=0, concat_axis=0, backend=backend
-        )
-        return [move(x) for move in (gather, exchange) for x in found]
+        def of(dtype: str) -> jax.Array:
+            if dtype != "key":
+                return x.astype(dtype)
+            return jax.random.wrap_key_data(x.astype(jnp.uint32).reshape(-1, 2))
+
+        move = {
+            "gather": functools.partial(st.all_gather, axis_name="x", backend=backend),
+            "exchange": functools.partial(
+                st.all_to_all, axis_name="x", split_axis=0, concat_axis=0, backend=backend
+            ),
+        }
+        return [move[how](of(dtype)) for how, each in dtypes.items() for dtype in each]
 
     return call
 
@@ -69,7 +76,17 @@ def collective(
     return mapped, [jax.ShapeDtypeStruct((mesh.size * rows, 512), jnp.float32, sharding=sharding)]
 
 
-CASES: dict[str, Callable[[], Iterator[Program]]] = {"types": types, "x64": x64}
+CASES: dict[str, Callable[[], Iterator[Program]]] = {
+    "types": functools.partial(types, {"gather": NARROW, "exchange": ("int4", "key")}),
+    "exchanges": functools.partial(types, {"exchange": NARROW}),
+    "x64": functools.partial(x64, BOTH, ["all_reduce"], ["int64"]),
+    "more x64": functools.partial(
+        x64,
+        [name for name in cases.FORMS if name not in BOTH],
+        ["reduce_scatter"],
+        ["float64", "complex128"],
+    ),
+}
 
 
 def main(case: str, file: str) -> None:

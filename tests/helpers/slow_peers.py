@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 
-import jax
+import traces
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.utils import inline_ptx
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,13 +25,12 @@ def signals(replacement: Callable[[Callable, Semaphore], None]) -> Generator[Non
     def signal(self, *args, **kwargs):
         replacement(lambda: original(self, *args, **kwargs), self)
 
-    jax.clear_caches()
     Semaphore.signal = signal
     try:
-        yield
+        with traces.apart():
+            yield
     finally:
         Semaphore.signal = original
-        jax.clear_caches()
 
 
 def sleep(microseconds: int) -> None:

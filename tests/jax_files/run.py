@@ -4,11 +4,12 @@ The files are not part of this project. Get JAX's sources of the installed versi
 
     uv run python tests/jax_files/run.py JAX/tests/pallas
     uv run python tests/jax_files/run.py JAX/tests/pallas --part 0/3 --out part0.jsonl
+    uv run python tests/jax_files/run.py JAX/tests/pallas --target b200 --only TCGen05
     uv run python tests/jax_files/run.py --read part0.jsonl part1.jsonl part2.jsonl
 
-The last prints the table from what parts have written. Nothing is changed in JAX's sources; what
-the simulator puts in the place of a GPU is in `stand_in.py`, and `outcomes.py` says what counts as
-what.
+With `--target b200` the tests find a B200, and those of its tensor cores run. The last prints the
+table from what parts have written. Nothing is changed in JAX's sources; what the simulator puts in
+the place of a GPU is in `stand_in.py`, and `outcomes.py` says what counts as what.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ NAMED = [kind for kind in CLASSES if kind not in (RIGHT, REFUSED, OF_JAX, OTHER_
 WORKER_LIMIT_S = 3600
 
 
-def run_file(path: Path, devices: int, part: str, pattern: str) -> list[Outcome]:
+def run_file(path: Path, devices: int, target: str, part: str, pattern: str) -> list[Outcome]:
     """Runs a part, as "0/3", of the tests of a file in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "outcomes.jsonl")
-        command = [sys.executable, str(HERE / "worker.py"), str(path), str(devices)]
+        command = [sys.executable, str(HERE / "worker.py"), str(path), str(devices), target]
         done = subprocess.run(
             [*command, *part.split("/"), pattern, str(out)],
             stdout=subprocess.DEVNULL,
@@ -92,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="JAX's tests/pallas")
     parser.add_argument("--files", nargs="+", default=list(FILES), help="of the folder")
+    parser.add_argument("--target", choices=("h100", "b200"), default="h100", help="the GPU")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth test, from the Ith")
     parser.add_argument("--only", default="", metavar="REGEX", help="tests with such names")
     parser.add_argument("--out", type=Path, help="where to write outcomes, for --read")
@@ -107,7 +109,7 @@ def main() -> None:
         path = args.folder / file
         if not path.exists():
             raise SystemExit(f"{path} is not there; give the tests/pallas folder of JAX's sources.")
-        results[file] = run_file(path, FILES.get(file, 1), args.part, args.only)
+        results[file] = run_file(path, FILES.get(file, 1), args.target, args.part, args.only)
         seconds = sum(o.seconds for o in results[file])
         print(f"{file}: {len(results[file])} tests, {seconds:.0f} s", file=sys.stderr, flush=True)
     if args.out:

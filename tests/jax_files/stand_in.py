@@ -1,10 +1,11 @@
 """What stands in for a GPU, and for JAX's interpreter, while test files of JAX run.
 
 The one place that changes JAX for them. They run on CPU devices, in the simulator, and are to take
-these for H100s:
+these for H100s or B200s:
 
-- `jax._src.test_util`: the device is a GPU of CUDA, of capability 9.0, with CUDA 13. The files of
-  the interpreter are for a CPU, and do not get this.
+- `jax._src.test_util`: the device is a GPU of CUDA, of the target's capability, with CUDA 13. The
+  files of the interpreter are for a CPU, and do not get this.
+- Devices say how much shared memory a block may have.
 - `jax._src.lib.cuda_versions`: it can multicast, and its runtime is 13.0.
 - The extension of Mosaic GPU, which is asked to wait for output, has nothing to wait for.
 - `interpret=InterpretParams(...)` and `force_gpu_interpret_mode(...)` of a test do nothing, since
@@ -22,6 +23,7 @@ import unittest
 from collections.abc import Callable, Generator
 from typing import Any
 
+import jax
 import jax._src.lib
 from jax._src import test_util
 from jax._src.lib import mosaic_gpu
@@ -33,25 +35,31 @@ import stretto
 from stretto.distributed.simulator import Report
 from stretto.distributed.simulator.machine import Machine
 
-CAPABILITY = 9.0
+CAPABILITIES = {"h100": 9.0, "b200": 10.0}
+CORES = 4  # Blocks of a B200 that run at once; tests that claim others count on that.
+SMEM_BYTES = 232_448
 MAX_STEPS = 200_000
 
 _reports: list[Report] = []
 _asked: list[bool] = []
 
 
-def install(*, as_gpu: bool) -> None:
+def install(*, as_gpu: bool, target: str) -> None:
     """Changes JAX for the process; before a test file is imported.
 
     Args:
       as_gpu: the file is for GPUs, and is to find one.
+      target: the GPU that it finds.
     """
+    capability = CAPABILITIES[target]
     if as_gpu:
         test_util.is_device_cuda = lambda: True
-    test_util.is_cuda_compute_capability_at_least = lambda least: float(least) <= CAPABILITY
-    test_util.is_cuda_compute_capability_equal = lambda exact: float(exact) == CAPABILITY
+    test_util.is_cuda_compute_capability_at_least = lambda least: float(least) <= capability
+    test_util.is_cuda_compute_capability_equal = lambda exact: float(exact) == capability
     test_util.is_cuda_version_at_least = lambda major, minor: (major, minor) <= (13, 0)
-    test_util.CudaArchSpecificTest.skip_unless_tcgen05 = _skip_blackwell
+    has_tensor_memory = as_gpu and target == "b200"
+    test_util.CudaArchSpecificTest.skip_unless_tcgen05 = _nothing if has_tensor_memory else _skip
+    type(jax.local_devices()[0]).shared_memory_per_block_optin = SMEM_BYTES
     jax._src.lib.cuda_versions = types.SimpleNamespace(
         cuda_supports_multicast=lambda device: True, cuda_runtime_get_version=lambda: 13000
     )
@@ -72,13 +80,19 @@ def adopt(module: Any) -> None:
 
 
 @contextlib.contextmanager
-def simulating() -> Generator[Report]:
+def simulating(target: str) -> Generator[Report]:
     """Runs one test; what the simulator finds is kept, and does not fail a kernel.
 
     Kernels are not lowered for a GPU: those for JAX's interpreter need not be such as a GPU runs.
     """
     with stretto.simulate(
-        on_finding="record", max_steps=MAX_STEPS, rendezvous_timeout=20, check_hardware=False
+        target=target,
+        core_count=CORES,
+        resident_blocks=CORES if target == "b200" else None,
+        on_finding="record",
+        max_steps=MAX_STEPS,
+        rendezvous_timeout=20,
+        check_hardware=False,
     ) as report:
         _reports[:] = [report]
         _asked.clear()
@@ -90,8 +104,12 @@ def was_asked() -> bool:
     return bool(_asked)
 
 
-def _skip_blackwell(test: Any) -> None:
+def _skip(test: Any) -> None:
     test.skipTest("for Blackwell")
+
+
+def _nothing(test: Any) -> None:
+    """A test of what Blackwell has, on one."""
 
 
 def _no_interpreter(*, skip_floating_point_ops: bool = False, **_: Any) -> bool:

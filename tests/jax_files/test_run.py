@@ -76,6 +76,9 @@ class FakeTest(unittest.TestCase, jtu.CudaArchSpecificTest):
 
     def test_blackwell(self):
         self.skip_unless_tcgen05()
+        self.assertTrue(jtu.is_cuda_compute_capability_at_least("10.0"))
+        tensor_memory = plgpu.TMEM((128, 32), jnp.float32)
+        run(lambda x_ref, out_ref, tensor: double(x_ref, out_ref), tensor_memory)
 
 
 class FakeWGTest(FakeTest):
@@ -123,6 +126,16 @@ def test_parts_make_one_table(ran):
     command = [sys.executable, SCRIPT, "--read", folder / "0.jsonl", folder / "1.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.splitlines()) == sorted(whole.splitlines())
+
+
+def test_a_b200_runs_what_is_for_blackwell(ran):
+    folder, _ = ran
+    out = folder / "b200.jsonl"
+    command = [sys.executable, SCRIPT, folder, "--files", "fake_gpu_test.py", "--target", "b200"]
+    command += ["--only", "test_blackwell", "--out", out]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    (outcome,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (outcome["skipped"], outcome["error"]) == ("", "")
 
 
 def test_missing_folder_is_told():

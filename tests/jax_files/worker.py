@@ -1,6 +1,6 @@
 """Runs a part of one test file of JAX's, in a process of its own: `run.py` starts it.
 
-Usage: worker.py FILE DEVICES PART PARTS PATTERN OUT, where OUT gets an outcome a line, as JSON.
+Usage: worker.py FILE DEVICES TARGET PART PARTS PATTERN OUT. OUT gets an outcome a line, as JSON.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ LEFT_OUT = {
 }
 
 
-def main(file: str, devices: str, part: str, parts: str, pattern: str, out: str) -> None:
+def main(
+    file: str, devices: str, target: str, part: str, parts: str, pattern: str, out: str
+) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(devices))
-    module = _imported(Path(file))
+    module = _imported(Path(file), target)
     tests = [t for t in _tests(module) if re.search(pattern, t.id())]
     with open(out, "w") as results:
         for test in tests[int(part) :: int(parts)]:
             if any(re.search(name, test.id()) for name in LEFT_OUT):
                 continue
-            results.write(json.dumps(dataclasses.asdict(_run(test))) + "\n")
+            results.write(json.dumps(dataclasses.asdict(_run(test, target))) + "\n")
             results.flush()
 
 
-def _imported(path: Path) -> ModuleType:
+def _imported(path: Path, target: str) -> ModuleType:
     import stand_in
 
-    stand_in.install(as_gpu="interpret" not in path.name)
+    stand_in.install(as_gpu="interpret" not in path.name, target=target)
     sys.path.insert(0, str(path.parent))
     sys.argv = [path.name]
     module = importlib.import_module(path.stem)
@@ -74,13 +76,13 @@ def _tests(module: ModuleType) -> Iterator[unittest.TestCase]:
             yield test
 
 
-def _run(test: unittest.TestCase) -> Outcome:
+def _run(test: unittest.TestCase, target: str) -> Outcome:
     import stand_in
 
     result, begin, raised = unittest.TestResult(), time.process_time(), ""
     findings: tuple[str, ...] = ()
     try:
-        with stand_in.simulating() as report:
+        with stand_in.simulating(target) as report:
             test.run(result)
             findings = tuple(map(str, report.findings))
     except Exception as error:

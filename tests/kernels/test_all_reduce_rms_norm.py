@@ -74,12 +74,10 @@ def every_device(devices, operands):
 
 
 @pytest.fixture
-def two_shots(monkeypatch):
-    """Whatever the size, of more than two devices."""
+def two_shots(monkeypatch, traces_apart):
+    """Whatever the size, of more than two devices; a program on three, which is traced once."""
     monkeypatch.setattr(summed_norm, "ONE_SHOT_BYTES", 0)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    return jax.jit(mapped(3, check_vma=False))
 
 
 def check(devices, operands, seed=0, **simulation):
@@ -95,14 +93,27 @@ def check(devices, operands, seed=0, **simulation):
         assert found[device].tobytes() == found[0].tobytes()
 
 
-@pytest.mark.parametrize("core_count", [2, 4])  # Without room to meet by itself, and with it.
-@pytest.mark.parametrize(("devices", "m", "n"), [(2, 5, 256), (3, 1, 768)])
+# Without room to meet by itself, and with it.
+@pytest.mark.parametrize(
+    ("devices", "m", "n", "core_count"),
+    [
+        (2, 5, 256, 2),
+        (3, 1, 768, 4),
+        pytest.param(2, 5, 256, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_one_shot(devices, m, n, core_count):
     check(devices, drawn(devices, m, n), core_count=core_count)
 
 
-@pytest.mark.parametrize("core_count", [2, 4])
-@pytest.mark.parametrize(("devices", "m", "n"), [(3, 7, 256), (4, 3, 1024), (5, 2, 512)])
+@pytest.mark.parametrize(
+    ("devices", "m", "n", "core_count"),
+    [
+        (3, 7, 256, 4),
+        (4, 3, 1024, 2),
+        *(pytest.param(5, 2, 512, cores, marks=pytest.mark.slow) for cores in (2, 4)),
+    ],
+)
 def test_two_shots(two_shots, devices, m, n, core_count):
     check(devices, drawn(devices, m, n), seed=1, core_count=core_count)
 
@@ -223,14 +234,12 @@ def test_every_device_need_not_hold_the_same_other_axes():
 # --- Each step is needed --------------------------------------------------------------------------
 
 
-def broken(two_shots, seed=0, core_count=2, **simulation):
-    """Runs it; returns whether the numbers are right, and the report."""
+def broken(program, seed=0, core_count=2, **simulation):
+    """Runs `two_shots`; returns whether the numbers are right, and the report."""
     operands = drawn(3, 7, 256, seed=seed)
     settings = dict(seed=seed, core_count=core_count, on_finding="record") | simulation
-    jax.clear_caches()
     with st.simulate(**settings) as report:
-        found = jax.jit(mapped(3, check_vma=False))(*operands)
-    jax.clear_caches()
+        found = program(*operands)
     return np.array_equal(found[0].astype(np.float64), expected(*operands)[0]), report
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import pytest
 from blackwell_cases import (
     PAIR,
@@ -89,11 +88,9 @@ def test_rows_in_groups_in_many_orders(seed, transposed):
 
 
 @pytest.fixture
-def barriers(monkeypatch):
+def barriers(monkeypatch, traces_apart):
     """Leaves out the waits on the barriers of a name, or the arrivals at them."""
-    jax.clear_caches()  # Nothing that was traced with a bug is used without it.
-    yield replacing(monkeypatch)
-    jax.clear_caches()
+    return replacing(monkeypatch)
 
 
 def several_tiles(seed: int = 1):
@@ -138,10 +135,10 @@ def test_both_blocks_must_be_told_of_a_commit(barriers, name):
         several_tiles()
 
 
+@pytest.mark.usefixtures("traces_apart")
 @pytest.mark.parametrize("name", ["produced", "finished"])
 def test_both_blocks_signal_their_part_of_a_tile(monkeypatch, name):
     wait = Semaphore.wait
-    jax.clear_caches()
 
     def one_fewer(self, value=1, **options):
         wait(self, value - (self.site.semaphore == name), **options)
@@ -149,7 +146,6 @@ def test_both_blocks_signal_their_part_of_a_tile(monkeypatch, name):
     monkeypatch.setattr(Semaphore, "wait", one_fewer)
     _, report = pairs("matmul_all_reduce", 2, seed=1)
     assert report.kinds() & {"race", "after end", "semaphore not zero"}, str(report)
-    jax.clear_caches()
 
 
 # --- Where they are taken -------------------------------------------------------------------------

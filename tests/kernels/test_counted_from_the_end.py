@@ -15,12 +15,9 @@ from stretto.distributed.devices import clique
 
 
 @pytest.fixture(autouse=True)
-def several_cliques(monkeypatch):
+def several_cliques(monkeypatch, traces_apart):
     """The kernels think so; there is one, of all devices."""
-    jax.clear_caches()
     monkeypatch.setattr(clique, "are_several", lambda: True)
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -17,6 +17,15 @@ from stretto.kernels.fused import all_gather_matmul, all_gather_matmul_k
 from stretto.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
+SCATTERED = ("matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def mostly(quick, *values):
+    """All of `values` for the gather, `quick` alone for the others: what differs is the team's."""
+    names = [("all_gather_matmul", value, ()) for value in (quick, *values)]
+    names += [(name, quick, ()) for name in SCATTERED]
+    names += [(name, value, pytest.mark.slow) for name in SCATTERED for value in values]
+    return [pytest.param(name, value, marks=marks) for name, value, marks in names]
 
 
 @pytest.fixture
@@ -81,9 +90,16 @@ def test_more_tiles_than_blocks(name):
     check(name, 2, (264, 200, 328))
 
 
-@pytest.mark.parametrize("name", cases.OPERATIONS)
+# The types are those of the main loop, which all share; each stores its results by itself.
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype"), [(BF16, F32), (F16, None), (F16, BF16)], ids=["wide", "f16", "mixed"]
+    ("name", "dtype", "out_dtype"),
+    [
+        ("all_gather_matmul", BF16, F32),
+        ("all_gather_matmul", F16, None),
+        *((name, F16, BF16) for name in cases.OPERATIONS),
+        *(pytest.param(name, BF16, F32, marks=pytest.mark.slow) for name in SCATTERED),
+        *(pytest.param(name, F16, None, marks=pytest.mark.slow) for name in SCATTERED),
+    ],
 )
 def test_types(name, dtype, out_dtype):
     check(name, 2, (40, 72, 72), dtype=dtype, out_dtype=out_dtype)
@@ -141,7 +157,6 @@ def test_candidates_agree(name):
         check(name, 2, (72, 72, 136), config=config, seed=number)
 
 
-@pytest.mark.parametrize("name", cases.OPERATIONS)
 class TestMeshes:
     def rows(self, name, axes, teams):
         """Two problems with different data, one for each team of the mesh."""
@@ -151,7 +166,7 @@ class TestMeshes:
         lhs, rhs = (jnp.asarray(np.stack(x), BF16) for x in zip(*problems, strict=True))
         return lhs, rhs, np.stack([left @ right for left, right in problems])
 
-    @pytest.mark.parametrize("axis", ["x", "y"])
+    @pytest.mark.parametrize(("name", "axis"), mostly("x", "y"))
     def test_two_rings_at_once_do_not_mix(self, name, axis):
         other = "y" if axis == "x" else "x"
         lhs, rhs, want = self.rows(name, axis, teams=2)
@@ -170,14 +185,14 @@ class TestMeshes:
         )
         np.testing.assert_array_equal(np.asarray(jax.jit(program)(lhs, rhs)), want)
 
-    @pytest.mark.parametrize("shape", [(2, 2), (1, 3), (3, 1)])
+    @pytest.mark.parametrize(("name", "shape"), mostly((2, 2), (1, 3), (3, 1)))
     def test_a_tuple_of_axes_is_one_team(self, name, shape):
         lhs, rhs = cases.operands(*cases.whole(name, int(np.prod(shape)), 40, 16, 72))
         program = cases.mapped(name, cases.mesh_of(*shape), ("x", "y"), out_dtype=F32)
         out = jax.jit(program)(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
         np.testing.assert_array_equal(np.asarray(out), lhs @ rhs)
 
-    @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1], [1, 2, 3, 4]])
+    @pytest.mark.parametrize(("name", "order"), mostly([3, 2, 1, 0], [2, 0, 3, 1], [1, 2, 3, 4]))
     def test_a_permuted_mesh_gives_right_rows_or_an_error(self, name, order):
         devices = np.array(jax.devices())[order]
         mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))

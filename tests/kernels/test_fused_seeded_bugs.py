@@ -10,7 +10,6 @@ import functools
 
 import fused_cases as cases
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_cases import BF16, F32
@@ -49,29 +48,29 @@ EACH = [
 each_semaphore = pytest.mark.parametrize(("name", "semaphore"), EACH)
 
 
-@pytest.fixture(autouse=True)
-def fresh_traces():
-    """Nothing that was traced with a bug is used without it, nor the other way round."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("traces_apart")
 
 
-def simulate(name, seed, semaphore=None, **settings):
-    """Runs the kernel; returns whether the numbers are right, and the simulator's report.
+def simulator(name, semaphore=None):
+    """The kernel, as a function of a seed: whether the numbers are right, and the report.
 
-    On so many multiprocessors that it uses `semaphore`: with room, it meets its peers by itself.
+    It is traced once, when it first runs. It runs on so many multiprocessors that it uses
+    `semaphore`: with room, it meets its peers by itself.
     """
-    settings["core_count"] = 4 if semaphore in HANDSHAKE else 2
+    core_count = 4 if semaphore in HANDSHAKE else 2
     options = dict(out_dtype=F32)
     if name == AS_ONE:
         name, options["config"] = "all_gather_matmul", cases.AS_ONE
-    lhs, rhs = cases.operands(*cases.whole(name, DEVICES, 64, 64, 64), seed=seed)
     program = jax.jit(cases.mapped(name, cases.mesh_of(DEVICES), **options))
-    settings = dict(seed=seed, schedule=SCHEDULES[seed % 3]) | settings
-    with st.simulate(on_finding="record", **settings) as report:
-        out = np.asarray(program(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)))
-    return np.array_equal(out, lhs @ rhs), report
+
+    def simulate(seed):
+        lhs, rhs = cases.operands(*cases.whole(name, DEVICES, 64, 64, 64), seed=seed)
+        settings = dict(seed=seed, schedule=SCHEDULES[seed % 3], core_count=core_count)
+        with st.simulate(on_finding="record", **settings) as report:
+            out = np.asarray(program(lhs.astype(BF16), rhs.astype(BF16)))
+        return np.array_equal(out, lhs @ rhs), report
+
+    return simulate
 
 
 def leave_out(monkeypatch, method, semaphore, where=lambda: True):
@@ -87,17 +86,19 @@ def leave_out(monkeypatch, method, semaphore, where=lambda: True):
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_without_a_bug_nothing_is_found(name):
+    simulate = simulator(name)
     for seed in SEEDS:
-        right, report = simulate(name, seed)
+        right, report = simulate(seed)
         assert right and report.ok, str(report)
 
 
 @each_semaphore
 def test_a_dropped_signal_is_a_deadlock(monkeypatch, name, semaphore):
     leave_out(monkeypatch, "signal", semaphore)
+    simulate = simulator(name, semaphore)
     for seed in SEEDS:
         with pytest.raises(DeadlockError, match=rf"semaphore {semaphore}\S* >= "):
-            simulate(name, seed, semaphore)
+            simulate(seed)
 
 
 @each_semaphore
@@ -112,15 +113,16 @@ def test_one_devices_dropped_signal_is_a_deadlock(monkeypatch, name, semaphore):
 
     monkeypatch.setattr(Semaphore, "signal", maybe)
     with pytest.raises(DeadlockError, match=rf"semaphore {semaphore}\S* >= "):
-        simulate(name, 0, semaphore)
+        simulator(name, semaphore)(0)
 
 
 @each_semaphore
 def test_a_dropped_wait_is_found(monkeypatch, name, semaphore):
     """Nobody waits for data (a race), or for peers that still use one's memory (after the end)."""
     leave_out(monkeypatch, "wait", semaphore)
+    simulate = simulator(name, semaphore)
     for seed in SEEDS:
-        _, report = simulate(name, seed, semaphore)
+        _, report = simulate(seed)
         assert PROTOCOLS[name][semaphore] in report.kinds(), str(report)
 
 
@@ -133,7 +135,8 @@ def test_a_wait_for_one_too_few_is_found(monkeypatch, name, semaphore):
         original(self, value - fewer, **kwargs)
 
     monkeypatch.setattr(Semaphore, "wait", impatient)
-    kinds = set().union(*(simulate(name, seed, semaphore)[1].kinds() for seed in SEEDS))
+    simulate = simulator(name, semaphore)
+    kinds = set().union(*(simulate(seed)[1].kinds() for seed in SEEDS))
     assert PROTOCOLS[name][semaphore] in kinds
 
 
@@ -147,7 +150,7 @@ def test_a_wait_for_one_too_many_is_a_deadlock(monkeypatch, name, semaphore):
 
     monkeypatch.setattr(Semaphore, "wait", greedy)
     with pytest.raises(DeadlockError, match=rf"semaphore {semaphore}\S* >= "):
-        simulate(name, 0, semaphore)
+        simulator(name, semaphore)(0)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -156,9 +159,10 @@ def test_a_signal_before_its_data_is_found(monkeypatch, name):
     original = plgpu.wait_smem_to_gmem
     only_read = functools.partial(original, wait_read_only=True)
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only=False: only_read(n))
+    simulate = simulator(name)
     for seed in SEEDS:
         try:
-            right, report = simulate(name, seed)
+            right, report = simulate(seed)
         except SimulationError as error:
             right, report = False, error.report
         assert report is not None and not report.ok, right
@@ -198,5 +202,5 @@ def test_data_from_the_wrong_device_is_wrong_numbers(monkeypatch):
 
     original = Team.neighbour
     monkeypatch.setattr(Team, "neighbour", lambda self, offset: original(self, -offset))
-    right, _ = simulate("all_gather_matmul", 0)
+    right, _ = simulator("all_gather_matmul")(0)
     assert not right

@@ -95,7 +95,13 @@ def test_every_shape_and_team(name, devices, m, k, n):
 
 @everywhere
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype"), [(BF16, F32), (F16, None), (F16, BF16)], ids=["wide", "f16", "mixed"]
+    ("dtype", "out_dtype"),
+    [
+        pytest.param(BF16, F32, marks=pytest.mark.slow),
+        pytest.param(F16, None, marks=pytest.mark.slow),
+        (F16, BF16),
+    ],
+    ids=["wide", "f16", "mixed"],
 )
 def test_types(name, dtype, out_dtype):
     check(name, 2, (40, 72, 72), dtype=dtype, out_dtype=out_dtype)
@@ -145,7 +151,7 @@ def test_shards_of_which_two_are_as_wide_as_a_piece(devices, kept):
     np.testing.assert_array_equal(np.asarray(out), lhs @ rhs)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_right_hand_sides_of_columns_with_one_gather(transposed, simulation):
     """And their derivatives, through the sum of their products."""
     name, sizes = "all_gather_matmul_k", (40, 136)
@@ -187,7 +193,14 @@ def test_several_right_hand_sides_of_columns_with_one_gather(transposed, simulat
     assert simulation.launches == 4  # forward; scatter the products; what was gathered; gather
 
 
-@pytest.mark.parametrize(("seed", "schedule"), [(1, "random"), (2, "pct"), (3, "round_robin")])
+@pytest.mark.parametrize(
+    ("seed", "schedule"),
+    [
+        pytest.param(1, "random", marks=pytest.mark.slow),
+        (2, "pct"),
+        pytest.param(3, "round_robin", marks=pytest.mark.slow),
+    ],
+)
 def test_more_bands_than_one(seed, schedule):
     """Bands of two tiles; more tiles than blocks; the last band, chunk and piece cut off."""
     tiles = TileConfig(tile_n=64, num_stages=2, store_buffers=1, raster_width=2)
@@ -197,6 +210,7 @@ def test_more_bands_than_one(seed, schedule):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow  # On GPUs every configuration is run, and each is compiled.
 def test_every_config_of_columns():
     configs = list(all_gather_matmul_k.Config.candidates())
     assert len(set(configs)) == len(configs) >= 2

@@ -26,7 +26,10 @@ everywhere = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SUBJECTS],
 )
-fused = pytest.mark.parametrize("name", cases.FORMS)
+fused = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in cases.FORMS],
+)
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,25 @@ CASES = {
     "no rows": (64, 64, 64, (0, 0)),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# With groups of every kind, and with none.
+SOME = ("uneven", "no rows")
+
+
+def some_cases(*transposed: bool):
+    """(case, transposed): slow where the case is not one of `SOME`, or the layout not named."""
+    return pytest.mark.parametrize(
+        ("case", "transposed"),
+        [
+            pytest.param(
+                case,
+                turned,
+                id=f"{name}-{turned}",
+                marks=() if name in SOME and turned in transposed else pytest.mark.slow,
+            )
+            for name, case in CASES.items()
+            for turned in (False, True)
+        ],
+    )
 
 
 def operands(case, transposed: bool):
@@ -64,8 +83,7 @@ def test_product(case, transposed):
     np.testing.assert_array_equal(out, product(lhs, rhs, case[3]))
 
 
-@every_case
-@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@some_cases(False)
 def test_derivatives(case, transposed):
     lhs, rhs, arrays = operands(case, transposed)
     bar = whole_numbers(5, case[0], case[2], largest=1)
@@ -145,16 +163,17 @@ def test_tables(seed):
     m, count = 512, int(draw.integers(1, 9))
     sizes = draw.multinomial(draw.integers(0, m + 1), draw.dirichlet(np.ones(count)))
     most = m // 128 + count + 1
-    table = row_tiles(jnp.array(sizes), m, 128, most)
+    table = np.asarray(jax.jit(row_tiles, static_argnums=(1, 2, 3))(jnp.array(sizes), m, 128, most))
     number = table[most, :1]
     seen = np.zeros(m, int)
     owner = np.repeat(np.arange(count + 1), [*sizes, m - sizes.sum()])
-    for group, first, start, end in np.asarray(table)[: int(number[0])]:
+    for group, first, start, end in table[: int(number[0])]:
         rows = np.arange(8 * first + start, 8 * first + end)
         seen[rows] += 1
         assert (owner[rows] == group).all()
     assert (seen == 1).all()
-    whole, copied = k_tiles_of(jnp.array(sizes), m, 64)
+    tiles_of = jax.jit(k_tiles_of, static_argnums=(1, 2))
+    whole, copied = jax.tree.map(np.asarray, tiles_of(jnp.array(sizes), m, 64))
     for rows, (first, tiles, others), loose in zip(groups(sizes), whole, copied, strict=True):
         taken = [*range(8 * first, 8 * first + 64 * tiles), *(x for x in loose if x < m)]
         assert sorted(map(int, taken)) == list(range(rows.start, rows.stop))

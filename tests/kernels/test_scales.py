@@ -187,7 +187,7 @@ def test_operands_that_have_no_scales():
         (TileConfig(), one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
         (LARGE_FP8, one(128, 2), ValueError, "tile_n=256 must divide 128, the columns that share"),
         (dataclasses.replace(LARGE_FP8, num_stages=5), one(), ValueError, "of shared memory and"),
-        (blackwell_tiles.LARGE, one(), NotImplementedError, "scales are built for Hopper alone"),
+        (blackwell_tiles.LARGE, one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
     ],
 )
 def test_tiles_that_do_not_suit(config, scale, error, message):

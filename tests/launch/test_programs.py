@@ -247,7 +247,13 @@ def test_a_process_that_leaves_early_is_named(run_job):
     assert "process 0: at " in result.stderr
 
 
-@pytest.mark.parametrize("end", ["os._exit(3)", "os.abort()", "os._exit(0)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("os._exit(3)", "os.abort()")),
+        "os._exit(0)",
+    ],
+)
 def test_who_ends_is_named_and_not_who_notices(run_job, end):
     """The other's connection closes before the end is seen."""
     script = "import os\n" + SCRIPT + f"for step in range(400):\n    if step == 9 and me: {end}\n"

@@ -26,7 +26,12 @@ def begun(folder: Path, count: int):
 
 
 @pytest.mark.parametrize(
-    ("number", "handled"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM")]
+    ("number", "handled"),
+    [
+        pytest.param("SIGTERM", "SIGTERM", marks=pytest.mark.slow),
+        ("SIGINT", "SIGINT"),
+        ("SIGHUP", "SIGTERM"),
+    ],
 )
 def test_a_process_has_time_to_save(start_job, tmp_path, number, handled):
     script = PREAMBLE + SAVE + f"signal.signal(signal.{handled}, save)\n" + BEGUN + "time.sleep(60)"

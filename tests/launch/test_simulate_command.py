@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from stretto.launch import cli
@@ -32,7 +33,7 @@ def fn(x):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return plgpu.kernel(body, out_type=out, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)
 
-mesh = Mesh(np.array(jax.devices()), ("x",))
+mesh = Mesh(np.array(jax.devices()[:3]), ("x",))
 fn = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
 print("devices", jax.device_count(), "result", float(fn(jnp.arange(3 * 128.0))[0]), sys.argv[1:])
 sys.exit(7 if "seven" in sys.argv else 0)
@@ -40,7 +41,8 @@ sys.exit(7 if "seven" in sys.argv else 0)
 
 
 @pytest.fixture
-def run(tmp_path):
+def run_alone(tmp_path):
+    """Runs the command in a process of its own, whose devices it makes."""
     script = tmp_path / "script.py"
 
     def run(*options, args=(), text=SCRIPT):
@@ -53,15 +55,33 @@ def run(tmp_path):
     return run
 
 
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs the command in this process, which has imported JAX, on the devices that it has."""
+    script = tmp_path / "script.py"
+
+    def run(*options, args=(), text=SCRIPT):
+        script.write_text(text)
+        command = ["simulate", "-n", str(jax.device_count()), *options, str(script), *args]
+        try:
+            status = cli.main(command)
+        except SystemExit as end:  # of an option that is none
+            status = end.code
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(command, status, said.out, said.err)
+
+    return run
+
+
 def test_a_target_is_chosen(run):
     text = "from stretto.distributed import simulator; print(simulator.simulated_target().title)"
     assert run("--target", "b200", text=text).stdout == "a B200\n"
     assert "invalid choice: 'b300'" in run("--target", "b300", text=text).stderr
 
 
-def test_runs_a_script_and_prints_the_report(run, tmp_path):
+def test_runs_a_script_and_prints_the_report(run_alone, tmp_path):
     trace = tmp_path / "trace.json"
-    done = run("-n", "3", "--seeds", "2", "--trace", str(trace), args=("--its", "own"))
+    done = run_alone("-n", "3", "--seeds", "2", "--trace", str(trace), args=("--its", "own"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("devices 3 result 256.0 ['--its', 'own']") == 2
     assert done.stderr.splitlines() == [
@@ -74,7 +94,7 @@ def test_runs_a_script_and_prints_the_report(run, tmp_path):
 
 
 def test_a_deadlock_fails_the_command(run):
-    done = run("-n", "3", args=("forget",))
+    done = run(args=("forget",))
     assert done.returncode == 1
     assert "received_sem >= 1, which is 0" in done.stderr
     assert "pl.semaphore_wait(received_sem)" in done.stderr
@@ -82,19 +102,20 @@ def test_a_deadlock_fails_the_command(run):
     assert "nothing wrong" not in done.stderr
 
 
+@pytest.mark.compiles
 def test_a_kernel_that_no_gpu_runs_fails_the_command_unless_told_otherwise(run):
     odd = SCRIPT.replace("3 * 128.0", "3 * 100.0")
-    done = run("-n", "3", "--seeds", "2", text=odd)
+    done = run("--seeds", "2", text=odd)
     assert done.returncode == 1
     assert "[does not compile] JAX does not lower kernel body for an H100" in done.stderr
     assert "script.py:13 (body): plgpu.remote_ref(out_ref, to)" in done.stderr
-    done = run("-n", "3", "--seeds", "2", "--no-hardware", text=odd)
+    done = run("--seeds", "2", "--no-hardware", text=odd)
     assert done.returncode == 0, done.stderr
     assert "2 seeds, 2 kernel launches: nothing wrong found" in done.stderr
 
 
 def test_the_status_is_the_script_s(run):
-    done = run("-n", "3", "--seeds", "2", args=("seven",))
+    done = run("--seeds", "2", args=("seven",))
     assert done.returncode == 7
     assert "the script ended with status 7" in done.stderr
     assert "nothing wrong" not in done.stderr
@@ -102,7 +123,7 @@ def test_the_status_is_the_script_s(run):
 
 def test_no_fault_leaves_a_report_that_finds_nothing_wrong(run):
     beyond = "out_ref[pl.ds(x_ref[0].astype(jnp.int32) + 999, 8)] = jnp.zeros(8)"
-    done = run("-n", "3", text=SCRIPT.replace("pl.semaphore_wait(received_sem)", beyond))
+    done = run(text=SCRIPT.replace("pl.semaphore_wait(received_sem)", beyond))
     assert done.returncode == 1
     assert "KernelFaultError" in done.stderr
     assert "nothing wrong" not in done.stderr
@@ -129,7 +150,7 @@ def fn(x):
         semaphore_arrays=dict(received=SemaphoreArray()),
     )[0]
 
-mesh = Mesh(np.array(jax.devices()), ("x",))
+mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
 fn = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
 np.testing.assert_array_equal(fn(jnp.arange(4 * 128.0)), np.roll(np.arange(4 * 128.0), 128))
 """
@@ -172,13 +193,13 @@ def test_a_script_without_a_kernel_does_not_pass(run):
 
 def test_a_script_with_a_simulation_of_its_own(run):
     own = "import stretto\nwith stretto.simulate(): " + "fn(jnp.arange(3 * 128.0))\n"
-    done = run("-n", "3", text=SCRIPT.partition("print(")[0] + own)
+    done = run(text=SCRIPT.partition("print(")[0] + own)
     assert done.returncode == 0, done.stderr
     said = "simulation, seed 0 (pct): 1 kernel launches, in the script's own simulations"
     assert done.stderr == said + "\n"
     record = own.replace("simulate()", "simulate(on_finding='record')")
     race = SCRIPT.partition("print(")[0].replace("pl.semaphore_wait(received_sem)", "pass") + record
-    done = run("-n", "3", "--seeds", "2", text=race)
+    done = run("--seeds", "2", text=race)
     assert done.returncode == 0, done.stderr
     assert f"{said}: 1 of them found something wrong" in done.stderr
     assert done.stderr.endswith("2 of the script's own simulations found something wrong\n")

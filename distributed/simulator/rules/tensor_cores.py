@@ -20,6 +20,7 @@ from stretto.distributed.simulator.state.views import ViewPlan, plan_view
 
 type Arrange = Callable[[np.ndarray], np.ndarray]
 
+LANES = 128  # of tensor memory
 _VIEWS = ("acc", "a", "b", "barrier", "a_scale", "b_scale", "a_sparse_metadata")
 
 
@@ -92,11 +93,16 @@ def _product(regions: dict[str, list[Region]], accumulate: bool) -> Callable[[Op
     """What the tensor cores do: of a pair of blocks each has half the rows of the left operand and
     of the result, and half the columns of the right one."""
 
+    acc_rows = regions["acc"][0].get().shape[0]
+
     def run(operation: Operation) -> None:
         rhs = np.concatenate([_read(operation, r) for r in regions["b"]], axis=1)
         rhs_scales = regions.get("b_scale")
         if rhs_scales is not None:
-            rhs = rhs * _spread(_read(operation, rhs_scales[0]).T, rhs.shape)
+            of_rhs = _read(operation, rhs_scales[0])
+            if acc_rows * len(regions["acc"]) == LANES:
+                of_rhs = _of_columns(of_rhs, rhs.shape[1])
+            rhs = rhs * _spread(of_rhs.T, rhs.shape)
         flops = 0
         for index, acc in enumerate(regions["acc"]):
             lhs = _read(operation, regions["a"][index])
@@ -110,6 +116,14 @@ def _product(regions: dict[str, list[Region]], accumulate: bool) -> Callable[[Op
         _count(operation, flops)
 
     return run
+
+
+def _of_columns(scales: np.ndarray, columns: int) -> np.ndarray:
+    """Of `SCALES_M64_COLLECTIVE_LAYOUT`, whose halves are filled up to 128 rows, those in use."""
+    if scales.shape[0] != 2 * LANES:
+        return scales
+    halves = np.split(scales, 2)
+    return np.concatenate([half[: columns // 2] for half in halves])
 
 
 def _count(operation: Operation, flops: int) -> None:
@@ -229,14 +243,21 @@ def _async_copy_scales_to_tmem(compiler: Compiler, eqn: Any) -> Step:
 def _rows_of_scales(here: tuple[int, ...], there: tuple[int, ...]) -> Arrange:
     """`[rows / 128, columns / 4, 32, 16]` as they lie in shared memory -> `[rows, columns]`.
 
+    Or `[1, columns / 4, 64, 16]` of 256 rows, for pairs of blocks that have 64 rows of lhs each.
+
     As `async_copy_scales_to_tmem` of JAX describes the arrangement.
     """
     rows, columns = there
     known = rows // 128, columns // 4, 32, 16
+    of_pairs = 1, columns // 4, 64, 16
+    if here == of_pairs and rows == 2 * LANES:  # SCALES_M64_COLLECTIVE_LAYOUT
+        halves = columns // 4, 2, 32, 4, 4
+        return lambda data: data.reshape(halves).transpose(1, 3, 2, 0, 4).reshape(there)
     if here != known:
         raise UnsupportedKernelError(
             f"scales of shape {here} in shared memory for {there} in tensor memory; the simulator"
-            f" knows {known} alone, which is SCALES_LAYOUT"
+            f" knows {known}, which is SCALES_LAYOUT, and for 256 rows {of_pairs}, which is"
+            " SCALES_M64_COLLECTIVE_LAYOUT"
         )
     apart = rows // 128, columns // 4, 32, 4, 4
     return lambda data: data.reshape(apart).transpose(0, 3, 2, 1, 4).reshape(there)

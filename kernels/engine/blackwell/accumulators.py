@@ -1,8 +1,8 @@
-"""The accumulators in tensor memory, which tiles take in turn.
+"""The accumulators in tensor memory, which tiles take in turn, or products with scales of blocks.
 
 | barrier | arrives | waits | proves |
 |---|---|---|---|
-| `made[half]` | the tensor cores | draining warpgroup | the accumulator holds a tile's total |
+| `made[half]` | the tensor cores | draining warpgroup | it holds a tile's total, or a product |
 | `drained[half]` | draining warpgroups | issuing warp | the accumulator has been read |
 
 Of a tile that a pair of blocks makes each has its rows in its own tensor memory. The first one's
@@ -12,6 +12,7 @@ warp issues the products of both, and waits for both to have drained; both learn
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,6 +38,32 @@ class Accumulators:
     def of(self, i: Int) -> Int:
         """The accumulator that the block's `i`-th tile takes."""
         return rem(i, ACCUMULATORS)
+
+    def next(self, half: jax.Array) -> jax.Array:
+        """The accumulator that is taken after `half`."""
+        return ACCUMULATORS - 1 - half
+
+    def free(self) -> None:
+        """Called in the draining warpgroup, once: both are free at the start."""
+        for half in range(ACCUMULATORS):
+            plgpu.barrier_arrive(self.drained.at[half])
+
+    def pieces(self, k_tiles: Int, half: Int, places: range) -> Iterator[jax.Array]:
+        """The pieces of a tile's total, of columns at `places`; `k_tiles` made it."""
+        # The tensor cores have made the total.
+        plgpu.barrier_wait(self.made.at[half])
+        if not isinstance(k_tiles, int):  # A tile without a contraction has had no product.
+            pl.when(k_tiles == 0)(lambda: self.clear(half, places.step))
+        yield from self.take(half, places)
+
+    def take(self, half: Int, places: range) -> Iterator[jax.Array]:
+        """What an accumulator holds, piece by piece; it is free after the last one."""
+        for column in places:
+            piece = self.load(half, column, places.step)
+            if column == places[-1]:
+                # Publishes to the issuing warp that all of the accumulator has been read.
+                plgpu.barrier_arrive(self.drained.at[half])
+            yield piece
 
     def columns(self, half: Int, first: int, count: int) -> Ref:
         """Some columns of an accumulator."""

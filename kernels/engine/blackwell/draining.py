@@ -2,46 +2,81 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.blackwell.accumulators import Accumulators
 from stretto.kernels.engine.blackwell.adding import Adding
 from stretto.kernels.engine.blackwell.pieces import Pieces
-from stretto.kernels.engine.blackwell.tile_config import ACCUMULATORS
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Tile
 
 
-def drain(block: Block, accumulators: Accumulators, pieces: Pieces, adding: Adding | None) -> None:
+class Totals(Protocol):
+    """Makes the totals of tiles out of what the accumulators hold (`scaling` has others)."""
+
+    def begin(self) -> None:
+        """Called once, first: frees what the other warps wait for."""
+        ...
+
+    def start(self) -> Any:
+        """What is remembered from tile to tile, at first."""
+        ...
+
+    def of_tile(self, i: Int, tile: Tile, carry: Any, /) -> tuple[Iterator[jax.Array], Any]:
+        """The pieces of the block's `i`-th tile, in the order of their stores; and the carry.
+
+        It waits for each accumulator that the tile takes, and releases each once.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summed:
+    """An accumulator holds a tile's total."""
+
+    block: Block
+    accumulators: Accumulators
+    pieces: Pieces
+
+    def begin(self) -> None:
+        """Frees the accumulators."""
+        self.accumulators.free()
+
+    def start(self) -> None:
+        """Nothing is remembered from tile to tile."""
+
+    def of_tile(self, i: Int, tile: Tile, carry: None) -> tuple[Iterator[jax.Array], None]:
+        """The pieces of the accumulator that the tile has."""
+        half = self.accumulators.of(i)
+        return self.accumulators.pieces(self.block.k_tiles(tile), half, self.pieces.places), carry
+
+
+def drain(block: Block, totals: Totals, pieces: Pieces, adding: Adding | None) -> None:
     """Puts what becomes of the totals of tile after tile into the buffers of the store."""
-    for half in range(ACCUMULATORS):
-        plgpu.barrier_arrive(accumulators.drained.at[half])  # Both are free at the start.
+    totals.begin()
     if adding is not None:
         adding.free_buffers()
 
-    def tile_loop(i: jax.Array, turn: jax.Array) -> jax.Array:
-        tile, half = block.tile(i), accumulators.of(i)
-        # The tensor cores have made the total.
-        plgpu.barrier_wait(accumulators.made.at[half])
-        k_tiles = block.k_tiles(tile)
-        if not isinstance(k_tiles, int):  # A tile without a contraction has had no product.
-            pl.when(k_tiles == 0)(lambda: accumulators.clear(half, pieces.columns))
+    def tile_loop(i: jax.Array, state: Any) -> Any:
+        turn, carry = state
+        tile = block.tile(i)
+        of_tile, carry = totals.of_tile(i, tile, carry)
         with jax.named_scope("drain"):
-            for index, column in enumerate(pieces.places):
-                piece = accumulators.load(half, column, pieces.columns)
-                if column == pieces.places[-1]:
-                    # Publishes to the issuing warp that all of the accumulator has been read.
-                    plgpu.barrier_arrive(accumulators.drained.at[half])
+            for index, (column, piece) in enumerate(zip(pieces.places, of_tile, strict=True)):
                 if adding is not None:
                     piece, turn = adding.add(piece, tile, turn)
                 _hand_over(block, pieces, tile, index, column, piece)
-        return turn
+        return turn, carry
 
-    lax.fori_loop(0, block.num_tiles, tile_loop, jnp.int32(0))
+    lax.fori_loop(0, block.num_tiles, tile_loop, (jnp.int32(0), totals.start()))
 
 
 def _hand_over(

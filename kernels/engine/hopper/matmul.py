@@ -20,8 +20,9 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper import adding, pieces, scaling
+from stretto.kernels.engine.hopper import adding, applying, pieces, scaling
 from stretto.kernels.engine.hopper.adding import Adding
+from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding, Summing
 from stretto.kernels.engine.hopper.multiplying import multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -46,7 +47,8 @@ class Matmul:
     """The main loop; `config` must have been checked (`TileConfig.check`).
 
     Raises:
-      NotImplementedError: a fold that it does not have.
+      NotImplementedError: a fold that it does not have, or an epilogue with arrays beside a fold or
+        scales that it is not built for.
     """
 
     config: TileConfig
@@ -58,6 +60,13 @@ class Matmul:
             raise NotImplementedError(
                 f"the main loop {type(self).__name__} has no fold {self.product.fold.__name__}; it"
                 f" has {known}."
+            )
+        product = self.product
+        others = product.ragged or product.fold is not Sum or product.scales is not None
+        if product.beside is not None and others:
+            raise NotImplementedError(
+                "an epilogue with arrays, or of two products, is built for plain sums of 16 bits"
+                f" alone, and the product is {product}."
             )
 
     @property
@@ -85,11 +94,23 @@ class Matmul:
                 empty=plgpu.Barrier(
                     num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=self.config.num_stages
                 ),
+                copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
             **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
+            **(
+                {}
+                if self.product.beside is None
+                else applying.scratch(self.config, self.product.beside, self.result_columns)
+            ),
         }
+
+    @property
+    def result_columns(self) -> int:
+        """Columns of a tile of the result: of a pair of products half as many as the tile has."""
+        beside = self.product.beside
+        return self.config.tile_n // (2 if beside is not None and beside.gated else 1)
 
     def roles(
         self, block: Block, gates: Gates | None, scratch: Mapping[str, Ref]
@@ -101,7 +122,9 @@ class Matmul:
             rhs=scratch["rhs_smem"],
             full=scratch["full"],
             empty=scratch["empty"],
-            scales=RingScales(scratch["lhs_scales_smem"], scratch["rhs_scales_smem"])
+            scales=RingScales(
+                scratch["lhs_scales_smem"], scratch["rhs_scales_smem"], scratch["full"]
+            )
             if blocks
             else None,
         )
@@ -109,6 +132,7 @@ class Matmul:
         out, edge = out if self.product.ragged else (out, None)
         buffers = Pieces(
             config=self.config,
+            width=self.result_columns,
             out=out,
             edge=edge,
             filled=scratch["filled"],
@@ -118,14 +142,19 @@ class Matmul:
         folding = self.folding(block, products, buffers, scratch)
         spare, multiplying = self.registers[self.product.fold]
         of_tile = self._load_of_tile(block, scratch)
+        beside = self._applying(block, buffers, scratch)
+        refill = None
+        if beside is not None:
+            of_tile = beside.load_vectors
+            refill = beside.load_piece if beside.beside.has_matrix else None
         return [
             Role(
-                functools.partial(multiply, block, stages, buffers, folding),
+                functools.partial(multiply, block, stages, buffers, folding, beside),
                 warpgroups=MULTIPLYING_WARPGROUPS,
                 registers=multiplying,
             ),
             Role(functools.partial(load, block, gates, stages, of_tile), registers=spare),
-            Role(functools.partial(store, block, buffers, folding.bring), registers=spare),
+            Role(functools.partial(store, block, buffers, folding.bring, refill), registers=spare),
         ]
 
     def folding(
@@ -154,6 +183,14 @@ class Matmul:
         if self.product.scales == "row":
             return ScaledByTile(block=block, products=products, scales=_tile_scales(scratch))
         return None
+
+    def _applying(
+        self, block: Block, buffers: Pieces, scratch: Mapping[str, Ref]
+    ) -> Applying | None:
+        """What applies an epilogue that takes more than the total; None where there is none."""
+        if self.product.beside is None or block.parts.beside is None:
+            return None
+        return applying.applying(self.product.beside, block.parts.beside, buffers, scratch)
 
     def _load_of_tile(
         self, block: Block, scratch: Mapping[str, Ref]

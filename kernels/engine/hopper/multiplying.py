@@ -11,14 +11,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.parts import Sink, Tile
 from stretto.kernels.engine.ring import Ring
 
 
-def multiply(block: Block, ring: Ring, pieces: Pieces, folding: Folding) -> None:
-    """Makes the totals of tile after tile, and puts them into the buffers of the store."""
+def multiply(
+    block: Block, ring: Ring, pieces: Pieces, folding: Folding, applying: Applying | None = None
+) -> None:
+    """Makes the totals of tile after tile, and puts what becomes of them into the store's buffers.
+
+    `applying` is an epilogue that takes more than the total.
+    """
     for stage in range(ring.num_stages):
         plgpu.barrier_arrive(ring.empty.at[stage])  # The whole ring is free at the start.
 
@@ -26,22 +32,37 @@ def multiply(block: Block, ring: Ring, pieces: Pieces, folding: Folding) -> None
         del i
         total, stage = folding.total(tile, stage)
         with jax.named_scope("hand over"):
+            if applying is not None:
+                applying.begin()
             for index in range(len(pieces.places)):
-                _hand_over(block, pieces, tile, index, total)
+                _hand_over(block, pieces, tile, index, total, applying)
+            if applying is not None:
+                applying.end()
         return stage
 
     block.for_each_tile(make_tile, jnp.int32(0))
 
 
-def _hand_over(block: Block, pieces: Pieces, tile: Tile, index: int, total: jax.Array) -> None:
+def _hand_over(
+    block: Block,
+    pieces: Pieces,
+    tile: Tile,
+    index: int,
+    total: jax.Array,
+    applying: Applying | None,
+) -> None:
     """Puts a piece of this warpgroup's half where the storing warp takes it from."""
     place, buffer = pieces.places[index], index % pieces.num_buffers
-    # The stores of the piece that was in the buffer have read it.
-    plgpu.barrier_wait(pieces.free.at[buffer])
-    piece = total[pieces.within_half(place)]
     half, epilogue = lax.axis_index(THREAD_AXIS), block.parts.epilogue
-    if epilogue is not None:
-        piece = epilogue(piece, tile, *pieces.within_tile(place, half))
+    if applying is not None:
+        applying.wait_for_buffer(buffer)
+        piece = applying.piece(total, index, half)
+    else:
+        # The stores of the piece that was in the buffer have read it.
+        plgpu.barrier_wait(pieces.free.at[buffer])
+        piece = total[pieces.within_half(place)]
+        if epilogue is not None:
+            piece = epilogue(piece, tile, *pieces.within_tile(place, half))
     _fill(block.parts.sink, pieces, tile, index, half, piece.astype(pieces.out.dtype))
     plgpu.commit_smem()
     # Publishes this half of the piece to the storing warp.

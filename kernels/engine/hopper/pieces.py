@@ -35,10 +35,11 @@ class Pieces:
     """The pieces of a tile of `config`.
 
     `out` are the buffers, `[2, buffers, rows, columns]`; `edge` are the same bytes without a
-    swizzle, None unless the product is ragged.
+    swizzle, None unless the product is ragged. `width` are the columns of a tile of the result.
     """
 
     config: TileConfig
+    width: int
     out: Ref
     edge: Ref | None
     filled: Ref
@@ -49,7 +50,7 @@ class Pieces:
         """(first row, first column) of the pieces of a half tile, in the order of their stores."""
         down, across = (
             range(0, self.half_rows, self.rows),
-            range(0, self.config.tile_n, self.columns),
+            range(0, self.width, self.columns),
         )
         return list(itertools.product(down, across))
 

@@ -40,6 +40,7 @@ from stretto.kernels.engine.hopper.folding import Summing
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
 from stretto.kernels.engine.parts import Ref, Scales, Tile
+from stretto.kernels.engine.ring import RingScales
 
 ROWS = 64  # that tensor cores multiply at once
 COLUMNS = 64  # whose scales are in registers at once
@@ -147,7 +148,7 @@ class ScaledByStage:
         """The totals with the products of a stage, which is released."""
         ring, width = self.products.ring, self.products.config.tile_n
         scales = ring.scales
-        if scales is None:
+        if not isinstance(scales, RingScales):
             raise ValueError("the ring has no scales, and the product's are of blocks.")
         self.wait(stage)
         of_columns = scales.rhs[stage, 0]

@@ -81,6 +81,13 @@ class TileConfig:
                 f"tile_n={self.tile_n} must divide {BLOCK}, the columns that share a scale."
             )
 
+    def check_mx(self) -> None:
+        """Raises NotImplementedError: its tensor cores apply no scales."""
+        raise NotImplementedError(
+            "scales in float8_e8m0fnu are applied by tensor cores of Blackwell alone; on Hopper"
+            f" pass scales in float32, of blocks of {BLOCK} or of rows and columns."
+        )
+
 
 LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -104,16 +105,10 @@ def left_out(monkeypatch, method, name):
             original(self, *args, **kwargs)
 
     monkeypatch.setattr(Semaphore, method, maybe)
-    jax.clear_caches()
 
 
-@pytest.fixture
-def fresh_caches():
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.usefixtures("fresh_caches")
+@pytest.mark.slow  # The quick run has them in tests/kernels/test_fused_seeded_bugs.py.
+@pytest.mark.usefixtures("traces_apart")
 class TestSteps:
     """Each synchronisation of the all-gather matmul is needed, and its absence is found."""
 
@@ -136,11 +131,9 @@ class TestSteps:
 
 
 MANY = """
-import sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 33)
-sys.path.insert(0, {folder!r})
 import test_project_kernels as tests
 for seed in range(2):
     settings = dict(seed=seed, core_count=2, config=(tests.IN_SHARDS, tests.AS_ONE)[seed % 2])
@@ -151,9 +144,13 @@ print("right on 33 devices")
 
 @pytest.mark.slow
 def test_thirty_three_devices():
-    source = MANY.format(folder=str(__file__).rsplit("/", 1)[0])
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", MANY],
+        env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert "right on 33 devices" in done.stdout, done.stderr
 

@@ -1,6 +1,7 @@
 """Protocols with one bug each, which every seed must catch, and their correct twins.
 
 Each kernel takes the name of a bug; with None it is the correct twin. The payload says who sent it.
+A kernel is a function of the settings of a simulation, and is traced once.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def neighbours(count):
     return {"x": lax.rem(device + 1, count)}, {"x": lax.rem(device + count - 1, count)}
 
 
-def launch(body, scratch, *, outs, blocks=1, warpgroups=None, devices=DEVICES, **settings):
-    """Runs `body` on `devices` devices; returns (results, report)."""
+def launch(body, scratch, *, outs, want, blocks=1, warpgroups=None, devices=DEVICES, **always):
+    """A function of settings that runs `body`: the last result, what it should be, the report."""
     threads = dict(num_threads=warpgroups, thread_name="wg") if warpgroups else {}
 
     def fn(x):
@@ -50,11 +51,18 @@ def launch(body, scratch, *, outs, blocks=1, warpgroups=None, devices=DEVICES, *
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     x = np.concatenate([np.broadcast_to(payload(d), (ROWS, COLUMNS)) for d in range(devices)])
-    with simulate(on_finding="record", **settings) as report:
-        return jax.block_until_ready(jax.jit(mapped)(x)), report
+    program = jax.jit(mapped)
+
+    def run(**settings):
+        with simulate(on_finding="record", **always, **settings) as report:
+            *_, out = jax.block_until_ready(program(x))
+        return out, want, report
+
+    return run
 
 
-def ring_put(bug=None, **settings):
+@functools.cache
+def ring_put(bug=None):
     """Each device puts its rows into its successor's buffer by a bulk copy, and signals it."""
 
     def body(x_ref, inbox_ref, out_ref, smem, landed, received_sem):
@@ -74,12 +82,12 @@ def ring_put(bug=None, **settings):
         plgpu.wait_smem_to_gmem(0)
 
     scratch = [plgpu.SMEM((ROWS, COLUMNS), jnp.float32), plgpu.Barrier(), SEMAPHORE]
-    (_, out), report = launch(body, scratch, outs=[(ROWS, COLUMNS)] * 2, **settings)
     want = [payload((d - 1) % DEVICES) + np.zeros((1, COLUMNS)) + 0.5 for d in range(DEVICES)]
-    return out, np.concatenate(want), report
+    return launch(body, scratch, outs=[(ROWS, COLUMNS)] * 2, want=np.concatenate(want))
 
 
-def pull(bug=None, **settings):
+@functools.cache
+def pull(bug=None):
     """Each device fetches its successor's rows, and tells it that it is done with them."""
 
     def body(x_ref, out_ref, smem, landed, released_sem):
@@ -94,12 +102,12 @@ def pull(bug=None, **settings):
             pl.semaphore_wait(released_sem)
 
     scratch = [plgpu.SMEM((ROWS, COLUMNS), jnp.float32), plgpu.Barrier(), SEMAPHORE]
-    (out,), report = launch(body, scratch, outs=[(ROWS, COLUMNS)], **settings)
     want = [payload((d + 1) % DEVICES) + np.zeros((1, COLUMNS)) for d in range(DEVICES)]
-    return out, np.concatenate(want), report
+    return launch(body, scratch, outs=[(ROWS, COLUMNS)], want=np.concatenate(want))
 
 
-def exchange(bug=None, steps=4, **settings):
+@functools.cache
+def exchange(bug=None, steps=4):
     """Two devices swap a row each step. A slot is free again once the next row has come."""
     slots = 1 if bug == "one slot" else 2
 
@@ -112,14 +120,18 @@ def exchange(bug=None, steps=4, **settings):
             pl.semaphore_wait(received_sem)
             out_ref[step] = inbox_ref[step % slots]
 
-    (_, out), report = launch(
-        body, [SEMAPHORE], outs=[(2, COLUMNS), (steps, COLUMNS)], devices=2, **settings
-    )
     rows = [payload(1 - d, step)[0] for d in range(2) for step in range(steps)]
-    return out, np.stack(rows) + np.zeros((1, COLUMNS)), report
+    return launch(
+        body,
+        [SEMAPHORE],
+        outs=[(2, COLUMNS), (steps, COLUMNS)],
+        devices=2,
+        want=np.stack(rows) + np.zeros((1, COLUMNS)),
+    )
 
 
-def batches(bug=None, count=3, **settings):
+@functools.cache
+def batches(bug=None, count=3):
     """A consumer takes back what it has waited for, while the producer signals on."""
 
     def body(x_ref, out_ref, received_sem, consumed_sem, zero_sem):
@@ -135,12 +147,12 @@ def batches(bug=None, count=3, **settings):
         pl.semaphore_signal(consumed_sem, device_id=predecessor)
         pl.semaphore_wait(consumed_sem)
 
-    (out,), report = launch(body, [SEMAPHORE] * 3, outs=[(ROWS, COLUMNS)], **settings)
     want = [payload(d) + np.zeros((1, COLUMNS)) for d in range(DEVICES)]
-    return out, np.concatenate(want), report
+    return launch(body, [SEMAPHORE] * 3, outs=[(ROWS, COLUMNS)], want=np.concatenate(want))
 
 
-def two_warpgroups(bug=None, **settings):
+@functools.cache
+def two_warpgroups(bug=None):
     """Warpgroup 0 writes to the successor and reads what came; warpgroup 1 signals and waits."""
 
     def body(x_ref, inbox_ref, out_ref, written, arrived, received_sem):
@@ -167,12 +179,14 @@ def two_warpgroups(bug=None, **settings):
             out_ref[...] = inbox_ref[...] + 0.0
 
     scratch = [plgpu.Barrier(), plgpu.Barrier(), SEMAPHORE]
-    (_, out), report = launch(body, scratch, outs=[(ROWS, COLUMNS)] * 2, warpgroups=2, **settings)
     want = [payload((d - 1) % DEVICES) + np.zeros((1, COLUMNS)) for d in range(DEVICES)]
-    return out, np.concatenate(want), report
+    return launch(
+        body, scratch, outs=[(ROWS, COLUMNS)] * 2, warpgroups=2, want=np.concatenate(want)
+    )
 
 
-def grid_barrier(bug=None, blocks=132, **settings):
+@functools.cache
+def grid_barrier(bug=None, blocks=132):
     """All blocks of a device wait for each other."""
 
     def body(x_ref, out_ref):
@@ -185,12 +199,16 @@ def grid_barrier(bug=None, blocks=132, **settings):
             out_ref[...] = x_ref[...]
 
     resident = 78 if bug == "132 blocks on 78" else 132
-    (out,), report = launch(
-        body, [], outs=[(ROWS, COLUMNS)], blocks=blocks, devices=2, resident_blocks=resident,
-        **settings,
-    )  # fmt: skip
     want = [payload(d) + np.zeros((1, COLUMNS)) for d in range(2)]
-    return out, np.concatenate(want), report
+    return launch(
+        body,
+        [],
+        outs=[(ROWS, COLUMNS)],
+        blocks=blocks,
+        devices=2,
+        resident_blocks=resident,
+        want=np.concatenate(want),
+    )
 
 
 # The kernel, its bug, the kind of finding, and the lines that the finding must name.
@@ -225,7 +243,7 @@ def run_bug(kernel, bug, seed):
     """The findings of a run with `bug`, as (kind, text)."""
     schedule = SCHEDULES[seed % 3]
     try:
-        _, _, report = kernel(bug, seed=seed, schedule=schedule)
+        _, _, report = kernel(bug)(seed=seed, schedule=schedule)
     except DeadlockError as error:
         return [("deadlock", str(error))] + [(f.kind, str(f)) for f in error.report.findings]
     return [(f.kind, str(f)) for f in report.findings]
@@ -246,7 +264,7 @@ def test_bug_is_caught_in_every_seed(kernel, bug, kind, pattern):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 def test_correct_twin_is_clean(kernel):
     for seed in range(50):
-        out, want, report = kernel(seed=seed, schedule=SCHEDULES[seed % 3])
+        out, want, report = kernel()(seed=seed, schedule=SCHEDULES[seed % 3])
         assert report.ok, (seed, str(report))
         np.testing.assert_array_equal(out, want)
 
@@ -255,7 +273,7 @@ def test_correct_twin_is_clean(kernel):
 @pytest.mark.parametrize("kernel", [ring_put, exchange], ids=lambda k: k.__name__)
 def test_same_seed_same_run(kernel, schedule):
     bug = functools.partial(
-        kernel, "dropped wait" if kernel is ring_put else "one slot", schedule=schedule
+        kernel("dropped wait" if kernel is ring_put else "one slot"), schedule=schedule
     )
     runs = [bug(seed=5) for _ in range(3)]
     for out, _, report in runs[1:]:

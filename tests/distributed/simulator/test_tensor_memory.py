@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensor_matmul
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -227,14 +228,73 @@ def test_products_with_block_scales():
     np.testing.assert_array_equal(out, (wide[0] @ wide[1].T).astype(np.float32))
 
 
+@pytest.mark.parametrize("n", [128, 256])
+def test_products_with_block_scales_of_pairs_with_64_rows_each(n):
+    """The arrangement of rhs's scales has the second half of the columns begin at lane 128."""
+    m, k, e8, fp8 = 128, 128, jnp.float8_e8m0fnu, jnp.float8_e4m3fn
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.integers(-4, 5, (rows, k)), fp8) for rows in (m, n))
+    of_lhs, of_rhs = (2.0 ** rng.integers(-2, 3, (rows, k // 32)) for rows in (m, n))
+    # A block's rows are filled up to 128.
+    filled = np.concatenate([np.pad(half, ((0, 64), (0, 0))) for half in np.split(of_lhs, 2)])
+    halves = of_rhs.reshape(2, n // 64, 32, 1, 4).transpose(3, 0, 2, 1, 4)
+    halves = halves.reshape(1, 1, 64, n // 16)
+    halves = np.pad(halves, ((0, 0), (0, 0), (0, 0), (0, 16 - n // 16)))
+    layout = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+    leading = dict(collective_axes="x", leader_tracked=plgpu.CopyPartition.PARTITIONED(0))
+    everyone = dict(collective_axes="x", leader_tracked=plgpu.CopyPartition.REPLICATED)
+
+    def body(a_ref, b_ref, sa_ref, sb_ref, out_ref, a, b, sa, sb, ta, tb, total, landed, done):
+        for source, smem in ((a_ref, a), (b_ref, b), (sa_ref, sa)):
+            plgpu.copy_gmem_to_smem(source, smem, landed, **leading)
+        plgpu.copy_gmem_to_smem(sb_ref, sb, landed, **everyone)
+        rank = lax.axis_index("x")
+
+        @pl.when(rank == 0)
+        def _():
+            plgpu.barrier_wait(landed)
+            plgpu.async_copy_scales_to_tmem(sa, ta, collective_axis="x")
+            plgpu.async_copy_scales_to_tmem(sb, tb, collective_axis="x")
+            plgpu.tcgen05_mma(
+                total, a, b.transpose((1, 0)), done, a_scale=ta, b_scale=tb, accumulate=False,
+                collective_axis="x",
+            )  # fmt: skip
+
+        plgpu.barrier_wait(done)
+        out_ref[pl.ds(rank * 64, 64), :] = plgpu.async_load_tmem(total)
+
+    layouts = plgpu.TMEMLayout
+    scratch = [
+        plgpu.SMEM((64, k), fp8, transforms=layout),
+        plgpu.SMEM((n // 2, k), fp8, transforms=layout),
+        plgpu.SMEM((1, 1, 32, 16), e8),
+        plgpu.SMEM((1, 1, 64, 16), e8),
+        plgpu.TMEM((128, 4), e8, layout=layouts.SCALES_LAYOUT, collective=True),
+        plgpu.TMEM((256, 4), e8, layout=layouts.SCALES_M64_COLLECTIVE_LAYOUT, collective=True),
+        plgpu.TMEM((64, n), F32, collective=True, layout=layouts.M64_COLLECTIVE_LAYOUT(n)),
+        plgpu.Barrier(num_arrivals=4),
+        plgpu.Barrier(orders_tensor_core=True),
+    ]
+    with simulate(target="b200", on_finding="record") as report:
+        out = plgpu.kernel(
+            body, out_type=jax.ShapeDtypeStruct((m, n), F32), scratch_types=scratch,
+            cluster=(2,), cluster_names=("x",),
+        )(lhs, rhs, arranged(filled).astype(e8), jnp.asarray(halves, e8))  # fmt: skip
+    assert report.ok, str(report)
+    wide = [
+        np.asarray(x, np.float32) * np.repeat(s, 32, axis=1)
+        for x, s in ((lhs, of_lhs), (rhs, of_rhs))
+    ]
+    np.testing.assert_array_equal(out, (wide[0] @ wide[1].T).astype(np.float32))
+
+
 def test_scales_in_another_arrangement_are_refused():
     def body(x_ref, out_ref, smem, tensor):
         plgpu.async_copy_scales_to_tmem(smem, tensor)
 
-    e8 = jnp.float8_e8m0fnu
-    layout = plgpu.TMEMLayout.SCALES_M64_COLLECTIVE_LAYOUT
-    scratch = plgpu.SMEM((1, 1, 64, 16), e8), plgpu.TMEM((256, 4), e8, layout=layout)
-    with pytest.raises(UnsupportedKernelError, match=r"scales of shape \(1, 1, 64, 16\)"):
+    e8, layout = jnp.float8_e8m0fnu, plgpu.TMEMLayout.SCALES_LAYOUT
+    scratch = plgpu.SMEM((1, 1, 16, 32), e8), plgpu.TMEM((128, 4), e8, layout=layout)
+    with pytest.raises(UnsupportedKernelError, match=r"scales of shape \(1, 1, 16, 32\)"):
         in_one_warpgroup(body, np.ones(128, np.float32), *scratch)
 
 

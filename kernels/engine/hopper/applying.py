@@ -1,0 +1,152 @@
+"""An epilogue with arrays, or of two products (`parts.BesideParts`), on Hopper.
+
+| barrier | arrives | waits | count | proves |
+|---|---|---|---|---|
+| `beside_full` | the copy of each vector | multiplying warpgroups | vectors | the tile's vectors are there |
+| `beside_empty` | multiplying warpgroups | loading warp | 2 | they have read them |
+| `beside_loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | a buffer of the store holds a piece of the matrix |
+
+A piece of the matrix comes into the buffer from which that of the result leaves: its warpgroup reads
+the one, and writes the other over it. The storing warp loads the first pieces of a tile as soon as
+the stores of the tile before have read the buffers, and so under the products.
+
+Vectors are loaded after a tile's last stage, as scales are (`scaling`).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.hopper.pieces import Pieces
+from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.parts import Beside, BesideParts, Ref, Tile
+
+FULL, EMPTY, LOADED = "beside_full", "beside_empty", "beside_loaded"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Applying:
+    """The epilogue, with the memory and the barriers of what it takes beside the total.
+
+    Attributes:
+      beside, parts: what it takes, and the function.
+      pieces: of the result.
+      vectors: in shared memory, `[tile_m]` of rows and the result's `[tile_n]` of columns.
+      full, empty: barriers of the vectors; None where there are none.
+      loaded: barriers of the matrix's pieces, one a buffer; None without a matrix.
+    """
+
+    beside: Beside
+    parts: BesideParts
+    pieces: Pieces
+    vectors: Sequence[Ref]
+    full: Ref
+    empty: Ref
+    loaded: Ref
+
+    def load_vectors(self, i: Int, tile: Tile) -> None:
+        """Called in the loading warp, after the stages of the block's `i`-th tile."""
+        if not self.vectors:
+            return
+        # Both multiplying warpgroups have read the vectors of the tile before.
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(self.empty))
+        for load, vector in zip(self.parts.vectors, self.vectors, strict=True):
+            # Each copy, once complete, publishes its vector to the multiplying warpgroups.
+            load(tile, jnp.int32(0), vector, self.full)
+
+    def load_piece(self, tile: Tile, index: int) -> None:
+        """Called in the storing warp: loads a piece of the matrix to its buffer, in both halves."""
+        pieces, buffer = self.pieces, index % self.pieces.num_buffers
+        for half in range(MULTIPLYING_WARPGROUPS):
+            row, column = pieces.within_tile(pieces.places[index], half)
+            window = self.parts.window(tile, row, pieces.rows, column, pieces.columns)  # pyright: ignore[reportOptionalCall]
+            plgpu.copy_gmem_to_smem(window, pieces.out.at[half, buffer], self.loaded.at[buffer])
+
+    def begin(self) -> None:
+        """Called in a multiplying warpgroup before the first piece of a tile."""
+        if self.vectors:
+            # All copies of the tile's vectors are complete.
+            plgpu.barrier_wait(self.full)
+
+    def end(self) -> None:
+        """Called there after the last piece of a tile."""
+        if self.vectors:
+            # Publishes to the loading warp that this warpgroup has read the vectors.
+            plgpu.barrier_arrive(self.empty)
+
+    def wait_for_buffer(self, buffer: int) -> None:
+        """Called there before a piece: returns once its buffer may be written."""
+        if self.beside.has_matrix:
+            # Both copies into the buffer are complete, and so are the stores that came before them.
+            plgpu.barrier_wait(self.loaded.at[buffer])
+        else:
+            # The stores of the piece that was in the buffer have read it.
+            plgpu.barrier_wait(self.pieces.free.at[buffer])
+
+    def piece(self, total: jax.Array, index: int, half: jax.Array) -> jax.Array:
+        """The piece of the result at `index`, of this warpgroup's `total`; in float32."""
+        pieces, place = self.pieces, self.pieces.places[index]
+        rows, columns = pieces.within_half(place)
+        products = [total[rows, columns]]
+        if self.beside.gated:
+            width = total.shape[1] // 2
+            products.append(total[rows, slice(columns.start + width, columns.stop + width)])
+        first_row, first_column = pieces.within_tile(place, half)
+        vectors = iter(self.vectors)
+        seen = []
+        for kind in self.beside.kinds:
+            if kind == "elements":
+                matrix = pieces.out.at[half, index % pieces.num_buffers][...]
+                seen.append(matrix.astype(jnp.float32))
+                continue
+            along = 0 if kind == "rows" else 1
+            first, size = ((first_row, pieces.rows), (first_column, pieces.columns))[along]
+            layout = plgpu.Layout.WGMMA.reduce(1 - along)
+            vector = next(vectors).at[pl.ds(first, size)]
+            vector = plgpu.load(vector, layout=layout, optimized=False)
+            seen.append(lax.broadcast_in_dim(vector, products[0].shape, (along,)))
+        return self.parts.function(*products, *seen)
+
+
+def scratch(config: TileConfig, beside: Beside, columns: int) -> dict[str, Any]:
+    """The vectors and the barriers, by name, for `kernel.launch`; `columns` of a result's tile."""
+    sizes = {"rows": config.tile_m, "columns": columns}
+    found: dict[str, Any] = {
+        _name(i): plgpu.SMEM((sizes[kind],), jnp.float32) for i, kind in enumerate(beside.vectors)
+    }
+    if beside.vectors:
+        found[FULL] = plgpu.Barrier(num_arrivals=len(beside.vectors))
+        found[EMPTY] = plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS)
+    if beside.has_matrix:
+        found[LOADED] = plgpu.Barrier(
+            num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.store_buffers
+        )
+    return found
+
+
+def applying(
+    beside: Beside, parts: BesideParts, pieces: Pieces, scratch: Mapping[str, Ref]
+) -> Applying:
+    """With the refs of `scratch`."""
+    return Applying(
+        beside=beside,
+        parts=parts,
+        pieces=pieces,
+        vectors=[scratch[_name(i)] for i in range(len(beside.vectors))],
+        full=scratch.get(FULL),
+        empty=scratch.get(EMPTY),
+        loaded=scratch.get(LOADED),
+    )
+
+
+def _name(index: int) -> str:
+    return f"beside_{index}"

@@ -1,0 +1,203 @@
+"""The experts of a mixture, dealt out over a team of devices; tokens go there and come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from stretto.kernels.operations.mixture import mixture_of_experts
+from stretto.layers import products
+from stretto.layers.linear import NOTHING, Initializer, parameter
+from stretto.layers.parallel import DEFAULT, Parallel
+from stretto.layers.placement import on_devices
+
+ALONE = "team"  # The axis of the mesh of one device.
+
+
+def _expert_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Of `[experts, in, out]`: normal, with a variance of `1 / in`, each expert's own."""
+    return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)(
+        key, shape, dtype
+    )
+
+
+class MixtureOfExperts(nnx.Module):
+    """`sum_j weight_j * expert_j(x)` over the `top_k` experts that score best for a token.
+
+    An expert is `down(activation(up(x)))` or, gated, `down(activation(gate(x)) * up(x))`. Of a team
+    of D devices each has `num_experts / D` experts, whole, and some of the tokens; tokens go to the
+    devices of their experts and back (`stretto.mixture_of_experts`).
+
+    What scores a token is not part of the layer: any router gives `scores`. Parameters are `gate`
+    (if there is one) and `up` `[num_experts, in, hidden]`, and `down` `[num_experts, hidden, in]`.
+
+    Args:
+      num_experts: over all devices.
+      in_features, hidden_features: of an expert.
+      top_k: experts of a token.
+      activation: of float32 arrays, elementwise.
+      gated: with a gate, as SwiGLU.
+      normalised: whether the weights of a token's experts are made to sum to 1.
+      capacity: rows of tokens that a device has room for, as `stretto.expert_dispatch` has it; by
+        default nothing is left out.
+      parallel: axes of the mesh that the experts lie along, and how activations lie; with
+        `sequence_parallel`.
+      kernel_init: of gate and up; of down as well, unless `out_kernel_init` is given.
+      out_kernel_init: of down.
+      dtype: of the operands; by default the one that they promote to.
+      param_dtype: of the parameters.
+      promote_dtype: converts operands, with `dtype=`.
+      rngs: for the initialisers, of `gate`, `up` and `down`.
+
+    Raises:
+      ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` leaves tokens whole;
+        where it is called, that the team cannot split the experts or the tokens, or that `scores`
+        do not fit x.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        hidden_features: int,
+        *,
+        top_k: int,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        gated: bool = True,
+        normalised: bool = True,
+        capacity: int | None = None,
+        parallel: Parallel = DEFAULT,
+        kernel_init: Initializer = _expert_initializer,
+        out_kernel_init: Initializer | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        promote_dtype: products.Promote = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+    ):
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}.")
+        if not parallel.sequence_parallel:
+            raise ValueError(
+                "sequence_parallel=False leaves all tokens on every device, which would all send"
+                " them; pass a Parallel with sequence_parallel=True."
+            )
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.activation = activation
+        self.normalised = normalised
+        self.capacity = capacity
+        self.parallel = parallel
+        self.dtype = dtype
+        self.promote_dtype = promote_dtype
+
+        def matrices(init: Initializer, *shape: int) -> nnx.Param:
+            value = init(rngs.params(), (num_experts, *shape), param_dtype)
+            return parameter(value, parallel, self._spec(), NOTHING)
+
+        into = (in_features, hidden_features)
+        self.gate: nnx.Param | None = nnx.data(None)
+        if gated:
+            self.gate = matrices(kernel_init, *into)
+        self.up = matrices(kernel_init, *into)
+        self.down = matrices(out_kernel_init or kernel_init, *into[::-1])
+
+    def __call__(self, x: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`x` to the same shape, tokens split alike; and how many tokens each expert got.
+
+        Args:
+          x: `[..., tokens, in_features]`.
+          scores: `[..., tokens, num_experts]`, not negative, such as a router's softmax.
+
+        Returns:
+          (out, int32 `[num_experts]`): the latter over the team inside `jax.shard_map`, and in
+          global-view code over all tokens. A load-balancing loss is made of it and the scores.
+        """
+        if scores.shape != (*x.shape[:-1], self.num_experts):
+            raise ValueError(
+                f"scores has shape {scores.shape}; with x {x.shape} it must be"
+                f" {(*x.shape[:-1], self.num_experts)}, a number for each expert."
+            )
+        weights, index = lax.top_k(scores.astype(jnp.float32), self.top_k)
+        if self.normalised:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        up = [self.up[...]] if self.gate is None else [self.gate[...], self.up[...]]
+        kernels = (*up, self.down[...])
+        return on_devices(
+            self._on_device,
+            self.parallel,
+            (x, weights, index),
+            [kernels],
+            [(self._spec(),) * len(kernels)],
+            enters="tokens",
+            leaves="tokens",
+            counts=True,
+        )
+
+    def _spec(self) -> P:
+        axes = self.parallel.axes
+        return P(axes[0] if len(axes) == 1 else axes, None, None)
+
+    def _on_device(
+        self, how: Parallel | None, routed: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        if how is None:
+            return self._alone(routed, kernels)
+        return self._in_team(how, routed, kernels)
+
+    def _alone(
+        self, routed: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """On one device: a team of one."""
+        x = routed[0]
+        device = jax.devices()[0] if isinstance(x, Tracer) else next(iter(x.devices()))
+        return jax.shard_map(
+            lambda *operands: self._in_team(Parallel(ALONE), *operands),
+            mesh=Mesh(np.array([device]), (ALONE,)),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )(routed, kernels)
+
+    def _in_team(
+        self, how: Parallel, routed: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        x, weights, index = routed
+        rows = math.prod(x.shape[:-1])
+        x_rows, *into, out_of = self.promote_dtype(
+            (x.reshape(rows, x.shape[-1]), *kernels), dtype=self.dtype
+        )
+        activation, is_gated = self.activation, len(into) == 2
+        out, routing = mixture_of_experts(
+            x_rows,
+            index.reshape(rows, self.top_k),
+            weights.reshape(rows, self.top_k),
+            tuple(into) if is_gated else into[0],
+            out_of,
+            how.axis_name,
+            activation=_Gated(activation) if is_gated else activation,
+            capacity=self.capacity,
+            backend=how.backend,
+        )
+        return out.reshape(*x.shape[:-1], out.shape[-1]), routing.tokens_per_expert
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gated:
+    """`activation(gate) * up`: hashable, and equal where the activation is."""
+
+    activation: Callable[[jax.Array], jax.Array]
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return self.activation(gate) * up
