@@ -16,6 +16,7 @@ import jax
 
 from stretto.distributed.devices.topology import Split
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import Granularity
 from stretto.kernels.problem.work import Work
 
 type Axes = tuple[Hashable, ...]
@@ -100,6 +101,8 @@ class Examples:
       keywords_of: sizes -> further arguments that depend on them and are not in `passed`.
       timed: (sizes, the call) -> the function that benchmarks time: the call, or its derivative.
       passed: the sizes that it takes as keyword arguments, by their names.
+      named: names of the last operands, which the public function takes by keyword.
+      scales: of operands in 8 bits, the granularity of their scales.
       sets: the names of the sets that it has shapes of, in the order in which they are listed.
       values: other operands, by the name of how they are drawn; each as `operands`.
       problem: (sizes, devices) -> sizes of the `Problem` that such a call is; the same by default.
@@ -114,6 +117,8 @@ class Examples:
     keywords_of: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
     timed: Callable[[Sizes, Callable], Callable] = lambda sizes, call: call
     passed: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    scales: Granularity | None = None
     sets: tuple[str, ...] = ()
     values: Mapping[str, Callable[[Sizes, int], tuple[Operand, ...]]] = dataclasses.field(
         default_factory=dict

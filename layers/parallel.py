@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from stretto.distributed.devices.axes import AxisNames
+from stretto.kernels.operations.fp8 import Recipe
 from stretto.kernels.problem.checks import check_backend
 
 
@@ -31,8 +32,10 @@ class Parallel:
         inside `jax.shard_map` it is not needed.
       mesh: for global-view code outside of `jax.set_mesh`.
       backend: of the operations: "auto", "pallas", "xla" or "simulator".
+      fp8: quantise the operands of the layers' products so, where there is a team (`stretto.fp8`);
+        parameters stay as they are. None for products of the operands' own type.
       keep_gathered: keep gathered tokens for the backward pass, as `stretto.all_gather_matmul` has
-        it, in place of gathering them again.
+        it, in place of gathering them again; not with `fp8`.
 
     Raises:
       ValueError: no axis is named, one is named twice, or `backend` is unknown.
@@ -46,6 +49,7 @@ class Parallel:
     mesh: Mesh | None = None
     backend: str = "auto"
     keep_gathered: bool = False
+    fp8: Recipe | None = None
 
     def __post_init__(self) -> None:
         for name in ("axis_name", "batch_axes"):  # lists would make it unhashable

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from stretto.kernels.operations import matmuls
+from stretto.kernels.operations import fp8, matmuls
 from stretto.kernels.problem.epilogues import Function as Epilogue
 from stretto.kernels.xla.matmul import matmul
 from stretto.layers.parallel import Parallel
@@ -60,8 +60,11 @@ def columns(
       activation: elementwise. The kernel applies it if there are no biases.
     """
     x, kernels, biases = _promoted(x, weights, types)
-    inside = activation if all(bias is None for bias in biases) else None
-    if how is None or not how.sequence_parallel:
+    in_8_bits = how is not None and how.fp8 is not None
+    inside = activation if not in_8_bits and all(bias is None for bias in biases) else None
+    if how is not None and how.fp8 is not None:
+        products = _columns_in_8_bits(how, how.fp8, x, kernels, types)
+    elif how is None or not how.sequence_parallel:
         products = tuple(_product(x, kernel, types, inside) for kernel in kernels)
     else:
         products = matmuls.all_gather_matmul(
@@ -105,6 +108,8 @@ def rows(how: Parallel | None, x: jax.Array, weight: Affine, types: Types) -> ja
     x, (kernel,), (bias,) = _promoted(x, [weight], types)
     if how is None:
         product = _product(x, kernel, types)
+    elif how.fp8 is not None:
+        product = _rows_in_8_bits(how, how.fp8, x, kernel, types)
     elif how.sequence_parallel:
         product = matmuls.matmul_reduce_scatter(
             x,
@@ -119,6 +124,33 @@ def rows(how: Parallel | None, x: jax.Array, weight: Affine, types: Types) -> ja
             x, kernel, how.axis_name, out_dtype=types.out_dtype, backend=how.backend
         )
     return _finished(product, bias, None)
+
+
+def _columns_in_8_bits(
+    how: Parallel, recipe: fp8.Recipe, x: jax.Array, kernels: Sequence[jax.Array], types: Types
+) -> tuple[jax.Array, ...]:
+    if not how.sequence_parallel:
+        out_dtype = types.out_dtype
+        return tuple(fp8.matmul(x, w, recipe=recipe, out_dtype=out_dtype) for w in kernels)
+    return fp8.all_gather_matmul(
+        x,
+        tuple(kernels),
+        how.axis_name,
+        recipe=recipe,
+        axis=how.tokens_of(x),
+        out_dtype=types.out_dtype,
+        backend=how.backend,
+    )
+
+
+def _rows_in_8_bits(
+    how: Parallel, recipe: fp8.Recipe, x: jax.Array, kernel: jax.Array, types: Types
+) -> jax.Array:
+    options: dict[str, Any] = dict(recipe=recipe, out_dtype=types.out_dtype, backend=how.backend)
+    if how.sequence_parallel:
+        axis = how.tokens_of(x)
+        return fp8.matmul_reduce_scatter(x, kernel, how.axis_name, axis=axis, **options)
+    return fp8.matmul_all_reduce(x, kernel, how.axis_name, **options)
 
 
 def _promoted(

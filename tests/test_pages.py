@@ -24,7 +24,6 @@ ELSEWHERE = {
     "write/missing_wait.md": "tests/distributed/simulator/test_walkthrough.py",
     "models/calls.md": "tests/kernels/test_operations_page.py",
     "models/attention.md": "tests/kernels/test_context_parallel_attention.py",
-    "models/fp8.md": "tests/kernels/test_scales.py",
     "models/from_your_model.md": "tests/layers/test_from_your_model_page.py",
 }
 """Pages that have a test of their own, which also breaks their kernels."""

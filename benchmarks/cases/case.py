@@ -27,7 +27,8 @@ class Case:
     Attributes:
       operation: its record.
       sizes: by name, of the whole problem, as the operation's examples have them.
-      dtype: type of all elements but for operands with a type of their own.
+      dtype: type of all elements but for operands with a type of their own; of operands in 8 bits
+        it is that of the result.
       devices: the team's size.
       values: how the operands are drawn, by the name that the operation's examples have for it;
         "" for their usual way.
@@ -82,7 +83,12 @@ class Case:
         return Problem(
             operation=self.operation.name,
             sizes=self.operation.examples.problem(self.sizes, self.devices),
-            types=Types(lhs=lhs or self.dtype, rhs=rhs, out=self.dtype),
+            types=Types(
+                lhs=lhs or self.dtype,
+                rhs=rhs,
+                out=self.dtype,
+                scales=self.operation.examples.scales,
+            ),
             devices=self.devices,
             machine=machine,
         )
@@ -139,12 +145,15 @@ def call_of(
       **passed: what it takes as keyword arguments, of the sizes.
     """
     keywords = dict(operation.examples.keywords, backend=backend, **passed)
+    named = operation.examples.named
     if config is not None:
         keywords["config"] = config
     team = (axes,) if operation.communicates else ()
 
     def call(*operands: jax.Array) -> jax.Array:
-        return operation.public(*operands, *team, **keywords)
+        count = len(operands) - len(named)
+        more = dict(zip(named, operands[count:], strict=True))
+        return operation.public(*operands[:count], *team, **keywords, **more)
 
     return call
 

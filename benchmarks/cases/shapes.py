@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from stretto.kernels.operation import Operation, Sizes
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import KNOWN, OPERATIONS
 
 
 def text_of(sizes: Sizes) -> str:
@@ -30,9 +30,9 @@ def set_names() -> tuple[str, ...]:
 
 def operation_named(name: str) -> Operation:
     """The record called `name`; ValueError with the known names if there is none."""
-    if name not in OPERATIONS:
-        raise ValueError(f"kernel {name!r} is not one of {', '.join(OPERATIONS)}, all.")
-    return OPERATIONS[name]
+    if name not in KNOWN:
+        raise ValueError(f"kernel {name!r} is not one of {', '.join(KNOWN)}, all.")
+    return KNOWN[name]
 
 
 def parse_shape(text: str, operation: Operation) -> Sizes:

@@ -28,6 +28,7 @@ from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operation import Operand, Operation
 from stretto.kernels.operations import OPERATIONS, matmuls
 from stretto.kernels.problem.machine import HOPPER, Machine
+from stretto.kernels.problem.scales import FP8
 
 FUSED = "fused"
 XLA = "xla"
@@ -141,18 +142,32 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
         raise UnavailableError("there is no matmul in it")
     m, k, n = case.work.product
     groups = case.work.matrices
-    if groups > 1:
-        return Operand(shape=(groups, -(-m // groups), k)), Operand(shape=(groups, k, n))
+    rows = (groups, -(-m // groups)) if groups > 1 else (m,)
+    of_groups = (groups,) if groups > 1 else ()
+    if case.operation.examples.scales is not None:
+        operands = (*rows, k), (*of_groups, n, k)
+        return tuple(Operand(shape=shape, dtype=FP8[0]) for shape in operands)
+    return Operand(shape=(*rows, k)), Operand(shape=(*of_groups, k, n))
     return Operand(shape=(m, k)), Operand(shape=(k, n))
 
 
 def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     """One product; of rows for several matrices a product of each, of as many rows."""
+    if case.operation.examples.scales is not None:
+        return [Candidate(body=_product_in_8_bits, operands=_factors(case))]
 
     def body(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32).astype(lhs.dtype)
 
     return [Candidate(body=body, operands=_factors(case))]
+
+
+def _product_in_8_bits(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """cuBLAS's, with fast accumulation and one scale of 1; rhs is transposed."""
+    product = lax.dot_general(
+        lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return product.astype(jnp.bfloat16)
 
 
 def _architecture_of(mesh: Mesh) -> str:
@@ -166,6 +181,8 @@ def _own_matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
     tiles = TILES.get(_architecture_of(mesh))
     if tiles is None:
         raise UnavailableError("it needs GPUs of compute capability 9.0 or 10.0")
+    if case.operation.examples.scales is not None:
+        raise UnavailableError("it is timed without scales")
     factors = _factors(case)
     if case.work.matrices > 1:
         raise UnavailableError("it has one matrix for all rows")

@@ -108,7 +108,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the model is computed: nothing here changes more than rounding.
+    """How the model is computed: nothing here changes more than rounding, with `fp8` to 8 bits.
 
     Attributes:
       backend: of the four projections, as `stretto.all_gather_matmul` takes it.
@@ -118,6 +118,8 @@ class Execution:
       cp: devices that each sequence is split between, along the mesh axis "cp".
       remat: what the backward pass computes again in place of keeping it: what is "elementwise"
         (norms, rotary positions, SwiGLU), or a whole "layer" but for two sums.
+      fp8: granularity of the scales of projections in 8 bits, as `stretto.fp8.Recipe` has it; None
+        for projections of `dtype`.
     """
 
     backend: str = "auto"
@@ -125,6 +127,7 @@ class Execution:
     attention: Literal["xla", "cudnn"] = "xla"
     cp: int = 1
     remat: Literal["elementwise", "layer"] = "elementwise"
+    fp8: Literal["tensor", "row", "block"] | None = None
 
     def __post_init__(self) -> None:
         if self.attention not in ("xla", "cudnn"):

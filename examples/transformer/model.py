@@ -117,6 +117,11 @@ KEEP = {
 KEEP_SPLIT = {**KEEP, "elementwise": _only("gathered", "product", "sum", "attention")}
 
 
+def recipe(how: config.Execution) -> st.fp8.Recipe | None:
+    """How the projections' operands are quantised: forward float8_e4m3fn, gradients float8_e5m2."""
+    return None if how.fp8 is None else st.fp8.Recipe(granularity=how.fp8)
+
+
 class Experts(nnx.Module):
     """A mixture of experts, its router, and how evenly that spreads the bytes."""
 
@@ -151,7 +156,7 @@ class Block(nnx.Module):
         out_of = (2 * sizes.layers) ** -0.5  # so that the sum over layers keeps its size
         into = dict(kernel_init=normal(hidden**-0.5), rngs=rngs)
         options: Any = dict(
-            parallel=sf.Parallel("tp", backend=how.backend, keep_gathered=True),
+            parallel=sf.Parallel("tp", backend=how.backend, keep_gathered=True, fp8=recipe(how)),
             use_bias=False,
             **into,
         )

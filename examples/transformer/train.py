@@ -68,6 +68,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="what the backward pass computes again: less memory with a whole layer, less time"
         " with what is elementwise",
     )
+    parser.add_argument(
+        "--fp8",
+        choices=("tensor", "row", "block"),
+        help="projections in 8 bits, with scales of a tensor, of rows or of blocks; weights and"
+        " optimiser stay in float32",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the newest run, if any")
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end")
     return parser.parse_args(argv)
@@ -118,6 +124,7 @@ class Run:
             **dataclasses.asdict(self.sizes),
             **{name: training[name] for name in own},
             "dtype": self.how.dtype,
+            **({"fp8": self.how.fp8} if self.how.fp8 else {}),
             "corpus": self.corpus.digest,
         }
 
@@ -184,7 +191,7 @@ def make_run(args: argparse.Namespace, process_id: int, num_processes: int) -> R
     mesh = choose_mesh(args.dp, args.tp, sizes.kv_heads, args.cp)
     sizes.check_fits(mesh.shape["dp"], mesh.shape["tp"], training.batch, parallel.cp_of(mesh))
     how = config.Execution.suited_to(mesh.devices.flat[0].platform, args.backend, args.dtype)
-    how = dataclasses.replace(how, remat=args.remat)
+    how = dataclasses.replace(how, remat=args.remat, fp8=args.fp8)
     if how.dtype == "float32":  # GPUs would round operands to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -210,7 +217,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     run.say(
         f"mesh: {shape} ({axes}), devices:"
         f" {mesh.devices.flat[0].device_kind}, processes: {process.num_processes},"
-        f" type: {how.dtype}, backend: {how.backend}"
+        f" type: {how.dtype}{f' (fp8 by {how.fp8})' if how.fp8 else ''}, backend: {how.backend}"
     )
     run.say(f"weights: {weights:,}, text: {len(run.corpus.training):,} bytes")
 

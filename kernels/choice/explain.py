@@ -20,7 +20,7 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     Args:
       operation: a public operation, for example `stretto.all_gather_matmul`.
       *operands: arrays, or `jax.ShapeDtypeStruct`s of their shapes per device, and the mesh axis.
-      **arguments: as for the operation.
+      **arguments: as for the operation; arrays among them may be `jax.ShapeDtypeStruct`s, too.
 
     Raises:
       ValueError: what the operation would raise, or it is none of Stretto's.
@@ -29,8 +29,12 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     with choose.recorded() as choices:
         arrays = [x for x in operands if hasattr(x, "shape")]
         rest = operands[len(arrays) :]
+        named = {name: x for name, x in arguments.items() if _has_arrays(x)}
+        plain = {name: x for name, x in arguments.items() if name not in named}
         try:
-            jax.eval_shape(lambda *xs: operation(*xs, *rest, **arguments), *arrays)
+            jax.eval_shape(
+                lambda *xs, **named: operation(*xs, *rest, **plain, **named), *arrays, **named
+            )
         except TypeError as error:  # Another function takes no name of an axis.
             if choices or _is_own(operation):
                 raise
@@ -38,6 +42,12 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     if not choices:
         raise ValueError(refusal)
     return choices[0]
+
+
+def _has_arrays(argument: Any) -> bool:
+    """Whether an argument is an array or describes one, or is a tuple of such, as scales may be."""
+    leaves = argument if isinstance(argument, tuple | list) else (argument,)
+    return bool(leaves) and all(isinstance(x, jax.Array | jax.ShapeDtypeStruct) for x in leaves)
 
 
 def _is_own(operation: Callable) -> bool:

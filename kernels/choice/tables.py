@@ -192,9 +192,10 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
     """The choice by the table of the problem's GPU; None where the table does not apply.
 
     That is where no entry is within `REACH`, where the result's elements are of another width than
-    the operands', and where no near entry's configuration fits the kernel any more. Times are those
-    of the very shape. Elsewhere several entries say by how much the estimate is off; the fused
-    kernel has to win by `MARGIN`, and has its default configuration where no entry is `NEAR`.
+    the operands' (than bfloat16, of operands in 8 bits with scales), and where no near entry's
+    configuration fits the kernel any more. Times are those of the very shape. Elsewhere several
+    entries say by how much the estimate is off; the fused kernel has to win by `MARGIN`, and has
+    its default configuration where no entry is `NEAR`.
 
     Args:
       kernel: what would serve the problem.
@@ -202,7 +203,7 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
       estimate: of the fused kernel's time and XLA's; without one the measured ratios are
         interpolated themselves.
     """
-    if problem.types.out_itemsize != problem.types.itemsize:
+    if problem.types.out_itemsize != problem.types.measured_out_itemsize:
         return None
     fitting = [
         (distance, entry, config)

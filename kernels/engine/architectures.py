@@ -30,6 +30,7 @@ class Tiles(NamedTuple):
         way to each.
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
+      adding_large: for other results that are added up, where `large` has no room for addends.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
     """
@@ -41,6 +42,7 @@ class Tiles(NamedTuple):
     adding_wide: TileConfig
     paired: TileConfig | None = None
     paired_adding: TileConfig | None = None
+    adding_large: TileConfig | None = None
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
@@ -56,7 +58,7 @@ class Tiles(NamedTuple):
         if self.paired_adding is not None and _fill(self.paired_adding, rows):
             return self.paired_adding
         # Addends in float32 do not fit into the registers of Hopper beside a tile of 256 columns.
-        return self.adding_wide if wide else self.large
+        return self.adding_wide if wide else self.adding_large or self.large
 
 
 def _fill(tile: TileConfig, rows: int) -> bool:
@@ -84,20 +86,63 @@ TILES = {
 }
 
 
-LARGE_SCALED: dict[str, dict[Granularity, TileConfig]] = {
-    HOPPER: {"row": hopper_tiles.LARGE_FP8, "block": hopper_tiles.BLOCKS},
+SCALED: dict[str, dict[Granularity, Tiles]] = {
+    HOPPER: {
+        "row": Tiles(
+            large=hopper_tiles.LARGE_FP8,
+            narrow=hopper_tiles.NARROW_FP8,
+            narrowest=hopper_tiles.NARROWEST_FP8,
+            adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
+            adding_wide=hopper_tiles.WIDE_RESULT_FP8,
+        ),
+        "block": Tiles(
+            large=hopper_tiles.BLOCKS,
+            narrow=hopper_tiles.BLOCKS,
+            narrowest=hopper_tiles.NARROW_BLOCKS,
+            adding=(hopper_tiles.BLOCKS,),
+            adding_wide=hopper_tiles.BLOCKS,
+        ),
+    },
     BLACKWELL: {
-        "row": blackwell_tiles.LARGE_FP8,
-        "block": blackwell_tiles.BLOCKS,
-        "mx": blackwell_tiles.BLOCKS,
+        "row": Tiles(
+            large=blackwell_tiles.LARGE_FP8,
+            narrow=blackwell_tiles.NARROW_FP8,
+            narrowest=blackwell_tiles.NARROWEST_FP8,
+            adding=(blackwell_tiles.ADDING_FP8, blackwell_tiles.PAIR_ADDING_FP8),
+            adding_wide=blackwell_tiles.ADDING_FP8,
+            adding_large=blackwell_tiles.ADDING_FP8,
+            paired=blackwell_tiles.PAIR_FP8,
+            paired_adding=blackwell_tiles.PAIR_ADDING_FP8,
+        ),
+        "block": Tiles(
+            large=blackwell_tiles.BLOCKS,
+            narrow=blackwell_tiles.BLOCKS,
+            narrowest=blackwell_tiles.NARROW_BLOCKS,
+            adding=(blackwell_tiles.ADDING_BLOCKS, blackwell_tiles.PAIR_ADDING_BLOCKS),
+            adding_wide=blackwell_tiles.ADDING_BLOCKS,
+            adding_large=blackwell_tiles.ADDING_BLOCKS,
+            paired=blackwell_tiles.PAIR_BLOCKS,
+            paired_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
+        ),
     },
 }
 """Of operands in 8 bits, by the granularity of their scales."""
+
+LARGE_SCALED: dict[str, dict[Granularity, TileConfig]] = {
+    HOPPER: {granularity: tiles.large for granularity, tiles in SCALED[HOPPER].items()},
+    BLACKWELL: {
+        **{granularity: tiles.large for granularity, tiles in SCALED[BLACKWELL].items()},
+        "mx": blackwell_tiles.BLOCKS,
+    },
+}
+"""The same of `local_matmul`, which takes scales that tensor cores apply as well."""
 
 
 def tiles_for(problem: Problem | None) -> Tiles:
     """Those of the architecture that a problem is on; Hopper's without one, or on another."""
     architecture = HOPPER if problem is None else problem.machine.architecture
+    if problem is not None and problem.types.scales is not None:
+        return SCALED.get(architecture, SCALED[HOPPER])[problem.types.scales]
     return TILES.get(architecture, TILES[HOPPER])
 
 
@@ -121,6 +166,13 @@ def check_tiles(tiles: TileConfig, problem: Problem) -> None:
             f"tile_k={tiles.tile_k} must be {row} for {problem.types.lhs}: one row of the 128 byte"
             " swizzle."
         )
+    if problem.types.scales == "block":
+        tiles.check_blocks()
+
+
+def scales_bytes(tiles: TileConfig, problem: Problem) -> int:
+    """Shared memory of the scales of a problem's operands, in bytes."""
+    return tiles.scales_bytes(problem.types.scales)
 
 
 def mainloop_of(config: Any, product: Product) -> Mainloop:

@@ -46,8 +46,8 @@ class Refs(types.SimpleNamespace):
     """What a kernel's parts are made of, by the names given to `fuse`.
 
     Operands, outs and symmetric buffers, in the structures they were given in; semaphores; the
-    transfer's `pulled` and `pulled_full` (`Buffers`); and `num_blocks` and `num_clusters`, of the
-    grid: blocks move data each, and clusters make tiles.
+    transfer's `pulled` and `pulled_full` (`Buffers`), or what these are named; and `num_blocks` and
+    `num_clusters`, of the grid: blocks move data each, and clusters make tiles.
     """
 
 
@@ -62,7 +62,7 @@ def fuse(
     outs: Mapping[str, Any],
     symmetric: Mapping[str, Any] | None = None,
     semaphores: Mapping[str, SemaphoreArray] | None = None,
-    buffers: Buffers | None = None,
+    buffers: Buffers | Sequence[Buffers] = (),
     waits: bool = False,
     signals: bool = False,
     invariant: bool = False,
@@ -80,7 +80,7 @@ def fuse(
       outs: shapes and types of the results, by name, likewise.
       symmetric: those of buffers that are not returned, likewise.
       semaphores: by name; all zero at the start. `released` is this function's own.
-      buffers: of the transfer.
+      buffers: of the transfer, one or several of different names.
       waits: an operand has an `Arrival`.
       signals: the sink has a `stored`, which signals to peers.
       invariant: all devices compute bitwise the same results (`kernel.launch`).
@@ -96,7 +96,8 @@ def fuse(
     arrays = dict(semaphores or {})
     if team is not None:
         arrays["released"] = SemaphoreArray()
-    transfer_scratch = buffers.scratch() if buffers else {}
+    each = [buffers] if isinstance(buffers, Buffers) else buffers
+    transfer_scratch = {key: x for one in each for key, x in one.scratch().items()}
     cluster = mainloop.config.blocks
     num_blocks = kernel.num_blocks_for(num_tiles, cluster)
     num_clusters = num_blocks // cluster

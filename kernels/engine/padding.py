@@ -148,3 +148,9 @@ def _filled_up(x: jax.Array, rows: int, columns: int) -> jax.Array:
     if not below and not right:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, below), (0, right)])
+
+
+def in_shards(x: jax.Array, shards: int) -> jax.Array:
+    """`[m, n]` -> `[shards, m_shard, n]`; zeros fill up the last ones where m does not divide."""
+    m_shard = -(-x.shape[0] // shards)
+    return pad_rows(x, shards * m_shard).reshape(shards, m_shard, x.shape[1])

@@ -12,7 +12,9 @@ copy of one row is contiguous, and would not be cut off at the edge. XLA makes t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, div
 from stretto.kernels.engine import stages
-from stretto.kernels.engine.parts import SCALE_COPIES, Load, Ref, Tile
+from stretto.kernels.engine.parts import SCALE_COPIES, Load, Ref, Scales, Tile
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
-from stretto.kernels.problem.scales import BLOCK, Granularity
+from stretto.kernels.problem.scales import BLOCK, Granularity, blocks
 
 MX_TILE = 32, 16
 """Of 128 rows times 4 blocks of 32, the arrangement of their scales."""
@@ -83,6 +85,81 @@ def load_arranged(
         segments.visit(which(tile), load_from)
 
     return load
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The scales of a call, in the form that kernels load them in.
+
+    Attributes:
+      granularity: of both.
+      lhs: `[..., k / 128 or 1, rows]`, rows of whole tiles.
+      rhs: of each right-hand side, as in the table above.
+    """
+
+    granularity: Granularity
+    lhs: jax.Array
+    rhs: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(
+        cls,
+        granularity: Granularity,
+        lhs: jax.Array,
+        rhs: Sequence[jax.Array],
+        *,
+        k: int,
+        rows: int,
+        columns: Sequence[int],
+        shape: TileShape,
+        multiple: int = 1,
+    ) -> Scaling:
+        """The scales of `problem.scales.checked`, of a transposed rhs, for padded operands.
+
+        Args:
+          granularity, lhs, rhs: what `checked` returned; leading dimensions of lhs stay.
+          k: of the operands.
+          rows: of lhs.
+          columns: of each right-hand side.
+          shape: of the tiles.
+          multiple: that lhs's blocks along k are filled up to.
+        """
+
+        def in_tiles(size: int, tile: int) -> int:
+            return -(-size // tile) * tile
+
+        along_k = blocks(k) if granularity == "block" else 1
+
+        def with_k(scale: jax.Array, count: int) -> jax.Array:
+            missing = count - scale.shape[-1]
+            return jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, missing)])
+
+        return cls(
+            granularity=granularity,
+            lhs=of_rows(with_k(lhs, in_tiles(along_k, multiple)), in_tiles(rows, shape.tile_m)),
+            rhs=tuple(
+                of_columns(
+                    with_k(x, along_k), granularity, in_tiles(n, shape.tile_n), transposed=True
+                )
+                for x, n in zip(rhs, columns, strict=True)
+            ),
+        )
+
+    def operands(self) -> dict[str, Any]:
+        """The operands of a kernel, by the names that `parts` reads."""
+        return dict(lhs_scales=self.lhs, rhs_scales=list(self.rhs))
+
+    def parts(
+        self,
+        lhs: Load,
+        columns: Sequence[Ref],
+        segments: Segments,
+        shape: TileShape,
+        leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
+    ) -> Scales:
+        """What the main loop loads: `lhs`, and of rhs what `load_columns` does."""
+        of_rhs = load_columns(columns, segments, shape, self.granularity, leading)
+        return Scales(lhs=lhs, rhs=of_rhs)
 
 
 def load_rows(view: Callable[[Tile], Ref], shape: TileShape) -> Load:

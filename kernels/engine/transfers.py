@@ -17,19 +17,23 @@ from stretto.kernels.engine.parts import Ref
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Shared memory that a transfer's pieces pass through: `count` buffers of a piece each."""
+    """Shared memory that a transfer's pieces pass through: `count` buffers of a piece each.
+
+    They are scratch by the name `name`, and their barriers by that with `_full` after it.
+    """
 
     count: int
     rows: int
     columns: int
     dtype: jax.typing.DTypeLike
+    name: str = "pulled"
 
     def scratch(self) -> dict[str, Any]:
         """The buffers and their barriers, by name, for `kernel.launch`."""
-        return dict(
-            pulled=plgpu.SMEM((self.count, self.rows, self.columns), self.dtype),
-            pulled_full=plgpu.Barrier(num_barriers=self.count),
-        )
+        return {
+            self.name: plgpu.SMEM((self.count, self.rows, self.columns), self.dtype),
+            f"{self.name}_full": plgpu.Barrier(num_barriers=self.count),
+        }
 
 
 class Fetch(Protocol):

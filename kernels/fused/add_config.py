@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from typing import Self
 
 from stretto.distributed.schedule import ceil_div
-from stretto.kernels.engine.architectures import TileConfig, check_tiles, tiles_for
+from stretto.kernels.engine.architectures import (
+    TileConfig,
+    check_tiles,
+    scales_bytes,
+    tiles_for,
+)
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.shared_memory import SMEM_BYTES, SWIZZLE_BYTES
-from stretto.kernels.fused.obstacles import check_pull_slots
+from stretto.kernels.fused.obstacles import check_pull_slots, check_unfused
 from stretto.kernels.problem.problem import Problem
 
 FEW_ROWS = 1024
@@ -43,7 +48,8 @@ class AddConfig:
         """Raises ValueError unless the kernel can be built so for `problem`."""
         check_tiles(self.tiles, problem)
         check_pull_slots(self.pull_slots)
-        needed = self.smem_bytes(problem.types.itemsize)
+        check_unfused(self.unfused, problem)
+        needed = self.smem_bytes(problem.types.itemsize) + scales_bytes(self.tiles, problem)
         if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
@@ -64,13 +70,15 @@ class AddConfig:
         """What the tuner tries, for one problem or for all."""
         few = problem is not None and problem.sizes["m"] <= FEW_ROWS
         itemsize = NARROW_BYTES if problem is None else problem.types.itemsize
-        if problem is None or few:
+        if problem is None or (few and problem.types.scales is None):
             yield cls(unfused=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
         for tile in tiles_for(problem).adding:
             for pull_slots, own_last in options:
                 config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
-                if config.smem_bytes(itemsize) <= SMEM_BYTES:
+                needed = config.smem_bytes(itemsize)
+                needed += scales_bytes(tile, problem) if problem is not None else 0
+                if needed <= SMEM_BYTES:
                     yield config
 
 

@@ -10,7 +10,7 @@ and multiplied as one matrix (`gathering_rows_first`); `received` then has no fi
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `gathered`, shard `i` | the pulling warps | | | shard of the `i + 1`-th successor |
-| `received[i, c]` | each pulling warp, per piece | the polling warps, step `i + 1` | pieces in chunk `c` | columns `c` of that shard are in place |
+| `received[i, c]` | each pulling warp, per piece | the polling warps, step `i + 1` | pieces in chunk `c`, for `c` 0 of the scales too | columns `c` of that shard are in place; its scales |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
 Peers' operands are ready once the pulling warp has waited for the peers' start (`handshake`).
@@ -29,11 +29,12 @@ from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
-from stretto.kernels.fused import beside, copied, gathering, unfused
+from stretto.kernels.engine.scales import Scaling
+from stretto.kernels.fused import beside, copied, gathering, obstacles, unfused
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
-from stretto.kernels.fused.obstacles import obstacle
-from stretto.kernels.fused.pull_config import PullConfig
+from stretto.kernels.fused.obstacles import check_unfused, obstacle
+from stretto.kernels.fused.pull_config import PullConfig, scale_piece
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
@@ -66,6 +67,11 @@ class Config(PullConfig):
                 f"chunk_columns={self.chunk_columns} must be a multiple of"
                 f" pull_columns={self.pull_columns} and of tile_k={self.tiles.tile_k}."
             )
+        check_unfused(self.unfused, problem)
+        if self.gather_first and problem.types.scales is not None:
+            raise ValueError(
+                "gather_first=True is not built for operands with scales; leave it out."
+            )
 
     def piece_rows(self, m_shard: int) -> int:
         """Rows of a piece, where all rows are gathered first: none reaches into another shard."""
@@ -81,14 +87,17 @@ class Config(PullConfig):
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all."""
         tiles = tiles_for(problem)
-        if problem is None or _is_small(problem):
+        in_shards = problem is None or not _is_small(problem) or problem.types.scales is not None
+        if problem is None or (_is_small(problem) and problem.types.scales is None):
             yield Config(unfused=True)
             for tile in (tiles.narrow, tiles.narrowest):
                 yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
-        if problem is None or not _is_small(problem):
-            for tile in (tiles.narrow, *tiles.large_ones):
+        if in_shards:
+            for tile in dict.fromkeys((tiles.narrow, *tiles.large_ones)):
                 for chunk_columns in (1024, 2048, 4096):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
+                if problem is not None and problem.types.scales is not None:
+                    yield Config(tiles=tile, chunk_columns=2048, pull_slots=3)
 
 
 def _is_small(problem: Problem) -> bool:
@@ -104,9 +113,10 @@ def default_config(problem: Problem) -> Config:
     m, k, n = (problem.sizes[name] for name in "mkn")
     gate, tiles = Config.pull_columns, tiles_for(problem)
     chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
-    if not _is_small(problem):
+    if not _is_small(problem) or problem.types.scales is not None:
         rows = schedule.ceil_div(m, problem.devices)
-        return Config(tiles=tiles.large_for(rows), chunk_columns=chunk_columns)
+        slots = Config.pull_slots + (problem.types.scales is not None)  # Of pieces half as large.
+        return Config(tiles=tiles.large_for(rows), chunk_columns=chunk_columns, pull_slots=slots)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)
@@ -157,7 +167,51 @@ KERNEL = Kernel(
 )
 
 
-def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:
+def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
+    """`run` in 8 bits, each rhs transposed: of (lhs, rhs, lhs's scales, the scales of each rhs).
+
+    The scales are as `problem.scales.checked` returns them. Nothing gathered is returned.
+    """
+    lhs, rhs, lhs_scale, rhs_scale = operands
+    team, shape, m_shard = Team.along(call.axes), call.config.tiles, lhs.shape[0]
+    padded = padding.pad_to_tiles(lhs, padding.ROWS)
+    sides = [padding.pad_to_tiles(x, padding.COLUMNS) for x in rhs]
+    widths = [x.shape[0] for x in sides]
+    granularity = call.options.scales
+    scaling = Scaling.of(
+        granularity,
+        lhs_scale,
+        rhs_scale,
+        k=padded.shape[1],
+        rows=padded.shape[0],
+        columns=widths,
+        shape=shape,
+        multiple=scale_piece(granularity)[0],
+    )
+    gather = _gather(padded, sides, team, call, scaling)
+    outs = gathering.launch(
+        *(gather, padded, sides, (), team, call),
+        wanted=widths,
+        name="all_gather_matmul",
+        scaling=scaling,
+    )
+    return tuple(
+        out[:, :m_shard, : x.shape[0]].reshape(team.size * m_shard, x.shape[0])
+        for out, x in zip(outs, rhs, strict=True)
+    )
+
+
+SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
+"""Of operands in 8 bits with scales: lhs's travel with its rows."""
+
+
+def _gather(
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    team: Team,
+    call: Call,
+    scaling: Scaling | None = None,
+) -> gathering.Gather:
     """What is pulled, piece by piece, of padded lhs `[m_shard, k]`, and which tile needs what."""
     config: Config = call.config
     m_shard, k = lhs.shape
@@ -181,6 +235,27 @@ def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) ->
     by_shard = call.options.return_gathered
     columns = gathering.kept_columns(lhs, by_shard)
     pieces = plan(m_shard, config.pull_rows, columns)
+    scales = None if scaling is None else _plan_of_scales(scaling)
     return by_shards(
-        team, pieces, n, shape, columns=columns, by_shard=by_shard, rhs_transposed=turned
+        team,
+        pieces,
+        n,
+        shape,
+        columns=columns,
+        by_shard=by_shard,
+        rhs_transposed=turned,
+        scales=scales,
+    )
+
+
+def _plan_of_scales(scaling: Scaling) -> PullPlan:
+    """How the scales of a shard are pulled: as one chunk."""
+    along_k, rows = scaling.lhs.shape
+    piece_rows, piece_columns = scale_piece(scaling.granularity)
+    return PullPlan(
+        rows=along_k,
+        columns=rows,
+        piece_rows=piece_rows,
+        piece_columns=piece_columns,
+        chunk_columns=rows,
     )

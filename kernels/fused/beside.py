@@ -23,6 +23,8 @@ def obstacle(config: Any, options: MatmulOptions, arrays: Sequence[tuple[str, An
       options: of the call, with an epilogue.
       arrays: of the epilogue, each as how it lies along the result and its type.
     """
+    if options.scales is not None:
+        return "its operands have scales"
     if getattr(config, "unfused", False):
         return None  # A matmul of XLA's, with the epilogue.
     tiles, form, out = config.tiles, options.epilogue, jnp.dtype(options.out_dtype)

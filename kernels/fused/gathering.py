@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
@@ -29,13 +30,17 @@ from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import (
     BesideParts,
+    Load,
     Parts,
     Product,
+    Ref,
+    Scales,
     Stream,
     Tile,
     Transfer,
     elementwise,
 )
+from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
@@ -60,6 +65,7 @@ class Gather:
       gathered: shape of what is gathered, `[..., columns of lhs]`.
       shards: equal parts that the rows of the result consist of.
       complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
+      scales: how lhs's are gathered, of operands in 8 bits.
     """
 
     order: ShardOrder
@@ -73,6 +79,23 @@ class Gather:
     gathered: tuple[int, ...]
     shards: int
     complete: Callable[[jax.Array, jax.Array], jax.Array]
+    scales: GatheredScales | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredScales:
+    """The scales of lhs, which are gathered as its rows are, and ahead of them.
+
+    Attributes:
+      load: the kernel's refs -> what loads those of a tile's rows, own (`lhs_scales`) and gathered
+        (`gathered_scales`).
+      fetch: what is fetched from peers; the key of a place is its index in `received`.
+      shape: of what is gathered.
+    """
+
+    load: Callable[[Refs], Load]
+    fetch: Fetch
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +132,15 @@ def launch(
     *,
     wanted: Sequence[int],
     name: str,
+    scaling: Scaling | None = None,
 ) -> list[jax.Array]:
     """Runs the kernel on lhs, this device's shard, and each of rhs, all of them padded.
 
-    `arrays` are the epilogue's. Returns the results `[*gather.out_rows, n_i]`, and after them the
-    gathered lhs, if requested. The results have the `wanted` columns, or a few more.
+    `arrays` are the epilogue's. With `scaling`, that of the same operands, `gather.scales` says how
+    lhs's are gathered, and there are no arrays.
+
+    Returns the results `[*gather.out_rows, n_i]`, and after them the gathered lhs, if requested.
+    The results have the `wanted` columns, or a few more.
     """
     shape, options = gather.order.shape, call.options
     out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
@@ -132,9 +159,44 @@ def launch(
         rhs=rhs[0].dtype,
         out=out_dtype,
         rhs_transposed=rhs_transposed,
+        scales=None if scaling is None else scaling.granularity,
         beside=taken,
         **padding.edges(shape, lhs=lhs, rhs=[_matrix(x, rhs_transposed) for x in rhs], out=outs),
     )
+    pieces = [Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype)]
+    scale_outs = {}
+    if gather.scales is not None:
+        piece = gather.scales.fetch.piece
+        pieces.append(Buffers(call.config.pull_slots, *piece, jnp.float32, name="pulled_scales"))
+        scale_outs = dict(gathered_scales=jax.ShapeDtypeStruct(gather.scales.shape, jnp.float32))
+
+    def fetch(refs: Refs) -> None:
+        def fetch_all(of: Fetch, source: Ref, gathered: Ref, buffers: Ref, barriers: Ref) -> None:
+            pull(
+                of,
+                source,
+                gathered,
+                # Publishes a piece to the polling warps of all blocks.
+                arrived=lambda place: refs.received.at[place.key].signal(),
+                buffers=buffers,
+                barriers=barriers,
+                num_blocks=refs.num_blocks,
+            )
+
+        if gather.scales is not None:
+            fetch_all(
+                gather.scales.fetch,
+                refs.lhs_scales,
+                refs.gathered_scales,
+                refs.pulled_scales,
+                refs.pulled_scales_full,
+            )
+        fetch_all(gather.fetch, refs.lhs, refs.gathered, refs.pulled, refs.pulled_full)
+
+    def scales_of(refs: Refs) -> Scales | None:
+        if scaling is None or gather.scales is None:
+            return None
+        return scaling.parts(gather.scales.load(refs), refs.rhs_scales, columns, shape)
 
     def rhs_stream(refs: Refs) -> Stream:
         if taken is not None and taken.gated:
@@ -158,18 +220,8 @@ def launch(
             sink=sinks.along_n(refs.outs, columns, of_result, gather.leading),
             epilogue=elementwise(function),
             beside=besides(refs),
-            transfer=Transfer(
-                run=lambda: pull(
-                    gather.fetch,
-                    refs.lhs,
-                    refs.gathered,
-                    # Publishes a piece to the polling warps of all blocks.
-                    arrived=lambda place: refs.received.at[place.key].signal(),
-                    buffers=refs.pulled,
-                    barriers=refs.pulled_full,
-                    num_blocks=refs.num_blocks,
-                )
-            ),
+            scales=scales_of(refs),
+            transfer=Transfer(run=lambda: fetch(refs)),
         )
 
     results = fuse(
@@ -182,13 +234,15 @@ def launch(
             lhs=lhs,
             rhs=rhs,
             beside=beside.all_in_memory(arrays, outs, of_result, gather.shards),
+            **({} if scaling is None else scaling.operands()),
         ),
         outs=dict(
             outs=outs,
             gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
+            **scale_outs,
         ),
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
-        buffers=Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype),
+        buffers=pieces,
         waits=True,
         interpret=call.interpret,
     )

@@ -18,9 +18,10 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import stages, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
-from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
+from stretto.kernels.engine.parts import Arrival, Load, Ref, Stream, Tile
+from stretto.kernels.engine.scales import load_rows
 from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
-from stretto.kernels.fused.gathering import Gather, Kept
+from stretto.kernels.fused.gathering import Gather, GatheredScales, Kept
 
 
 def by_shards(
@@ -32,12 +33,14 @@ def by_shards(
     columns: int,
     by_shard: bool,
     rhs_transposed: bool,
+    scales: PullPlan | None = None,
 ) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
     `by_shard` keeps the gathered rows in the order of the shards (`Kept`); they have room for
-    `columns`. The step of a tile is
-    how many places further the device is whose rows it takes.
+    `columns`. The step of a tile is how many places further the device is whose rows it takes.
+    `scales` cuts the scales of a shard, if it has some, `[k / 128 or 1, rows]`: they are pulled
+    before its rows, and count as its first chunk.
     """
     kept = Kept(team, by_shard)
 
@@ -50,7 +53,7 @@ def by_shards(
     return Gather(
         order=ShardOrder(plan.rows, n, shape, steps=team.size),
         k_tiles=schedule.ceil_div(plan.columns, shape.tile_k),
-        lhs=lambda refs: _stream(refs, plan, kept, shape),
+        lhs=lambda refs: _stream(refs, plan, kept, shape, scales.pieces if scales else 0),
         rhs_window=functools.partial(rhs_window, transposed=rhs_transposed),
         fetch=_Fetch(team, plan, kept),
         leading=leading,
@@ -59,11 +62,33 @@ def by_shards(
         gathered=(kept.count, plan.rows, columns),
         shards=team.size,
         complete=complete,
+        scales=None if scales is None else _gathered_scales(team, scales, kept, shape),
     )
 
 
-def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape) -> Stream:
-    """The device's own rows at step 0, then gathered ones, chunk of columns by chunk."""
+def _gathered_scales(team: Team, plan: PullPlan, kept: Kept, shape: TileShape) -> GatheredScales:
+    """The scales of the device's own rows at step 0, then gathered ones."""
+
+    def load_from(refs: Refs) -> Load:
+        own = load_rows(lambda tile: refs.lhs_scales, shape)
+        peers = load_rows(lambda tile: refs.gathered_scales.at[kept.index(tile.step)], shape)
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            pl.when(tile.step == 0)(lambda: own(tile, k, stage, barrier))
+            pl.when(tile.step > 0)(lambda: peers(tile, k, stage, barrier))
+
+        return load
+
+    return GatheredScales(
+        load=load_from, fetch=_Fetch(team, plan, kept), shape=(kept.count, plan.rows, plan.columns)
+    )
+
+
+def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape, scales: int) -> Stream:
+    """The device's own rows at step 0, then gathered ones, chunk of columns by chunk.
+
+    So many pieces of `scales` of each shard count as its first chunk.
+    """
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
         window = lhs_window(shape, tile.m, k)
@@ -80,8 +105,11 @@ def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape) -> Stream:
     def wait(tile: Tile, chunk: Int) -> None:
         @pl.when(tile.step > 0)
         def _():
-            # All blocks' pieces of this chunk of the shard are in place.
-            refs.received.at[tile.step - 1, chunk].wait(plan.pieces_in_chunk(chunk))
+            # All blocks' pieces of this chunk of the shard are in place, and of its scales.
+            pieces = plan.pieces_in_chunk(chunk)
+            if scales:
+                pieces += schedule.where(chunk == 0, scales, 0)
+            refs.received.at[tile.step - 1, chunk].wait(pieces)
 
     return Stream(load=load, arrival=Arrival(columns=plan.chunk_columns, wait=wait))
 

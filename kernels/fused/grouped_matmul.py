@@ -26,14 +26,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, ceil_div, where
 from stretto.kernels.engine import padding, stages, streams
-from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of, tiles_for
+from stretto.kernels.engine.architectures import (
+    TileConfig,
+    check_tiles,
+    mainloop_of,
+    scales_bytes,
+    tiles_for,
+)
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.orders import GroupsOrder, RowTilesOrder, ShardOrder
-from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Stream, Tile
+from stretto.kernels.engine.parts import Parts, Product, Ref, Scales, Sink, Stream, Tile
+from stretto.kernels.engine.scales import Scaling
+from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import piece_window, rhs_window
-from stretto.kernels.fused import copied
+from stretto.kernels.fused import copied, obstacles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -57,7 +65,7 @@ class Config:
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
         check_tiles(self.tiles, problem)
-        needed = self.tiles.smem_bytes(problem.types.itemsize)
+        needed = self.tiles.smem_bytes(problem.types.itemsize) + scales_bytes(self.tiles, problem)
         if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"
@@ -68,7 +76,7 @@ class Config:
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
         tiles = tiles_for(problem)
-        for tile in (*tiles.large_ones, tiles.narrow):
+        for tile in dict.fromkeys((*tiles.large_ones, tiles.narrow)):
             for raster_width in (16, 4, 8):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
 
@@ -99,6 +107,40 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
     return out[:m, :n]
 
 
+def scaled(operands: Any, call: Call) -> jax.Array:
+    """`run` in 8 bits, rhs transposed: of (lhs, rhs, sizes, lhs's scales, rhs's scales).
+
+    The scales are as `problem.scales.checked` returns them. Rows that belong to no group have those
+    of one more group, zeros: whatever theirs are, their results are zero.
+    """
+    lhs, rhs, sizes, lhs_scale, rhs_scale = operands
+    m, n = lhs.shape[0], rhs.shape[1]
+    padded = padding.pad_to_tiles(lhs, padding.ROWS)
+    sides = padding.pad_to_tiles(rhs, padding.COLUMNS)
+    tiles = call.config.tiles
+    in_a_group = jnp.arange(m) < bounds(sizes, m)[1][-1]
+    scaling = Scaling.of(
+        call.options.scales,
+        jnp.where(in_a_group[:, None], lhs_scale, 0),
+        [jnp.concatenate([rhs_scale, jnp.zeros_like(rhs_scale[:1])])],
+        k=padded.shape[1],
+        rows=padded.shape[0] + tiles.tile_m,  # The last tile may begin at any eighth row.
+        columns=[sides.shape[1]],
+        shape=tiles,
+    )
+    out = grouped(
+        padded,
+        sides,
+        sizes,
+        out_dtype=call.options.out_dtype,
+        tiles=tiles,
+        rhs_transposed=True,
+        scaling=scaling,
+        interpret=call.interpret,
+    )
+    return out[:m, :n]
+
+
 def grouped(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -107,17 +149,29 @@ def grouped(
     out_dtype: Any,
     tiles: TileConfig,
     rhs_transposed: bool,
+    scaling: Scaling | None = None,
     interpret: Any,
 ) -> jax.Array:
-    """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`."""
+    """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`.
+
+    With `scaling`, rhs's of one group more.
+    """
     m = lhs.shape[0]
     grouped = GroupedRows.of(m, rhs, tiles, rhs_transposed)
 
     def parts(refs: Refs) -> Parts:
-        return grouped.parts(refs, streams.of(refs.lhs, grouped.lhs_window))
+        found = grouped.parts(refs, streams.of(refs.lhs, grouped.lhs_window))
+        if scaling is None:
+            return found
+        return dataclasses.replace(found, scales=grouped.scales(refs, scaling))
 
     product = Product(
-        lhs=lhs.dtype, rhs=rhs.dtype, out=out_dtype, rhs_transposed=rhs_transposed, ragged=True
+        lhs=lhs.dtype,
+        rhs=rhs.dtype,
+        out=out_dtype,
+        rhs_transposed=rhs_transposed,
+        ragged=True,
+        scales=None if scaling is None else scaling.granularity,
     )
     return fuse(
         parts,
@@ -125,7 +179,12 @@ def grouped(
         team=None,
         mainloop=mainloop_of(tiles, product),
         num_tiles=grouped.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs, table=row_tiles(sizes, m, tiles.tile_m, grouped.most)),
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            table=row_tiles(sizes, m, tiles.tile_m, grouped.most),
+            **({} if scaling is None else scaling.operands()),
+        ),
         outs=dict(out=jax.ShapeDtypeStruct((m, grouped.n), out_dtype)),
         interpret=interpret,
     )["out"]
@@ -201,6 +260,17 @@ class GroupedRows:
             rhs=streams.of(refs.rhs, rhs_of),
             sink=Sink(store=store, rows=lambda tile: (tile.facts[2], tile.facts[3])),
         )
+
+    def scales(self, refs: Refs, scaling: Scaling) -> Scales:
+        """What loads the scales of the rows and of their group's matrix."""
+
+        def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            window = refs.lhs_scales.at[k, pl.ds(_first_row(tile), self.tiles.tile_m)]
+            plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+        columns = Segments.of([self.n], self.tiles.tile_n)
+        leading = lambda tile: (_group(tile),)  # noqa: E731
+        return scaling.parts(load_rows, refs.rhs_scales, columns, self.tiles, leading)
 
 
 def _group(tile: Tile) -> Int:
@@ -362,3 +432,6 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.one_device,
 )
+
+SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
+"""Of operands in 8 bits with scales."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from stretto.kernels.fused import copied, matmul_reduce_scatter, unfused
+from stretto.kernels.fused import copied, matmul_reduce_scatter, obstacles, unfused
 from stretto.kernels.fused.add_config import AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
@@ -50,3 +51,12 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.everywhere,
 )
+
+
+def scaled(operands: Any, call: Call) -> jax.Array:
+    """The same of one pair in 8 bits, as `matmul_reduce_scatter.scaled` takes it."""
+    out = matmul_reduce_scatter.scaled(operands, call, everywhere=True)
+    return out.reshape(-1, out.shape[2])[: operands[0][0].shape[0]]
+
+
+SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)

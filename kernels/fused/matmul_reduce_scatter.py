@@ -43,12 +43,13 @@ from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Addends, Parts, Product, Sink, Tile, Transfer
+from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Tile, Transfer
+from stretto.kernels.engine.scales import Scaling, load_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import copied, unfused
+from stretto.kernels.fused import copied, obstacles, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products
@@ -88,33 +89,71 @@ def sharded(
     The rows are dealt out in equal shards, the last ones of padding where they do not divide.
     """
     lhs, rhs, _ = with_arrays(operands)
-    team = Team.along(call.axes)
+    team, tiles = Team.along(call.axes), call.config.tiles
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
-    m_shard, tiles = schedule.ceil_div(m, team.size), call.config.tiles
     often = m >= padding.REUSE["lhs" if call.options.rhs_transposed else "rhs"]
+    shards = _in_shards(lhs, team.size, tiles, copied=n >= padding.REUSE["lhs"])
+    sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
+    return _on_padded(shards, sides, (m, n), call, everywhere=everywhere)
+
+
+def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
+    """`sharded` of one pair in 8 bits, rhs transposed: (lhs, rhs, their scales), each in a tuple.
+
+    The scales are as `problem.scales.checked` returns them, lhs's in as many rows as lhs has.
+    """
+    lhs, rhs, (lhs_scale,), rhs_scale = operands
+    size = Team.along(call.axes).size
+    padded = padding.pad_to_tiles(padding.in_shards(lhs[0], size), padding.ROWS)
+    side = padding.pad_to_tiles(rhs[0], padding.COLUMNS)
+    scaling = Scaling.of(
+        call.options.scales,
+        padding.in_shards(lhs_scale, size),
+        rhs_scale,
+        k=padded.shape[2],
+        rows=padded.shape[1],
+        columns=[side.shape[0]],
+        shape=call.config.tiles,
+    )
+    sizes = lhs[0].shape[0], rhs[0].shape[0]
+    return _on_padded([padded], [side], sizes, call, everywhere=everywhere, scaling=scaling)
+
+
+def _on_padded(
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    sizes: tuple[int, int],
+    call: Call,
+    *,
+    everywhere: bool,
+    scaling: Scaling | None = None,
+) -> jax.Array:
+    """`launch`, cut to the rows of a shard and the columns of a result of `sizes`, m and n."""
+    team, (m, n) = Team.along(call.axes), sizes
     out = launch(
-        _in_shards(lhs, m_shard, team.size, tiles, copied=n >= padding.REUSE["lhs"]),
-        [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs],
+        lhs,
+        rhs,
         team,
-        wanted=n,
+        # With scales the result has whole tiles.
+        wanted=n if scaling is None else rhs[0].shape[0],
         out_dtype=call.options.out_dtype,
         config=call.config,
         rhs_transposed=call.options.rhs_transposed,
         everywhere=everywhere,
+        scaling=scaling,
         interpret=call.interpret,
     )
-    return out[:, :m_shard, :n]
+    return out[:, : schedule.ceil_div(m, team.size), :n]
 
 
 def _in_shards(
-    lhs: Sequence[jax.Array], m_shard: int, size: int, tiles: TileShape, *, copied: bool
+    lhs: Sequence[jax.Array], size: int, tiles: TileShape, *, copied: bool
 ) -> list[jax.Array]:
     """Each of lhs padded, `[size, m_shard, k_i]`; or `[m, k_i]`, where shards are not full."""
     padded = [padding.pad(x, tiles, copied=copied) if tiles.takes_edges else x for x in lhs]
-    if tiles.takes_edges and m_shard * size != len(lhs[0]):
+    if tiles.takes_edges and len(lhs[0]) % size:
         return padded
-    shards = [padding.pad_rows(x, size * m_shard).reshape(size, m_shard, -1) for x in padded]
-    return [padding.pad(x, tiles) for x in shards]
+    return [padding.pad(padding.in_shards(x, size), tiles) for x in padded]
 
 
 KERNEL = Kernel(
@@ -125,6 +164,14 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.scattered,
 )
+
+SCALED = dataclasses.replace(
+    KERNEL,
+    run=lambda operands, call: scaled(operands, call)[0],
+    obstacle=obstacles.scaled,
+    untried=True,
+)
+"""Of operands in 8 bits with scales, which lie beside them: nothing more is moved."""
 
 
 def launch(
@@ -137,6 +184,7 @@ def launch(
     config: AddConfig,
     rhs_transposed: bool = False,
     everywhere: bool = False,
+    scaling: Scaling | None = None,
     mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:
@@ -144,7 +192,8 @@ def launch(
 
     All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`. The
     pairs' products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce)
-    `[size, m_shard, n]`, of the `wanted` columns or a few more.
+    `[size, m_shard, n]`, of the `wanted` columns or a few more. Of operands in 8 bits there is one
+    pair, and `scaling`, lhs's `[size, k / 128 or 1, rows]`.
     """
     given, dealt_out = rhs[0].shape[0 if rhs_transposed else 1], lhs[0].ndim == 3
     n = padding.made_columns(wanted, given, out_dtype, config.tiles)
@@ -171,6 +220,7 @@ def launch(
                 segments,
                 lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
             ),
+            scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
             fold=products.addends(),
             sink=Sink(store=products.store, stored=products.stored),
             transfer=Transfer(run=products.fetch, finish=products.finish),
@@ -185,6 +235,7 @@ def launch(
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         fold=Addends,
+        scales=None if scaling is None else scaling.granularity,
         **edges,
     )
     kept = jax.ShapeDtypeStruct(
@@ -196,7 +247,7 @@ def launch(
         team=team,
         mainloop=mainloop(shape, product),
         num_tiles=shard.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs),
+        operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
         outs=dict(out=out),
         symmetric=dict(partial=kept, fetched=kept),
         semaphores=dict(
@@ -218,8 +269,22 @@ def _lhs_window(team: Team, shape: TileShape, m_shard: int | None, tile: Tile, k
     `m_shard` are a device's rows of lhs where that is one matrix. A tile then has rows of the next
     device at its end, which are not stored.
     """
-    owner = schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)  # Last, one's own.
     rows, columns = tiles.lhs_window(shape, tile.m, k)
     if m_shard is None:
-        return owner, rows, columns
-    return pl.ds(owner * m_shard + tile.m * shape.tile_m, shape.tile_m), columns
+        return _owner(team, tile), rows, columns
+    return pl.ds(_owner(team, tile) * m_shard + tile.m * shape.tile_m, shape.tile_m), columns
+
+
+def _owner(team: Team, tile: Tile) -> Int:
+    """The device whose result the tile belongs to; last, oneself."""
+    return schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)
+
+
+def _scales(refs: Refs, scaling: Scaling, team: Team, n: int, shape: TileShape) -> Scales:
+    """The scales of the rows of the device whose result a tile belongs to, and of all columns."""
+    return scaling.parts(
+        load_rows(lambda tile: refs.lhs_scales.at[_owner(team, tile)], shape),
+        refs.rhs_scales,
+        Segments.of([n], shape.tile_n),
+        shape,
+    )

@@ -8,11 +8,20 @@ import math
 import jax
 
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import TileConfig, check_tiles
+from stretto.kernels.engine.architectures import TileConfig, check_tiles, scales_bytes
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.fused.obstacles import check_pull_slots
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import SCALE_BYTES, Granularity
+
+
+def scale_piece(granularity: Granularity) -> tuple[int, int]:
+    """Scales that are fetched at once: along the contraction, and of the rows of the lowest tile.
+
+    Arrays of scales are multiples of it, so that no piece reaches over an edge.
+    """
+    return 8 if granularity == "block" else 1, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +48,9 @@ class PullConfig:
                 f"a piece of {self.pull_rows} x {self.pull_columns} is too large: the copy engine"
                 " takes at most 256 elements a side."
             )
-        needed = self.smem_bytes(problem.types.itemsize)
+        needed = self.smem_bytes(problem.types.itemsize) + scales_bytes(self.tiles, problem)
+        if problem.types.scales is not None:
+            needed += self.pull_slots * SCALE_BYTES * math.prod(scale_piece(problem.types.scales))
         if needed > SMEM_BYTES:
             raise ValueError(
                 f"the kernel needs {needed} bytes of shared memory and a block has"

@@ -15,6 +15,7 @@ from stretto.kernels.operations import (
     mixture,
     summed_norm,
 )
+from stretto.kernels.operations import fp8 as fp8
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -34,3 +35,18 @@ OPERATIONS: dict[str, Operation] = {
         context_parallel.CONTEXT_PARALLEL_ATTENTION,
     )
 }
+
+SCALED: dict[str, Operation] = {
+    record.name: record
+    for records in (
+        matmuls.SCALED_GATHER,
+        matmuls.SCALED_REDUCE_SCATTER,
+        matmuls.SCALED_ALL_REDUCE,
+        grouped_matmul.SCALED,
+    )
+    for record in records.values()
+}
+"""The same operations of operands in 8 bits with scales, by the granularity of these: what tables,
+`stretto bench` and `stretto tune` know by a name of its own. They are no more public functions."""
+
+KNOWN: dict[str, Operation] = OPERATIONS | SCALED

@@ -65,6 +65,8 @@ class Operands:
         rhs: Any,
         transposed: bool,
         devices: int,
+        *,
+        scaled: bool = False,
     ) -> Operands:
         """The operands, if they fit each other.
 
@@ -89,6 +91,7 @@ class Operands:
                 rhs_transposed=transposed,
                 k_shards=devices if gather_axis == "k" else 1,
                 batches=True,
+                scaled=scaled,
             )
         if gather_axis != "m" and axis is not None:
             raise ValueError(f"{OP}: axis={axis} is for gather_axis='m' only; leave it out.")

@@ -12,8 +12,9 @@ from jax import lax
 
 from stretto.kernels.fused import grouped_matmul as kernel
 from stretto.kernels.operation import Axes, Call, Examples, Operand, Operation, Sizes
+from stretto.kernels.operations import scaled_groups, scaled_records
 from stretto.kernels.operations.perform import decide, perform, run
-from stretto.kernels.problem import checks
+from stretto.kernels.problem import checks, scales
 from stretto.kernels.problem.options import MatmulOptions, types_of
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Work
@@ -30,6 +31,8 @@ def grouped_matmul(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     config: kernel.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
@@ -53,6 +56,11 @@ def grouped_matmul(
       group_sizes: rows of each group, in their order.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[g, n, k]`. No transposed copy is made.
+      lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also
+        mixed), float32: of lhs `[]`, `[m, 1]` or `[m, k / 128]`; of rhs `[]`, `[g, 1, 1]`,
+        `[g, 1, n]` or `[g, k / 128, n / 128]`, transposed as rhs is. Without one of both, it is 1.
+        `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
+        transposed, `[g, n, k]`; there is no derivative.
       config: of the kernel; chosen for the shape by default.
       backend: "auto" (the kernel where it is faster), "pallas" (the kernel, or an error), "xla"
         (`lax.ragged_dot`), "simulator" (the kernel, simulated on a CPU device).
@@ -63,13 +71,27 @@ def grouped_matmul(
 
     Memory: the backward pass copies up to `tile_k` rows a group of lhs and of the cotangent.
     """
-    checks.check_grouped_operands(OP, lhs, rhs, group_sizes, rhs_transposed=rhs_transposed)
+    has_scales = lhs_scale is not None or rhs_scale is not None
+    checks.check_grouped_operands(
+        OP, lhs, rhs, group_sizes, rhs_transposed=rhs_transposed, scaled=has_scales
+    )
+    default = jnp.bfloat16 if has_scales else lhs.dtype
     options = MatmulOptions(
-        out_dtype=checks.check_out_dtype(OP, out_dtype, lhs.dtype), rhs_transposed=rhs_transposed
+        out_dtype=checks.check_out_dtype(OP, out_dtype, default), rhs_transposed=rhs_transposed
     )
     n = rhs.shape[1 if rhs_transposed else 2]
     sizes = dict(m=lhs.shape[0], k=lhs.shape[1], n=n, g=rhs.shape[0])
     operands = lhs, rhs, group_sizes.astype(jnp.int32)
+    if has_scales:
+        return scaled_groups.grouped(
+            SCALED,
+            operands,
+            sizes,
+            (lhs_scale, rhs_scale),
+            options,
+            config=config,
+            backend=backend,
+        )
     types = types_of(lhs, rhs, options)
     call = decide(GROUPED_MATMUL, sizes, types, (), options, backend=backend, config=config)
     return reference(operands, (), options) if call is None else perform(operands, call)
@@ -183,3 +205,8 @@ GROUPED_MATMUL = Operation(
     ),
     communicates=False,
 )
+
+SCALED = {
+    kind: scaled_records.record(kind, grouped_matmul, GROUPED_MATMUL)
+    for kind in scales.GRANULARITIES
+}

@@ -27,13 +27,17 @@ from stretto.kernels.operations import (
     gathered,
     layouts,
     matmul_derivatives,
+    scaled,
+    scaled_gather,
+    scaled_records,
+    scaled_sums,
     scattered,
     with_epilogue,
 )
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
 from stretto.kernels.operations.gathered import GatherAxis, Operands
 from stretto.kernels.operations.perform import decide
-from stretto.kernels.problem import checks, node_config
+from stretto.kernels.problem import checks, node_config, scales
 from stretto.kernels.problem.epilogue import fitted
 from stretto.kernels.problem.options import GatherOptions, ScatterOptions, types_of
 from stretto.kernels.xla.matmul import accumulator_dtype
@@ -51,6 +55,8 @@ def all_gather_matmul(
     axis: int | None = None,
     return_gathered: bool = False,
     keep_gathered: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | Sequence[jax.Array] | None = None,
     config: all_gather_matmul_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> Any:
@@ -95,6 +101,12 @@ def all_gather_matmul(
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
+      lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also
+        mixed), float32, for gather_axis "m": of a device's lhs `[..., k]` `[]`, `[..., 1]` or
+        `[..., k / 128]`, which are gathered with its rows; of rhs `[]`, `[1, n]` or
+        `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple. Without one of both,
+        it is 1. `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes
+        rhs transposed, `[n, k]`; there is no derivative (`stretto.fp8` has one).
       config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
@@ -111,6 +123,25 @@ def all_gather_matmul(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
+    if lhs_scale is not None or rhs_scale is not None:
+        return scaled_gather.gather(
+            SCALED_GATHER,
+            lhs,
+            rhs,
+            axes,
+            lhs_scale,
+            rhs_scale,
+            scaled.Asked(
+                epilogue=epilogue,
+                out_dtype=out_dtype,
+                rhs_transposed=rhs_transposed,
+                config=config,
+                backend=backend,
+            ),
+            gather_axis=gather_axis,
+            axis=axis,
+            returns_gathered=return_gathered or keep_gathered,
+        )
     operands = Operands.checked(gather_axis, axis, lhs, rhs, rhs_transposed, axis_size(axes))
     given = epilogues.of(gathered.OP, epilogue)
     found = fitted(gathered.OP, given, operands.products(), accumulator_dtype(lhs.dtype))
@@ -162,6 +193,8 @@ def matmul_reduce_scatter(
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
     axis: int = 0,
+    lhs_scale: jax.Array | Sequence[jax.Array] | None = None,
+    rhs_scale: jax.Array | Sequence[jax.Array] | None = None,
     config: matmul_reduce_scatter_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
@@ -190,6 +223,8 @@ def matmul_reduce_scatter(
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
       axis: of lhs and of the result, scattered; may be negative, and not the last one.
+      lhs_scale, rhs_scale: scales of operands in 8 bits, as for `all_gather_matmul`, of the
+        device's own; of several pairs, which only XLA serves, a tuple each.
       config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
@@ -203,6 +238,16 @@ def matmul_reduce_scatter(
     """
     axes = canonical_axes(axis_name)
     operation = MATMUL_REDUCE_SCATTER
+    if lhs_scale is not None or rhs_scale is not None:
+        asked = scaled.Asked(
+            epilogue=epilogue,
+            out_dtype=out_dtype,
+            rhs_transposed=rhs_transposed,
+            config=config,
+            backend=backend,
+        )
+        given = lhs, rhs, axes, lhs_scale, rhs_scale, asked
+        return scaled_sums.reduce(SCALED_REDUCE_SCATTER, *given, axis=axis)
     pairs, plain = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
     (first, *_), _ = pairs
     axis = batches.checked_axis(operation.name, axis, first)
@@ -245,6 +290,8 @@ def matmul_all_reduce(
     epilogue: epilogues.Like = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | Sequence[jax.Array] | None = None,
+    rhs_scale: jax.Array | Sequence[jax.Array] | None = None,
     config: matmul_all_reduce_kernel.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
@@ -267,6 +314,7 @@ def matmul_all_reduce(
       epilogue: as for `matmul_reduce_scatter`. All devices must hold the same arrays.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k_shard]`. No transposed copy is made.
+      lhs_scale, rhs_scale: scales of operands in 8 bits, as for `matmul_reduce_scatter`.
       config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: as for `all_gather_matmul`.
@@ -280,6 +328,16 @@ def matmul_all_reduce(
     """
     axes = canonical_axes(axis_name)
     operation = MATMUL_ALL_REDUCE
+    if lhs_scale is not None or rhs_scale is not None:
+        asked = scaled.Asked(
+            epilogue=epilogue,
+            out_dtype=out_dtype,
+            rhs_transposed=rhs_transposed,
+            config=config,
+            backend=backend,
+        )
+        given = lhs, rhs, axes, lhs_scale, rhs_scale, asked
+        return scaled_sums.reduce(SCALED_ALL_REDUCE, *given, axis=None)
     pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
     types = types_of(pairs[0][0], pairs[1][0], options)
     sizes = scattered.sizes_of(pairs, axes, options)
@@ -397,3 +455,14 @@ MATMUL_ALL_REDUCE = Operation(
         needs=lambda sizes, d: (("k", sizes["k"], d),),
     ),
 )
+
+# --- With scales ----------------------------------------------------------------------------------
+
+
+def _scaled(plain: Operation) -> scaled.Records:
+    return {kind: scaled_records.record(kind, plain.public, plain) for kind in scales.GRANULARITIES}
+
+
+SCALED_GATHER = _scaled(GATHERS["m"])
+SCALED_REDUCE_SCATTER = _scaled(MATMUL_REDUCE_SCATTER)
+SCALED_ALL_REDUCE = _scaled(MATMUL_ALL_REDUCE)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import axis_size, varying_axes
 from stretto.kernels.operation import Axes, Operand, Sizes
@@ -22,13 +23,14 @@ type Matrices = tuple[jax.Array, ...]
 
 
 def checked_pairs(
-    op: str, lhs: Any, rhs: Any, out_dtype: Any, rhs_transposed: bool
+    op: str, lhs: Any, rhs: Any, out_dtype: Any, rhs_transposed: bool, *, scaled: bool = False
 ) -> tuple[tuple[Matrices, Matrices], MatmulOptions]:
     """The operands as tuples of equal length, checked, and the options."""
     lhs = checks.as_matrices(op, "lhs", lhs)
     rhs = checks.as_matrices(op, "rhs", rhs)
-    checks.check_pairs(op, lhs, rhs, rhs_transposed=rhs_transposed)
-    dtype = checks.check_out_dtype(op, out_dtype, lhs[0].dtype)
+    checks.check_pairs(op, lhs, rhs, rhs_transposed=rhs_transposed, scaled=scaled)
+    default = jnp.bfloat16 if scaled else lhs[0].dtype
+    dtype = checks.check_out_dtype(op, out_dtype, default)
     return (lhs, rhs), MatmulOptions(out_dtype=dtype, rhs_transposed=rhs_transposed)
 
 

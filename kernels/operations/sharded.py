@@ -14,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 from stretto.kernels.operation import Operation
 from stretto.kernels.operations import OPERATIONS
 
+SCALES = ("lhs_scale", "rhs_scale")
+"""Of the operands, in their order."""
+
 
 def sharded(
     operation: Callable[..., Any],
@@ -25,7 +28,8 @@ def sharded(
     """`operation` on whole arrays, outside of `jax.shard_map`.
 
     `stretto.sharded(stretto.all_gather_matmul)(x, w, "tp")` is `x @ w`, for `x` with rows sharded
-    over "tp". Other axes of the operands' sharding, such as a batch over "dp", are kept.
+    over "tp". Other axes of the operands' sharding, such as a batch over "dp", are kept. Scales
+    (`lhs_scale=`, `rhs_scale=`) are whole arrays, too, and are split as their operands.
 
     Args:
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
@@ -55,26 +59,43 @@ def sharded(
             (options["axis_name"],) = rest
         name = options.get("axis_name")
         axes = tuple(name) if isinstance(name, tuple | list) else (name,)
+        scales = {key: options.pop(key) for key in SCALES if options.get(key) is not None}
         named = [key for key, x in options.items() if _are_arrays(x)]
         plain = {key: x for key, x in options.items() if key not in named}
         every = (*operands, *(options[key] for key in named))
         found = _specs(record, every, in_specs)
+        of_scales = [
+            _specs_of_scales(operands[SCALES.index(key)], found[SCALES.index(key)], scale)
+            for key, scale in scales.items()
+        ]
         out = out_specs if out_specs is not None else _layout(record, found, axes, options)
 
         def on_a_device(*xs: Any) -> Any:
-            own = dict(zip(named, xs[len(operands) :], strict=True))
-            results = operation(*xs[: len(operands)], **own, **plain)
-            return results if record.joined is None else record.joined(results, xs, found, axes)
+            own = dict(zip((*named, *scales), xs[count:], strict=True))
+            results = operation(*xs[:count], **own, **plain)
+            if record.joined is None:
+                return results
+            return record.joined(results, xs[: len(every)], found, axes)
 
         return jax.shard_map(
             on_a_device,
             mesh=mesh if mesh is not None else _mesh_of(record, every),
-            in_specs=tuple(found),
+            in_specs=(*found, *of_scales),
             out_specs=out,
             check_vma=False,
-        )(*every)
+        )(*every, *scales.values())
 
     return call
+
+
+def _specs_of_scales(operand: Any, spec: Any, scale: Any) -> Any:
+    """How scales lie: as their operand does, but for dimensions along which there is one."""
+    if isinstance(operand, tuple | list):
+        each = zip(operand, spec, scale, strict=True)
+        return type(scale)(_specs_of_scales(*one) for one in each)
+    if scale.ndim == 0:
+        return P()
+    return P(*(None if size == 1 else x for size, x in zip(scale.shape, spec, strict=True)))
 
 
 def _are_arrays(x: Any) -> bool:

@@ -24,11 +24,13 @@ def check_matmul_operands(
     rhs_transposed: bool = False,
     k_shards: int = 1,
     batches: bool = False,
+    scaled: bool = False,
 ) -> None:
     """Raises ValueError unless `lhs @ rhs` multiplies two matrices of numbers of one type.
 
     With `k_shards`, lhs is one of so many equal parts of the columns; with `batches` it may have
-    more dimensions before them.
+    more dimensions before them. `scaled` are those that have scales, whose types of 8 bits
+    (`scales.checked`) may differ.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_array(op, name, x)
@@ -37,7 +39,7 @@ def check_matmul_operands(
             raise ValueError(f"{op}: {name} has shape {x.shape}; it must be a matrix{more}.")
         if not jnp.issubdtype(x.dtype, jnp.number):
             raise ValueError(f"{op}: {name} has dtype {x.dtype}; it must be of numbers. Cast it.")
-    if lhs.dtype != rhs.dtype:
+    if lhs.dtype != rhs.dtype and not scaled:
         raise ValueError(
             f"{op}: lhs is {lhs.dtype} and rhs is {rhs.dtype}; cast one so that they agree."
         )
@@ -54,7 +56,7 @@ def check_matmul_operands(
 
 
 def check_grouped_operands(
-    op: str, lhs: Any, rhs: Any, group_sizes: Any, *, rhs_transposed: bool
+    op: str, lhs: Any, rhs: Any, group_sizes: Any, *, rhs_transposed: bool, scaled: bool = False
 ) -> None:
     """Raises ValueError unless each row of lhs can be multiplied by its group's matrix of rhs."""
     for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
@@ -64,7 +66,7 @@ def check_grouped_operands(
             f"{op}: rhs has shape {rhs.shape}; it must be [groups, k, n], a matrix for each group."
         )
     matrix = jax.ShapeDtypeStruct(rhs.shape[1:], rhs.dtype)
-    check_matmul_operands(op, lhs, matrix, rhs_transposed=rhs_transposed)
+    check_matmul_operands(op, lhs, matrix, rhs_transposed=rhs_transposed, scaled=scaled)
     if group_sizes.shape != rhs.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"{op}: group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be"
@@ -92,14 +94,16 @@ def as_matrices(op: str, name: str, operand: Any) -> tuple[Any, ...]:
     return tuple(operand)
 
 
-def check_pairs(op: str, lhs: tuple, rhs: tuple, *, rhs_transposed: bool) -> None:
+def check_pairs(
+    op: str, lhs: tuple, rhs: tuple, *, rhs_transposed: bool, scaled: bool = False
+) -> None:
     """Raises ValueError unless the products `lhs_i @ rhs_i` can be added up."""
     if len(lhs) != len(rhs):
         raise ValueError(
             f"{op}: there are {len(lhs)} lhs and {len(rhs)} rhs; each needs its counterpart."
         )
     for x, y in zip(lhs, rhs, strict=True):
-        check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed, batches=True)
+        check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed, batches=True, scaled=scaled)
     n = 0 if rhs_transposed else 1
     sizes = [((*x.shape[:-1], y.shape[n]), x.dtype) for x, y in zip(lhs, rhs, strict=True)]
     if len(set(sizes)) > 1:

@@ -9,6 +9,7 @@ import jax
 
 from stretto.kernels.problem.epilogue import Form
 from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.scales import Granularity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,13 @@ class MatmulOptions:
       out_dtype: type of the result.
       rhs_transposed: rhs is given as `[n, k]`.
       epilogue: the function of the float32 product; its arrays are operands.
+      scales: of operands in 8 bits, the granularity; None without scales.
     """
 
     out_dtype: Any
     rhs_transposed: bool = False
     epilogue: Form | None = None
+    scales: Granularity | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,4 +57,9 @@ class GatherOptions(MatmulOptions):
 
 def types_of(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Types:
     """The types of a matmul's call."""
-    return Types(lhs=str(lhs.dtype), rhs=str(rhs.dtype), out=str(options.out_dtype))
+    return Types(
+        lhs=str(lhs.dtype),
+        rhs=str(rhs.dtype),
+        out=str(options.out_dtype),
+        scales=options.scales,
+    )

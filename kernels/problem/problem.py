@@ -12,7 +12,10 @@ from stretto.kernels.problem.machine import Machine
 
 
 class Types(NamedTuple):
-    """Element types, by JAX's names; of a collective's one operand that is `lhs`."""
+    """Element types, by JAX's names; of a collective's one operand that is `lhs`.
+
+    `scales` is the granularity of scales, which are in float32.
+    """
 
     lhs: str
     out: str
@@ -23,6 +26,11 @@ class Types(NamedTuple):
     def itemsize(self) -> int:
         """Bytes of an element of `lhs`."""
         return jnp.dtype(self.lhs).itemsize
+
+    @property
+    def measured_out_itemsize(self) -> int:
+        """Bytes of an element of the results that tuned tables were measured with."""
+        return 2 if self.scales is not None else self.itemsize
 
     @property
     def out_itemsize(self) -> int:

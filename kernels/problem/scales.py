@@ -28,9 +28,14 @@ BLOCK = 128
 MX_BLOCK = 32
 """Elements along k that share a scale of "mx"."""
 
+SCALE_BYTES = 4
+
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 type Granularity = Literal["row", "block", "mx"]
+
+GRANULARITIES: tuple[Granularity, ...] = ("row", "block")
+"""That kernels know; one scale of a tensor is spread to one of these."""
 
 
 def are_fp8(*operands: Any) -> bool:

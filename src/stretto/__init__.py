@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stretto.distributed.simulator import simulate
     from stretto.kernels.attention.layouts import from_zigzag, to_zigzag, token_positions
     from stretto.kernels.choice.explain import explain
-    from stretto.kernels.operations import epilogues
+    from stretto.kernels.operations import epilogues, fp8
     from stretto.kernels.operations.collectives import (
         all_gather,
         all_reduce,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from stretto.kernels.operations.sharded import sharded
     from stretto.kernels.operations.summed_norm import all_reduce_rms_norm
     from stretto.kernels.problem.epilogue import Epilogue
+    from stretto.kernels.xla.quantisation import quantise
     from stretto.launch.process.startup import initialize
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "expert_dispatch",
     "explain",
     "explain_sizes",
+    "fp8",
     "from_zigzag",
     "grouped_matmul",
     "initialize",
@@ -63,6 +65,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mixture_of_experts",
+    "quantise",
     "reduce_scatter",
     "sharded",
     "simulate",
@@ -85,6 +88,7 @@ _MODULES = {
     "epilogues": "stretto.kernels.operations",
     "explain": "stretto.kernels.choice.explain",
     "explain_sizes": "stretto.kernels.operations.explain_sizes",
+    "fp8": "stretto.kernels.operations",
     "from_zigzag": "stretto.kernels.attention.layouts",
     "grouped_matmul": "stretto.kernels.operations.grouped_matmul",
     "initialize": "stretto.launch.process.startup",
@@ -92,6 +96,7 @@ _MODULES = {
     "matmul_all_reduce": "stretto.kernels.operations.matmuls",
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
     "mixture_of_experts": "stretto.kernels.operations.mixture",
+    "quantise": "stretto.kernels.xla.quantisation",
     "reduce_scatter": "stretto.kernels.operations.collectives",
     "sharded": "stretto.kernels.operations.sharded",
     "simulate": "stretto.distributed.simulator",

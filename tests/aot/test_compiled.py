@@ -22,6 +22,28 @@ pytestmark = pytest.mark.skipif(
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
+# The reduce-scatter's code is the all-gather's but for its addends, and the all-reduce's its own.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_gather_matmul",
+        pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow),
+        pytest.param("matmul_all_reduce", marks=pytest.mark.slow),
+    ],
+)
+def test_fused_matmuls_in_8_bits(name, tmp_path):
+    compiled = compile_case(f"fp8, {name}", tmp_path)
+    check(compiled, warpgroups=3, local=True)
+    assert all("e4m3.e5m2" in kernel["ptx"] for x in compiled for kernel in x["kernels"])
+
+
+@pytest.mark.slow
+def test_groups_in_8_bits(tmp_path):
+    for program in compile_case("fp8, grouped_matmul", tmp_path):
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["warnings"], program["label"]
+
+
 # The all-reduce is the reduce-scatter's code, with more stores.
 @pytest.mark.parametrize(
     ("case", "name"),

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import launching
 import ragged_matmul
+import scaled_cases
 import scaled_matmul
 import slow_peers
 import subjects
@@ -40,7 +41,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
 from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
-from stretto.kernels.operations import OPERATIONS, attention_rules
+from stretto.kernels.operations import OPERATIONS, SCALED, attention_rules
 from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -469,6 +470,35 @@ def fp8() -> Iterator[Program]:
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 
+def fp8_fused(*names: str) -> Iterator[Program]:
+    """The fused matmuls in 8 bits, with each granularity's default configuration."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    for name in names:
+        for kind in ("row", "block"):
+            yield f"{name}, {kind}", *scaled_cases.program(name, kind, mesh)
+            if kind == "row":
+                options = dict(out_dtype=jnp.float32)
+                yield f"{name}, float32", *scaled_cases.program(name, kind, mesh, **options)
+
+
+def fp8_groups() -> Iterator[Program]:
+    """Groups of rows in 8 bits."""
+    mesh = aot.mesh_of_gpus((1,), ("x",))
+    e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
+    for kind, shapes in (
+        ("row", [(4096, 1), (8, 1536, 1)]),
+        ("block", [(4096, 16), (8, 12, 16)]),
+    ):
+        operands = [((4096, 2048), e4m3), ((8, 1536, 2048), e4m3), ((8,), jnp.int32)]
+        operands += [(shape, f32) for shape in shapes]
+
+        def call(lhs, rhs, sizes, lhs_scale, rhs_scale):
+            given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, backend="pallas")
+            return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, **given)
+
+        yield f"grouped_matmul, {kind}", *on_one(call, mesh, operands)
+
+
 def blackwell(*names: str) -> Iterator[Program]:
     """The default configurations of fused matmuls for B200s."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
@@ -597,6 +627,8 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "odd sizes of gathers": functools.partial(
         odd_sizes, "all_gather_matmul", "all_gather_matmul_k"
     ),
+    **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
+    "fp8, grouped_matmul": fp8_groups,
     "epilogue": epilogue,
     "epilogues with arrays": epilogues_with_arrays,
     "epilogues with arrays at odd sizes": epilogues_with_arrays_at_odd_sizes,
@@ -647,6 +679,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
 # The case, of those above, in which the kernel of an operation is certain to be.
 COMPILED_BY: dict[str, str] = {
     **{name: f"configs of {name}" for name in cases.OPERATIONS},
+    **{name: f"fp8, {record.public.__name__}" for name, record in SCALED.items()},
     **{name: f"gathers of {name}" for name in cases.GATHERS},
     **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
     "grouped_matmul": "example of grouped_matmul",

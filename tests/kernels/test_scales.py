@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -210,10 +208,3 @@ def test_granularities_of_groups():
         )
         assert (found, of_rhs.shape) == (kind, wanted)
         assert of_lhs.shape == ((128, 1) if kind == "row" else (128, 2))
-
-
-def test_the_example_of_the_page(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "models" / "fp8.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "docs/models/fp8.md", "exec"), {"__name__": "page"})
-    assert capsys.readouterr().out == "256\n"

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, SWIZZLE_BYTES
 from stretto.kernels.problem.machine import HOPPER
-from stretto.kernels.problem.scales import BLOCK, Granularity
+from stretto.kernels.problem.scales import BLOCK, SCALE_BYTES, Granularity
 
 MULTIPLYING_WARPGROUPS = 2
-SCALE_BYTES = 4
 PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
 
 
@@ -100,6 +99,10 @@ NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3, store_buffers=4)
+NARROW_FP8 = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
+NARROWEST_FP8 = TileConfig(tile_n=64, tile_k=128, num_stages=6, store_buffers=1)
+WIDE_RESULT_FP8 = TileConfig(tile_n=192, tile_k=128, num_stages=4, store_buffers=2)
 # Of 8 bits with a scale for each block: products of 64 rows are added to totals in registers.
 # A tile of 256 x 128 spills registers there, and is slower.
 BLOCKS = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
+NARROW_BLOCKS = TileConfig(tile_n=64, tile_k=128, num_stages=6, store_buffers=1)

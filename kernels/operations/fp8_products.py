@@ -1,0 +1,176 @@
+"""How `stretto.fp8` quantises the operands of a product, and the products of a backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from stretto.kernels.operation import Axes
+from stretto.kernels.operations import batches, matmuls
+from stretto.kernels.problem import scales
+from stretto.kernels.xla.matmul import matmul as wide_matmul
+from stretto.kernels.xla.matmul import matmul_of_columns
+from stretto.kernels.xla.quantisation import Quantised, dequantise, quantise
+from stretto.kernels.xla.scaled_matmul import scaled_matmul
+
+type Matrices = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the operands of a layer's products are quantised.
+
+    Attributes:
+      granularity: of scales, as `stretto.quantise` has it: "tensor", "row", or "block" of 1 x 128
+        for activations and gradients and 128 x 128 for weights.
+      act_qtype, weight_qtype: types of activations and weights.
+      bwd_qtype: type of gradients; None for a backward pass in the operands' own type.
+      force_pow_2_scales: scales are powers of two.
+
+    Raises:
+      ValueError: an unknown granularity or type.
+    """
+
+    granularity: Literal["tensor", "row", "block"] = "row"
+    act_qtype: str = "float8_e4m3fn"
+    weight_qtype: str = "float8_e4m3fn"
+    bwd_qtype: str | None = "float8_e5m2"
+    force_pow_2_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("tensor", "row", "block"):
+            raise ValueError(
+                f"granularity={self.granularity!r} is not one of 'tensor', 'row', 'block'."
+            )
+        for name in ("act_qtype", "weight_qtype", "bwd_qtype"):
+            value = getattr(self, name)
+            if value not in scales.FP8 and not (name == "bwd_qtype" and value is None):
+                raise ValueError(f"{name}={value!r} must be {' or '.join(scales.FP8)}.")
+
+    def quantised(self, x: jax.Array, qtype: str, axis: int, *, weight: bool = False) -> Quantised:
+        """`x`, whose contraction is `axis`, in 8 bits."""
+        return quantise(
+            x,
+            self.granularity,
+            qtype,
+            axis=axis,
+            block_scaling_dim=2 if weight else 1,
+            force_pow_2_scales=self.force_pow_2_scales,
+        )
+
+    def weight(self, w: jax.Array) -> Quantised:
+        """`w` `[k, n]` for `x @ w`: transposed, `[n, k]`, as the tensor cores take it."""
+        found = self.quantised(w, self.weight_qtype, -2, weight=True)
+        return Quantised(found.qvalue.T, found.scale.T)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class How:
+    """What a product is besides its operands; `axis` is of x, None for a sum on every device."""
+
+    recipe: Recipe
+    out_dtype: Any
+    axes: Axes = ()
+    axis: int | None = None
+    backend: str = "auto"
+    typed: bool = False
+
+    @property
+    def token_axis(self) -> int:
+        """`axis` of a product whose tokens are gathered or scattered."""
+        return 0 if self.axis is None else self.axis
+
+
+def scaled_gather(how: How, lhs: Quantised, rhs: Sequence[Quantised], dtype: Any) -> Matrices:
+    """`all_gather(lhs) @ rhs^T` of each of rhs, in `dtype`."""
+    return matmuls.all_gather_matmul(
+        lhs.qvalue,
+        tuple(x.qvalue for x in rhs),
+        how.axes,
+        out_dtype=dtype,
+        rhs_transposed=True,
+        axis=how.token_axis,
+        lhs_scale=lhs.scale,
+        rhs_scale=tuple(x.scale for x in rhs),
+        backend=how.backend,
+    )
+
+
+def scaled_reduce(how: How, lhs: Quantised, rhs: Quantised, dtype: Any) -> jax.Array:
+    """`lhs @ rhs^T`, scattered or, without `how.axis`, everywhere, in `dtype`."""
+    options: dict[str, Any] = dict(
+        out_dtype=dtype,
+        rhs_transposed=True,
+        lhs_scale=lhs.scale,
+        rhs_scale=rhs.scale,
+        backend=how.backend,
+    )
+    if how.axis is None:
+        return matmuls.matmul_all_reduce(lhs.qvalue, rhs.qvalue, how.axes, **options)
+    return matmuls.matmul_reduce_scatter(
+        lhs.qvalue, rhs.qvalue, how.axes, axis=how.token_axis, **options
+    )
+
+
+def product(lhs: Quantised, rhs: Quantised) -> jax.Array:
+    """`lhs @ rhs^T` of one device, in float32."""
+    kind, of_lhs, (of_rhs,) = scales.checked(
+        "fp8", lhs.qvalue, [rhs.qvalue], lhs.scale, [rhs.scale], rhs_transposed=True
+    )
+    return scaled_matmul(lhs.qvalue, rhs.qvalue, of_lhs, of_rhs, kind, rhs_transposed=True)
+
+
+def as_it_lies(recipe: Recipe, w: jax.Array) -> Quantised:
+    """`w` `[k, n]` as the transposed right-hand side of `g @ w^T`."""
+    return recipe.quantised(w, recipe.weight_qtype, -1, weight=True)
+
+
+def times_transposed(recipe: Recipe, bar: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """`bar @ w^T` of one device."""
+    if recipe.bwd_qtype is None:
+        return wide_matmul(bar.astype(dtype), w.T.astype(dtype)).astype(dtype)
+    g = recipe.quantised(bar, recipe.bwd_qtype, -1)
+    return product(g, as_it_lies(recipe, w)).astype(dtype)
+
+
+def weight_gradient(recipe: Recipe, x: jax.Array, bar: jax.Array) -> jax.Array:
+    """`x^T @ bar` over all tokens, `[..., k]` and `[..., n]`, in float32."""
+    x, bar = batches.as_rows(x), batches.as_rows(bar)
+    if recipe.bwd_qtype is None or recipe.granularity == "block":
+        # Tokens of both in blocks of 1 x 128 are a product that no main loop has.
+        return matmul_of_columns(x, bar.astype(x.dtype)).astype(jnp.float32)
+    columns = recipe.quantised(x, recipe.act_qtype, 0), recipe.quantised(bar, recipe.bwd_qtype, 0)
+    return product(*(Quantised(q.qvalue.T, q.scale.T) for q in columns))
+
+
+# --- What the backward pass keeps -----------------------------------------------------------------
+
+
+def kept(recipe: Recipe, x: jax.Array, values: Quantised) -> tuple[Any, jax.Array]:
+    """x in 8 bits or, without `bwd_qtype`, as it is; and an empty array of its type."""
+    return x if recipe.bwd_qtype is None else values, jnp.zeros((0,), x.dtype)
+
+
+def wide(kept: Any, dtype: Any) -> jax.Array:
+    """What `kept` kept, in `dtype`."""
+    return dequantise(*kept, dtype) if isinstance(kept, Quantised) else kept
+
+
+def gathered(how: How, kept: Any) -> jax.Array:
+    """All devices' tokens of what was kept, or of a gradient, along `how.axis`; dequantised."""
+    gather = functools.partial(
+        matmuls.all_gather, axis_name=how.axes, axis=how.token_axis, backend=how.backend
+    )
+    if not isinstance(kept, Quantised):
+        return gather(kept)
+    values = gather(kept.qvalue)
+    dtype = jnp.bfloat16 if how.out_dtype != jnp.float32 else jnp.float32
+    if kept.scale.ndim == 0:  # One of each device's shard.
+        shape = (*kept.qvalue.shape[:-1], 1)
+        return dequantise(values, gather(jnp.broadcast_to(kept.scale, shape)), dtype)
+    return dequantise(values, gather(kept.scale), dtype)
