@@ -64,6 +64,7 @@ class MixtureOfExperts(nnx.Module):
       ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` leaves tokens whole;
         where it is called, that the team cannot split the experts or the tokens, or that `scores`
         do not fit x.
+      NotImplementedError: `parallel` quantises (`fp8`).
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class MixtureOfExperts(nnx.Module):
             raise ValueError(
                 "sequence_parallel=False leaves all tokens on every device, which would all send"
                 " them; pass a Parallel with sequence_parallel=True."
+            )
+        if parallel.fp8 is not None:
+            raise NotImplementedError(
+                "MixtureOfExperts has no products in 8 bits; pass a Parallel without fp8."
             )
         self.num_experts = num_experts
         self.top_k = top_k

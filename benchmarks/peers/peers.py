@@ -145,8 +145,8 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
     rows = (groups, -(-m // groups)) if groups > 1 else (m,)
     of_groups = (groups,) if groups > 1 else ()
     if case.operation.examples.scales is not None:
-        operands = (*rows, k), (*of_groups, n, k)
-        return tuple(Operand(shape=shape, dtype=FP8[0]) for shape in operands)
+        lhs = Operand(shape=(*rows, k), dtype=FP8[0])
+        return lhs, Operand(shape=(*of_groups, n, k), dtype=FP8[0])
     return Operand(shape=(*rows, k)), Operand(shape=(*of_groups, k, n))
     return Operand(shape=(m, k)), Operand(shape=(k, n))
 

@@ -87,6 +87,19 @@ def test_eight_bits(case, kind, tmp_path):
             assert f"tcgen05.mma.cta_group::{pair}.{kind}" in kernel["ptx"], program["label"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "grouped_matmul"]
+)
+def test_operations_in_eight_bits(name, tmp_path):
+    compiled = compile_case(f"Blackwell fp8, {name}", tmp_path)
+    assert len(compiled) >= 2
+    for program in compiled:
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["warnings"], program["label"]
+            assert ".kind::f8f6f4" in kernel["ptx"], program["label"]
+
+
 @pytest.mark.parametrize("which", ["product", pytest.param("rest", marks=pytest.mark.slow)])
 def test_rows_in_groups(which, tmp_path):
     for program in compile_case(f"Blackwell groups, {which}", tmp_path):

@@ -470,9 +470,9 @@ def fp8() -> Iterator[Program]:
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
 
 
-def fp8_fused(*names: str) -> Iterator[Program]:
+def fp8_fused(*names: str, target: str = "h100") -> Iterator[Program]:
     """The fused matmuls in 8 bits, with each granularity's default configuration."""
-    mesh = aot.mesh_of_gpus((4,), ("x",))
+    mesh = aot.mesh_of_gpus((4,), ("x",), target=target)
     for name in names:
         for kind in ("row", "block"):
             yield f"{name}, {kind}", *scaled_cases.program(name, kind, mesh)
@@ -481,9 +481,9 @@ def fp8_fused(*names: str) -> Iterator[Program]:
                 yield f"{name}, float32", *scaled_cases.program(name, kind, mesh, **options)
 
 
-def fp8_groups() -> Iterator[Program]:
+def fp8_groups(target: str = "h100") -> Iterator[Program]:
     """Groups of rows in 8 bits."""
-    mesh = aot.mesh_of_gpus((1,), ("x",))
+    mesh = aot.mesh_of_gpus((1,), ("x",), target=target)
     e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
     for kind, shapes in (
         ("row", [(4096, 1), (8, 1536, 1)]),
@@ -629,6 +629,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     ),
     **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
     "fp8, grouped_matmul": fp8_groups,
+    **{
+        f"Blackwell fp8, {name}": functools.partial(fp8_fused, name, target="b200")
+        for name in scaled_cases.NAMES
+    },
+    "Blackwell fp8, grouped_matmul": functools.partial(fp8_groups, target="b200"),
     "epilogue": epilogue,
     "epilogues with arrays": epilogues_with_arrays,
     "epilogues with arrays at odd sizes": epilogues_with_arrays_at_odd_sizes,

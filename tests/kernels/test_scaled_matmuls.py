@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import fused_cases as cases
@@ -19,6 +20,7 @@ from stretto.benchmarks.cases.case import Case
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.choice import choose
+from stretto.kernels.engine.blackwell import tile_config as blackwell
 from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, TileConfig
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.pull_config import PullConfig
@@ -31,12 +33,23 @@ CONFIGS = {
     "matmul_reduce_scatter": matmul_reduce_scatter.Config(tiles=SMALL),
     "matmul_all_reduce": matmul_all_reduce.Config(tiles=SMALL),
 }
+OF_BLACKWELL = {
+    blocks: blackwell.TileConfig(
+        blocks=blocks,
+        tile_m=128 * blocks,
+        tile_n=64 * blocks,
+        tile_k=128,
+        num_stages=2,
+        store_buffers=1,
+    )
+    for blocks in (1, 2)
+}
 slow = pytest.mark.slow
 
 
-def simulated(name, kind, devices, shape, *, seed=0, **options):
+def simulated(name, kind, devices, shape, *, seed=0, target="h100", **options):
     options = {"config": CONFIGS[name]} | options
-    with st.simulate(seed=seed, core_count=2, on_finding="record") as report:
+    with st.simulate(seed=seed, core_count=2, on_finding="record", target=target) as report:
         out, want = scaled_cases.run(name, kind, devices, shape, **options)
     return np.array_equal(out, want), report
 
@@ -68,6 +81,66 @@ def test_in_the_simulator(name, kind, devices, shape):
     right, report = simulated(name, kind, devices, shape, dtypes=(E4M3, E5M2))
     assert report.ok, str(report)
     assert right
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "devices", "shape", "blocks"),
+    [
+        ("all_gather_matmul", "row", 2, (136, 200, 72), 2),
+        ("matmul_reduce_scatter", "block", 3, (40, 256, 136), 1),
+        pytest.param("all_gather_matmul", "block", 2, (136, 300, 128), 1, marks=slow),
+        pytest.param("all_gather_matmul", "row", 3, (72, 200, 72), 1, marks=slow),
+        pytest.param("matmul_reduce_scatter", "row", 2, (72, 200, 72), 2, marks=slow),
+        pytest.param("matmul_all_reduce", "block", 2, (72, 256, 72), 2, marks=slow),
+    ],
+)
+def test_with_tiles_of_blackwell(name, kind, devices, shape, blocks):
+    """By one block, or by two together."""
+    config = dataclasses.replace(CONFIGS[name], tiles=OF_BLACKWELL[blocks])
+    right, report = simulated(name, kind, devices, shape, config=config, target="b200")
+    assert report.ok, str(report)
+    assert right
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_epilogue_with_arrays_follows_the_kernel(gated):
+    """XLA applies it to the kernel's product, here exact."""
+    lhs, rhs = cases.whole_numbers(0, 32, 128), cases.whole_numbers(1, 128, 128)
+    of_lhs, of_rhs = scaled_cases.scales("row", 32, 128, 128)
+    bias = cases.whole_numbers(4, 64)
+    gate, up = np.split(scaled_cases.exact(lhs, rhs, of_lhs, of_rhs), 2, axis=1)
+    want = np.maximum(gate, 0) * up + bias if gated else np.hstack([gate + bias, up + bias])
+    function = (lambda g, u, b: jnp.maximum(g, 0) * u + b) if gated else (lambda y, b: y + b)
+    found = []
+
+    def call(x, y, s, t, b):
+        given = dict(
+            rhs_transposed=True,
+            lhs_scale=s,
+            rhs_scale=(t[:64], t[64:]),
+            epilogue=st.Epilogue(function, b, gated=gated),
+            out_dtype=F32,
+            config=CONFIGS["all_gather_matmul"],
+        )
+        found.append(st.explain(st.all_gather_matmul, x, (y[:64], y[64:]), "x", **given))
+        out = st.all_gather_matmul(x, (y[:64], y[64:]), "x", **given)
+        return out if gated else jnp.concatenate(out, axis=1)
+
+    rows = P("x")
+    program = jax.shard_map(
+        call,
+        mesh=cases.mesh_of(2),
+        in_specs=(rows, P(), rows, P(), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with st.simulate(core_count=2) as report:
+        values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E4M3)
+        out = jax.jit(program)(*values, of_lhs, of_rhs, jnp.asarray(bias, F32))
+    assert report.ok
+    np.testing.assert_array_equal(out, want)
+    said = "XLA applies the epilogue to the kernel's product, since its operands have scales"
+    assert said in found[0].reason
 
 
 @slow
@@ -307,7 +380,8 @@ def test_there_is_no_derivative(backend):
         jax.eval_shape(program, jax.ShapeDtypeStruct((16, 256), F32))
 
 
-def test_memory_that_scales_take():
+@pytest.mark.parametrize("kind_of_gpu", ["NVIDIA H200", "NVIDIA B200"])
+def test_memory_that_scales_take(kind_of_gpu):
     """The default configurations fit, scales and the pieces that they are pulled in included."""
     from stretto.kernels.operations import matmuls
     from stretto.kernels.problem.machine import Machine
@@ -325,7 +399,7 @@ def test_memory_that_scales_take():
                     sizes=dict(m=rows, k=8192, n=8192),
                     types=Types(lhs="float8_e4m3fn", rhs="float8_e4m3fn", out=out, scales=kind),
                     devices=2,
-                    machine=Machine(platform="gpu", kind="any"),
+                    machine=Machine.of_kind("gpu", kind_of_gpu),
                 )
                 (kernel,) = record.kernels
                 kernel.default(problem).check(problem)

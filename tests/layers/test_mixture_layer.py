@@ -123,3 +123,8 @@ def test_kernels_inside_shard_map_in_the_simulator():
 def test_errors(call, words):
     with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match=words):
         call()
+
+
+def test_experts_are_not_quantised():
+    with pytest.raises(NotImplementedError, match="no products in 8 bits"):
+        ours(parallel=sf.Parallel("ep", fp8=st.fp8.Recipe()))
