@@ -1,4 +1,4 @@
-"""The experts of a mixture, dealt out over a team of devices; tokens go there and come back."""
+"""The experts of a mixture, distributed over a team of devices; tokens are sent there and back."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ def _expert_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> j
 
 
 class MixtureOfExperts(nnx.Module):
-    """`sum_j weight_j * expert_j(x)` over the `top_k` experts that score best for a token.
+    """`sum_j weight_j * expert_j(x)` over the `top_k` experts with the highest scores of a token.
 
-    An expert is `down(activation(up(x)))` or, gated, `down(activation(gate(x)) * up(x))`. Of a team
-    of D devices each has `num_experts / D` experts, whole, and some of the tokens; tokens go to the
+    An expert is `down(activation(up(x)))` or, gated, `down(activation(gate(x)) * up(x))`. Each of D
+    devices holds `num_experts / D` whole experts, and a part of the tokens. Tokens are sent to the
     devices of their experts and back (`stretto.mixture_of_experts`).
 
-    What scores a token is not part of the layer: any router gives `scores`. Parameters are `gate`
-    (if there is one) and `up` `[num_experts, in, hidden]`, and `down` `[num_experts, hidden, in]`.
+    The router is not part of the layer: pass its `scores`. Parameters are `gate` (for gated
+    experts) and `up` `[num_experts, in, hidden]`, and `down` `[num_experts, hidden, in]`.
 
     Args:
       num_experts: over all devices.
       in_features, hidden_features: of an expert.
       top_k: experts of a token.
       activation: of float32 arrays, elementwise.
-      gated: with a gate, as SwiGLU.
-      normalised: whether the weights of a token's experts are made to sum to 1.
-      capacity: rows of tokens that a device has room for, as `stretto.expert_dispatch` has it; by
-        default nothing is left out.
-      parallel: axes of the mesh that the experts lie along, and how activations lie; with
+      gated: whether experts have a gate, as in SwiGLU.
+      normalised: whether the weights of a token's experts are scaled to sum to 1.
+      capacity: the largest number of rows on a device, as in `stretto.expert_dispatch`; by
+        default no row is dropped.
+      parallel: the mesh axes that split the experts, and the sharding of activations; with
         `sequence_parallel`.
-      kernel_init: of gate and up; of down as well, unless `out_kernel_init` is given.
-      out_kernel_init: of down.
-      dtype: of the operands; by default the one that they promote to.
+      kernel_init: for gate and up; also for down, unless `out_kernel_init` is given.
+      out_kernel_init: for down.
+      dtype: of the operands; by default their promoted type.
       param_dtype: of the parameters.
       promote_dtype: converts operands, with `dtype=`.
       rngs: for the initialisers, of `gate`, `up` and `down`.
 
     Raises:
-      ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` leaves tokens whole;
-        where it is called, that the team cannot split the experts or the tokens, or that `scores`
-        do not fit x.
+      ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` does not split
+        tokens; in calls, the team cannot split the experts or the tokens, or `scores` do not
+        match x.
       NotImplementedError: `parallel` quantises (`fp8`).
     """
 
@@ -118,15 +118,16 @@ class MixtureOfExperts(nnx.Module):
         self.down = matrices(out_kernel_init or kernel_init, *into[::-1])
 
     def __call__(self, x: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`x` to the same shape, tokens split alike; and how many tokens each expert got.
+        """The result, with the shape and sharding of `x`, and the number of tokens of each expert.
 
         Args:
           x: `[..., tokens, in_features]`.
           scores: `[..., tokens, num_experts]`, not negative, such as a router's softmax.
 
         Returns:
-          (out, int32 `[num_experts]`): the latter over the team inside `jax.shard_map`, and in
-          global-view code over all tokens. A load-balancing loss is made of it and the scores.
+          (out, int32 `[num_experts]`): the counts are of the team's tokens inside
+          `jax.shard_map`, and of all tokens in global-view code. A load-balancing loss needs them
+          and the scores.
         """
         if scores.shape != (*x.shape[:-1], self.num_experts):
             raise ValueError(

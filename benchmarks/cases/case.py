@@ -142,7 +142,7 @@ def call_of(
       operation: its record, whose examples have its further arguments.
       backend, config: as the operation takes them.
       axes: the mesh axes of the team.
-      **passed: what it takes as keyword arguments, of the sizes.
+      **passed: keyword arguments that come from the sizes.
     """
     keywords = dict(operation.examples.keywords, backend=backend, **passed)
     named = operation.examples.named

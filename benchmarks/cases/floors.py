@@ -18,16 +18,15 @@ def communication_floor(case: Case, gb_per_s: float = LINK_GB_PER_S) -> float:
 
 
 def memory_floor(case: Case) -> float:
-    """Microseconds in which memory can give and take what a case moves; 0 if nobody counted it."""
+    """Microseconds in which memory can move a case's bytes; 0 without a count of them."""
     return case.work.memory_bytes / (MEMORY_GB_PER_S * 1e3)
 
 
 def floor(case: Case, matmul_us: float | None, gb_per_s: float = LINK_GB_PER_S) -> float | None:
-    """The largest of the matmul alone, `matmul_us` (measured), and what moves over links and in
-    memory.
+    """The largest of `matmul_us` (the measured matmul) and the transfers by links and memory.
 
     None where it is not known: an operation whose matmul alone was not timed, or one without a
-    matmul that sends nothing. Attention alone stands for the matmul of what has none.
+    matmul that sends nothing. For split attention, attention alone takes the place of the matmul.
     """
     communication = max(communication_floor(case, gb_per_s), memory_floor(case))
     if not case.work.flops:

@@ -1,16 +1,16 @@
-"""Attention of a device's queries to keys that come device by device, each attended as it comes.
+"""Attention of a device's queries to the keys of one device after another, as they arrive.
 
-The own keys come first and need nothing from others. In both layouts a device holds its tokens in
-the order of the sequence, so that a causal mask over the own keys is a causal mask over places in
-the arrays. Of a peer's keys a chunk of queries sees the chunks before it, whole: the first ones of
-the peer. How many depends on both devices, and one program serves all, so cuDNN reads the number
-when it runs. All shares are merged once, at the end; derivatives are taken share by share, from the
-logsumexp of all keys. Where keys have fewer heads than queries, the two chunks are one call of a
-batch of two, on the keys twice: that copies less than cutting the queries does.
+The device's own keys are first: they need no transfer. In both layouts a device holds its tokens in
+the order of the sequence, so a causal mask over the own keys is a causal mask over positions in the
+arrays. Of a peer's keys, a chunk of queries attends to all chunks before it: these are the first
+chunks of the peer. Their number depends on both devices, and one program serves all, so cuDNN reads
+it at run time. All shares are merged once, at the end. The derivative of each share uses the
+logsumexp of all keys. Where keys have fewer heads than queries, both chunks are one call with a
+batch of two and the keys twice: that copies less than splitting the queries.
 
     zigzag, own chunks i and 2n - 1 - i | peer j < i | peer j > i
-    the early one sees                  | chunk j    | none
-    the late one sees                   | chunk j    | both
+    the early chunk attends to          | chunk j    | none
+    the late chunk attends to           | chunk j    | both
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of the device's queries, and what it sees of a peer's keys."""
+    """A chunk of the device's queries, and the keys of a peer that it attends to."""
 
     start: int
     size: int
@@ -176,7 +176,7 @@ class Queries:
         return unfolded(q_bar, chunks), of_keys(found[1]), of_keys(found[2])
 
     def _of_own(self, device: jax.Array | int | None) -> dict:
-        """What cuDNN is told of keys that come whole, or under the mask of the own ones."""
+        """cuDNN's arguments for a peer's whole keys, or for the own keys with their mask."""
         own = device is None and self.mask.causal
         return dict(scale=self.scale, causal=own, window=self.mask.window if own else None)
 

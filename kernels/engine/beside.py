@@ -1,10 +1,10 @@
-"""What an epilogue sees beside the total of a tile, and pairs of products that it makes one result of.
+"""Arrays of an epilogue beside the total of a tile, and pairs of products that give one result.
 
-An array of an epilogue lies along the columns of the result, `[n]`, along its rows, `[m, 1]`, or is
-as large as it, `[m, n]`. The first two are *vectors*, of which a tile needs a few hundred numbers:
-they are loaded once a tile, in float32. Of the third, the *matrix*, a tile needs as many as it
-stores: its pieces come through the buffers of the store, in the result's type, each into the one
-that the piece of the result leaves from.
+An array of an epilogue has one number for each column of the result, `[n]`, or for each row,
+`[m, 1]`, or is as large as the result, `[m, n]`. The first two are *vectors*: a tile needs a few
+hundred of their numbers, which are loaded once a tile, in float32. The third is the *matrix*: a tile
+needs as many of its numbers as it stores. Each piece is loaded, in the result's type, into the
+buffer from which the same piece of the result is stored.
 
 | object | in memory, filled up to whole tiles | loaded |
 |---|---|---|
@@ -12,8 +12,8 @@ that the piece of the result leaves from.
 | rows | `[..., 1, m]`, float32 | likewise |
 | elements | as the result, and of its type | by the storing warp, as buffers come free |
 
-Of a pair of products, `gate` and `up`, a tile has `tile_n / 2` columns each, side by side: one stage
-of the ring and one accumulator hold both (`pairs`), and the result has half as many columns.
+For a pair of products, `gate` and `up`, a tile has `tile_n / 2` columns of each, side by side: one
+stage of the ring and one accumulator hold both (`pairs`), and the result has half as many columns.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ type Kind = Literal["columns", "rows", "elements"]
 
 
 def of(form: Form | None, arrays: Sequence[Any]) -> Beside | None:
-    """What an epilogue takes beside the total; None for a function of the total alone.
+    """The description of an epilogue's arrays; None for a function of the total alone.
 
     `arrays` are `[1, n]`, `[m, 1]` and `[m, n]`, or a tuple of one for each result.
     """

@@ -16,12 +16,12 @@ PAIRED_COLUMNS = 128  # Of a tile of a pair: 64 of either product, a row of the 
 
 
 def obstacle(config: Any, options: MatmulOptions, arrays: Sequence[tuple[str, Any]]) -> str | None:
-    """Why XLA has to apply `options.epilogue` after the kernel; None if the kernel does.
+    """Why XLA must apply `options.epilogue` after the kernel; None if the kernel does.
 
     Args:
       config: of the kernel (`PullConfig`).
       options: of the call, with an epilogue.
-      arrays: of the epilogue, each as how it lies along the result and its type.
+      arrays: of the epilogue, each as its kind along the result and its type.
     """
     if options.scales is not None:
         return "its operands have scales"

@@ -1,9 +1,9 @@
-"""Tokens to the rows of their experts, under the grouped matmul that takes them: `rows @ rhs`.
+"""The dispatch of tokens to their experts, overlapped with the grouped matmul of their rows: `rows @ rhs`.
 
-One spare warp of every block pulls token rows, straight from the devices' own `x`, into the rows of the
-own experts, in the order in which the tiles take them. The matmul's tiles begin as their rows arrive.
-A row is fetched for each of its choices: what crosses is more than `dispatch` sends, which fetches a
-token once, but it is hidden, and the first tile waits for its own rows only.
+One spare warp of every block pulls token rows, directly from `x` on the other devices, into the rows of
+its own device's experts, in the order in which the tiles use them. A tile starts when its rows have
+arrived. A row is fetched once for each choice of its token. `dispatch` fetches it once, and so sends
+less, but here the transfer overlaps the products, and the first tile waits for its own rows only.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -12,9 +12,9 @@ token once, but it is hidden, and the first tile waits for its own rows only.
 | `received[b]` | each pulling warp, per piece | the polling warps, for tiles of these rows | pieces of `tile_m` rows | rows `b tile_m` to `(b + 1) tile_m - 1` are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's `x` any more |
 
-Peers' tokens are ready once the pulling warp has met them (`handshake`). A tile may reach over the rows
-of its group: into those of others, which are waited for, too, and beyond the last row, where the first
-token of the device stands in.
+Peers' tokens are ready after the pulling warp's handshake. A tile may extend past the rows of its
+group: into rows of other groups, for which it also waits, and past the last row, where the first token of
+the device is used instead.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
 
 
 def obstacle(x: jax.Array, rhs: jax.Array, rows: int, tiles: TileConfig) -> str | None:
-    """Why the kernel does not take such operands of a grouped matmul; None if it does."""
+    """Why the kernel does not support such operands of a grouped matmul; None if it does."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {x.dtype}."
     if x.shape[1] % tiles.tile_k or x.shape[1] < 2 * tiles.tile_k:
@@ -137,7 +137,7 @@ def dispatch_matmul(
       rhs_transposed: how rhs is given.
       interpret: as `fuse` takes it.
 
-    Rows of no expert are anything, and zero in the product.
+    Rows of no expert have undefined values, and are zero in the product.
     """
     tiles, (tokens, width), rows = config.tiles, x.shape, len(sources)
     n = rhs.shape[1 if rhs_transposed else 2]

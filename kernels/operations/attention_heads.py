@@ -1,7 +1,7 @@
-"""Attention by heads: every device gets all tokens of some heads, and gives them back after it.
+"""Attention by heads: every device computes some heads for all tokens, and sends the results back.
 
-DeepSpeed-Ulysses (S. A. Jacobs et al., arXiv:2309.14509). A device's heads of queries take keys and
-values of the same devices, so kv_heads that the devices cannot share out are sent several times:
+DeepSpeed-Ulysses (S. A. Jacobs et al., arXiv:2309.14509). A device needs the keys and
+values of its heads of queries, so kv_heads that the devices do not divide are sent several times:
 
     kv_heads of 8 on 16 devices: each twice, two devices have the same one
 """

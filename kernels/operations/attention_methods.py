@@ -91,9 +91,9 @@ def _by_sizes(question: Question) -> tuple[str, str]:
 
 
 def gather_us(question: Question) -> float:
-    """Microseconds of the device that has most to do, and of what it waits for.
+    """Microseconds of the busiest device, with its waits.
 
-    Under a causal mask the keys of others come while the own ones are attended.
+    Under a causal mask, attention to the own keys overlaps the transfer of the peers' keys.
     """
     batch, tokens, count, dim = question.q.shape
     keys, kv_heads, devices = *question.k.shape[1:3], question.devices
@@ -109,7 +109,7 @@ def gather_us(question: Question) -> float:
 
 
 def heads_us(question: Question) -> float:
-    """Microseconds of any device: all have equally much to do, and nothing is hidden."""
+    """Microseconds of any device: all have equal work, and nothing overlaps."""
     batch, tokens, count, dim = question.q.shape
     keys, kv_heads, devices = *question.k.shape[1:3], question.devices
     sent_heads = kv_heads * heads.copies(kv_heads, devices)

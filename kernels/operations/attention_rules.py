@@ -1,12 +1,12 @@
-"""What `context_parallel_attention` computes, and its derivative, whatever moves the arrays.
+"""The computation of `context_parallel_attention` and its derivative, for each way to move arrays.
 
-| method | crosses, forward | crosses, backward |
+| method | sent, forward | sent, backward |
 |---|---|---|
 | gather | k and v, to all | k and v again, their derivatives to their owners |
 | heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
 
-With keys by peer, every peer's are attended by themselves, after the own ones, and their
-derivatives leave as they come to be: XLA's order of the program says what runs beside what.
+With `by_peer`, attention to each peer's keys is a call of its own, after that to the own keys, and
+their derivatives are sent as soon as they are computed. XLA's schedule decides what overlaps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TYPES = ("bfloat16", "float16", "float32")
 
 
 class Operands(NamedTuple):
-    """As the public function has them; segments are None where there are no documents."""
+    """The arguments of the public function; segments are None where there are no documents."""
 
     q: Any
     k: Any
@@ -59,8 +59,8 @@ class Options:
       mask, scale: of the scores.
       by_cudnn: whether cuDNN serves on a device; if not, `jax.lax`.
       logsumexp: whether it is returned as well.
-      moves: what the caller asked to move arrays.
-      copies: of method "heads": how often each head of keys is sent.
+      moves: the caller's `backend`, for moving arrays.
+      copies: for method "heads": how often each head of keys is sent.
     """
 
     method: str
@@ -82,8 +82,8 @@ class Config:
     """How keys and values are gathered.
 
     Attributes:
-      by_peer: from each peer by itself, attended as they come; if not, by one `all_gather`, and
-        attended together.
+      by_peer: peer by peer, with a call of attention for each peer; if not, by one `all_gather`,
+        with one call for all keys.
     """
 
     by_peer: bool = True
@@ -253,11 +253,11 @@ def _queries(operands: Operands, call: Call) -> tuple[Queries, Keys]:
 
 
 def _peers(own: Keys, call: Call) -> Iterator[tuple[int, jax.Array, Keys]]:
-    """(distance along the axes, the peer, its keys); each comes straight from its owner.
+    """(distance along the axes, the peer, its keys); each is sent directly by its owner.
 
-    XLA runs one transfer at a time beside other work, and what it cannot, before it (seen in the
-    schedules of JAX 0.11.2 for H100s and H200s). So keys and values come as one array. Of several
-    peers' all but the last still come before any attention.
+    XLA overlaps one transfer at a time with other work, and schedules further transfers before it
+    (seen in the schedules of JAX 0.11.2 for H100s and H200s). So keys and values are one array.
+    With several peers, all keys but the last peer's still arrive before any attention.
     """
     devices, device = axis_size(call.axes), lax.axis_index(call.axes)
     sent = jnp.stack([own.k, own.v]), own.segments

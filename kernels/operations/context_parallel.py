@@ -48,36 +48,38 @@ def context_parallel_attention(
     | segment_ids, kv_segment_ids | `[batch, tokens]`, `[batch, kv_tokens]` | integer |
     | out | q's | q's |
 
-    A query whose mask leaves no key gets 0, and a logsumexp of minus infinity. cuDNN serves 16 bit
-    types on GPUs, head sizes to 256, without segment ids and, of keys that are gathered from
-    several devices, without a window; `jax.lax` serves the rest, block by block, in memory linear
-    in the tokens.
+    A query whose mask leaves no key has the result 0, and a logsumexp of minus infinity. cuDNN
+    serves 16-bit types on GPUs, with head sizes up to 256, without segment ids, and without a
+    window if keys are gathered from several devices. `jax.lax` serves the rest, block by block,
+    in memory linear in the tokens.
 
     Args:
       axis_name: mesh axis, or tuple of axes, that the tokens are split along.
-      causal: a query sees no key behind itself; k and v are then as long as q.
+      causal: a query attends to no later key; k and v must be as long as q.
       scale: of the scores; `dim ** -0.5` by default.
-      layout: "contiguous", or "zigzag" (`to_zigzag`), in which a causal mask costs all devices
-        alike; of q, k and v.
-      window: the most keys that a query sees, itself included; with `causal`.
-      segment_ids: of documents packed into one sequence; a query sees its own document only.
+      layout: of q, k and v: "contiguous", or "zigzag" (`to_zigzag`), which balances the work
+        of a causal mask between devices.
+      window: the largest number of keys that a query attends to, its own included; with `causal`.
+      segment_ids: of documents packed into one sequence; a query attends to its own document only.
       kv_segment_ids: of the keys; those of the queries by default.
-      return_logsumexp: also return float32 `[batch, tokens, heads]`. Then the backward pass is by
-        `jax.lax`: cuDNN's takes no cotangent of it.
-      method: "gather" (each device gets all keys, for its own queries), "heads" (each gets all
-        tokens, of some heads), or "auto": the one that is estimated to be faster, or that cuDNN can
-        serve; `stretto.explain` says which, and why.
-      config: of "gather": whether keys come from one peer after the other; chosen by default.
-      backend: "xla" (keys gathered together, by XLA), "pallas" (as `config` says; what is moved
-        together, by our collectives), "auto", "simulator"; as of `all_gather`.
+      return_logsumexp: also return float32 `[batch, tokens, heads]`. `jax.lax` then computes the
+        backward pass: that of cuDNN does not support the cotangent of the logsumexp.
+      method: "gather" (each device gathers all keys, for its own queries), "heads" (each device
+        computes some heads, for all tokens), or "auto": the faster one by an estimate, or the
+        only one that cuDNN supports; `stretto.explain` prints the choice and its reason.
+      config: for "gather": whether keys are sent peer by peer; chosen by default.
+      backend: "xla" (XLA gathers all keys together), "pallas" (as `config` selects; Stretto's
+        collectives move arrays that are gathered together), "auto", "simulator"; as of
+        `all_gather`.
 
     Raises:
-      ValueError: operands that do not fit each other, an unknown layout, method, axis or backend,
-        an odd number of tokens in zigzag, heads that `method="heads"` cannot share out.
+      ValueError: operands that do not match, an unknown layout, method, axis or backend, an odd
+        number of tokens in zigzag, heads that `method="heads"` cannot split.
 
-    Memory: gathered, k and v of the whole sequence (in zigzag, gathered together, once more in
-    their own order), and up to four times the result; in the backward pass float32 sums of
-    derivatives. By heads as much as the operands and the result, which are kept as exchanged.
+    Memory: "gather" holds k and v of the whole sequence (in zigzag, if gathered together, a
+    second time in the order of the sequence), and up to four times the result; in the backward
+    pass also float32 sums of derivatives. "heads" holds exchanged copies of the operands and of
+    the result.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)

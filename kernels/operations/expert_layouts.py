@@ -1,8 +1,8 @@
-"""The operations on experts on whole arrays: how results lie, and what is added up for them.
+"""The operations on experts on whole arrays: the sharding of results, and their sums over axes.
 
-On whole arrays there is more than one team: tokens may lie along other axes besides (data
-parallelism), and so may the experts' `f` (tensor parallelism). Each team counts its own tokens, and
-each device has its addend of a token; both are added up over those other axes.
+On whole arrays there is more than one team: further axes may split the tokens (data parallelism) or
+the experts' `f` (tensor parallelism). Each team counts its own tokens, and each device computes an
+addend of a token; both are summed over the further axes.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from stretto.kernels.fused import grouped_matmul as kernel
 from stretto.kernels.operation import Axes, Call, Examples, Operand, Operation, Sizes
 from stretto.kernels.operations import scaled_groups, scaled_records
 from stretto.kernels.operations.perform import decide, perform, run
+from stretto.kernels.operations.scaled import Records
 from stretto.kernels.problem import checks, scales
 from stretto.kernels.problem.options import MatmulOptions, types_of
 from stretto.kernels.problem.problem import Problem
@@ -206,7 +207,7 @@ GROUPED_MATMUL = Operation(
     communicates=False,
 )
 
-SCALED = {
+SCALED: Records = {
     kind: scaled_records.record(kind, grouped_matmul, GROUPED_MATMUL)
     for kind in scales.GRANULARITIES
 }

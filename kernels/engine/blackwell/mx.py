@@ -1,9 +1,9 @@
-"""Scales that the tensor cores of Blackwell apply themselves: powers of two, of 32 elements each.
+"""Scales that the tensor cores of Blackwell apply: powers of two, one for 32 elements.
 
-A stage of the ring holds its scales in the arrangement that the tensor cores want
-(`engine.scales`), under the stage's barriers. The issuing warp has them copied to tensor memory
-ahead of the product; the tensor cores do both in that order. A stage has its own columns there,
-which are written again only once its product is done, as `empty` says.
+A stage of the ring holds its scales in the arrangement that the tensor cores require
+(`engine.scales`), under the stage's barriers. The issuing warp starts their copy to tensor memory
+before the product; the tensor cores execute both in that order. Each stage has its own columns in
+tensor memory, which are overwritten only after its product is finished (barrier `empty`).
 """
 
 from __future__ import annotations

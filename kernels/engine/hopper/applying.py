@@ -6,9 +6,9 @@
 | `beside_empty` | multiplying warpgroups | loading warp | 2 | they have read them |
 | `beside_loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | a buffer of the store holds a piece of the matrix |
 
-A piece of the matrix comes into the buffer from which that of the result leaves: its warpgroup reads
-the one, and writes the other over it. The storing warp loads the first pieces of a tile as soon as
-the stores of the tile before have read the buffers, and so under the products.
+A piece of the matrix is loaded into the buffer from which the same piece of the result is stored: the
+warpgroup reads it, and overwrites it with the result. The storing warp loads the first pieces of a
+tile as soon as the previous tile's stores have read the buffers, and so during the products.
 
 Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 """  # noqa: E501
