@@ -23,6 +23,7 @@ from stretto.kernels.engine import padding
 from stretto.kernels.engine.blackwell import tile_config as blackwell
 from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, NARROWEST, TileConfig
 from stretto.kernels.fused import all_gather_matmul as gather
+from stretto.kernels.fused import all_gather_matmul_k as gather_k
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem.machine import Machine
@@ -196,9 +197,11 @@ def test_operands_that_are_used_often_are_copied_to_aligned_rows(name, turned, m
     np.testing.assert_array_equal(found, cases.rounded(lhs @ rhs, BF16))
 
 
-def with_arrays(gated, *, transposed=False, **options):
-    """Of odd sizes, a bias and a residual, or swiglu and a residual: by the kernel and by XLA."""
-    m, k, n = cases.whole("all_gather_matmul", 2, 131, 72, 136)
+def with_arrays(gated, *, transposed=False, gather_axis="m", config=None):
+    """A bias and a residual, or a pair of products and a residual: by XLA and by the kernel."""
+    along_k = gather_axis == "k"
+    name = "all_gather_matmul_k" if along_k else "all_gather_matmul"
+    m, k, n = cases.whole(name, 2, 131, 72, 136)
     lhs, rhs = (jnp.asarray(x, BF16) for x in cases.operands(m, k, n))
     up = jnp.asarray(cases.whole_numbers(3, k, n), BF16)
     bias = jnp.asarray(cases.whole_numbers(4, n), F32)
@@ -213,14 +216,13 @@ def with_arrays(gated, *, transposed=False, **options):
             "x",
             rhs_transposed=transposed,
             epilogue=st.epilogues.chain(first, st.epilogues.residual(residual)),
+            gather_axis=gather_axis,
             backend=backend,
-            **(options if backend == "simulator" else {}),
+            config=None if backend == "xla" else config,
         )
 
     side = P("x") if transposed else P(None, "x")
-    specs = P("x"), side, side, P("x"), P(None, "x")
-    if options.get("gather_axis") == "k":
-        specs = P(None, "x"), *specs[1:]
+    specs = P(None, "x") if along_k else P("x"), side, side, P("x"), P(None, "x")
     found = []
     for backend in ("xla", "simulator"):
         program = jax.shard_map(
@@ -247,7 +249,10 @@ def test_epilogues_with_arrays(gated):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [dict(gather_axis="k"), dict(config=gather.Config(gather_first=True))],
+    [
+        dict(gather_axis="k", config=gather_k.Config()),
+        dict(config=gather.Config(gather_first=True)),
+    ],
     ids=["k", "first"],
 )
 def test_epilogues_with_arrays_of_other_gathers(options, transposed):
