@@ -145,10 +145,9 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
     rows = (groups, -(-m // groups)) if groups > 1 else (m,)
     of_groups = (groups,) if groups > 1 else ()
     if case.operation.examples.scales is not None:
-        operands = (*rows, k), (*of_groups, n, k)
-        return tuple(Operand(shape=shape, dtype=FP8[0]) for shape in operands)
+        lhs, rhs = Operand(shape=(*rows, k), dtype=FP8[0]), (*of_groups, n, k)
+        return lhs, Operand(shape=rhs, dtype=FP8[0])
     return Operand(shape=(*rows, k)), Operand(shape=(*of_groups, k, n))
-    return Operand(shape=(m, k)), Operand(shape=(k, n))
 
 
 def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
@@ -164,8 +163,9 @@ def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
 
 def _product_in_8_bits(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """cuBLAS's, with fast accumulation and one scale of 1; rhs is transposed."""
+    *batch, _, k = range(lhs.ndim)
     product = lax.dot_general(
-        lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        lhs, rhs, (((k,), (k,)), (batch, batch)), preferred_element_type=jnp.float32
     )
     return product.astype(jnp.bfloat16)
 

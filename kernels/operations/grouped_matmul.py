@@ -206,7 +206,7 @@ GROUPED_MATMUL = Operation(
     communicates=False,
 )
 
-SCALED = {
+SCALED: dict[scales.Granularity, Operation] = {
     kind: scaled_records.record(kind, grouped_matmul, GROUPED_MATMUL)
     for kind in scales.GRANULARITIES
 }

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.scales import Granularity
 
 
 class Types(NamedTuple):
@@ -20,7 +21,7 @@ class Types(NamedTuple):
     lhs: str
     out: str
     rhs: str | None = None
-    scales: str | None = None
+    scales: Granularity | None = None
 
     @property
     def itemsize(self) -> int:
