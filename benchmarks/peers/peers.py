@@ -148,7 +148,6 @@ def _factors(case: Case) -> tuple[Operand, Operand]:
         lhs = Operand(shape=(*rows, k), dtype=FP8[0])
         return lhs, Operand(shape=(*of_groups, n, k), dtype=FP8[0])
     return Operand(shape=(*rows, k)), Operand(shape=(*of_groups, k, n))
-    return Operand(shape=(m, k)), Operand(shape=(k, n))
 
 
 def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
@@ -164,8 +163,9 @@ def _matmul_alone(case: Case, mesh: Mesh) -> list[Candidate]:
 
 def _product_in_8_bits(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """cuBLAS's, with fast accumulation and one scale of 1; rhs is transposed."""
+    *batch, _, k = range(lhs.ndim)
     product = lax.dot_general(
-        lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        lhs, rhs, (((k,), (k,)), (batch, batch)), preferred_element_type=jnp.float32
     )
     return product.astype(jnp.bfloat16)
 

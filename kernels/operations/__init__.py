@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
+
 from stretto.kernels.operation import Operation
 from stretto.kernels.operations import (
     collectives,
@@ -49,4 +52,4 @@ SCALED: dict[str, Operation] = {
 """The same operations of operands in 8 bits with scales, by the granularity of these: what tables,
 `stretto bench` and `stretto tune` know by a name of its own. They are no more public functions."""
 
-KNOWN: dict[str, Operation] = OPERATIONS | SCALED
+KNOWN: Mapping[str, Operation] = ChainMap(SCALED, OPERATIONS)

@@ -17,6 +17,7 @@ from scaled_cases import E4M3, E5M2, NAMES
 
 import stretto as st
 from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.peers import peers
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.choice import choose
@@ -464,6 +465,11 @@ def test_a_case_of_a_benchmark(name):
     problem = case.problem(choices[0].problem.machine)
     assert problem.types == choices[0].problem.types
     assert problem.operation == name
+    (alone,) = peers.PEERS["matmul"].candidates_for(case, cases.mesh_of(2))
+    alone_operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in alone.operands]
+    product = jax.eval_shape(alone.body, *alone_operands)
+    m, _, n = case.work.product
+    assert product.dtype == BF16 and product.size == m * n
 
 
 def test_nobody_has_timed_it_so_auto_leaves_it_to_xla(monkeypatch):
