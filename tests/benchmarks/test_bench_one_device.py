@@ -35,7 +35,7 @@ def test_it_is_timed(tmp_path, capsys):
     options = ["grouped", "--devices", "2", "--repeats", "2", "--no-torch", "--json", str(path)]
     assert bench.main([*options, "--shapes", f"experts,{SHAPE}"]) == 0
     (found,) = results.read(path).measurements
-    assert found.key == ("grouped", (64, 32, 16, 4), "bfloat16", 1)
+    assert found.key == ("grouped", (64, 32, 16, 4), "bfloat16", 1, "")
     assert (found.shape, found.more_sizes) == (SHAPE, {"g": 4})
     assert found.flops == 2 * 64 * 32 * 16
     assert [timed.peer for timed in found.timed] == ["auto", "xla", "matmul"]
