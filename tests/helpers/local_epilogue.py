@@ -5,6 +5,7 @@ What such an epilogue costs is seen here without anything that moves between dev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ def local_epilogue(
 
     def parts(refs: Refs) -> Parts:
         if form.gated:
-            stream = pairs.pair_along_n(refs.rhs, config, False, lambda k: k)
+            window = functools.partial(tiles.rhs_window, of_result)
+            stream = pairs.pair_along_n(refs.rhs, config, False, window)
         else:
             stream = streams.along_n(
                 refs.rhs, segments, lambda k, n: tiles.rhs_window(config, k, n)
