@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.kernels.fused import grouped_matmul as kernel
+from stretto.kernels.fused.group_tables import bounds
+from stretto.kernels.fused.grouped_contraction import contracted
 from stretto.kernels.operation import Axes, Call, Examples, Operand, Operation, Sizes
 from stretto.kernels.operations import scaled_groups, scaled_records
 from stretto.kernels.operations.perform import decide, perform, run
@@ -126,7 +128,7 @@ def _backward(call: Call, residuals: Operands, bar: jax.Array) -> tuple[Any, Any
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _contracted(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, call: Call) -> jax.Array:
-    return kernel.contracted(lhs, rhs, sizes, config=call.config, interpret=call.interpret)
+    return contracted(lhs, rhs, sizes, tiles=call.config.tiles, interpret=call.interpret)
 
 
 @_contracted.defjvp
@@ -149,7 +151,7 @@ def _contracted_jvp(call: Call, primals: Any, tangents: Any) -> tuple[jax.Array,
 
 def _cut_sizes(sizes: jax.Array, m: int) -> jax.Array:
     """The sizes of groups within the `m` rows."""
-    return jnp.diff(kernel.bounds(sizes, m)[1], prepend=0)
+    return jnp.diff(bounds(sizes, m)[1], prepend=0)
 
 
 def work(problem: Problem) -> Work:

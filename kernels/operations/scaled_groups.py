@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from stretto.kernels.fused import grouped_matmul as kernel
+from stretto.kernels.fused.group_tables import bounds
 from stretto.kernels.operation import Axes, Sizes
 from stretto.kernels.operations.perform import decide, launch
 from stretto.kernels.operations.scaled import Records, obstacle, without_derivative
@@ -60,7 +60,7 @@ def grouped_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.
     out = scaled_ragged_matmul(
         lhs,
         rhs,
-        kernel.bounds(sizes, lhs.shape[0])[1],
+        bounds(sizes, lhs.shape[0])[1],
         lhs_scale,
         rhs_scale,
         kind,

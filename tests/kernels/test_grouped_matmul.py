@@ -12,7 +12,8 @@ from fused_cases import BF16, F32, rounded, whole_numbers
 
 import stretto as st
 from stretto.kernels.engine.hopper.tile_config import TileConfig
-from stretto.kernels.fused.grouped_matmul import Config, k_tiles_of, row_tiles
+from stretto.kernels.fused.group_tables import k_tiles_of, row_tiles
+from stretto.kernels.fused.grouped_matmul import Config
 
 SMALL = Config(tiles=TileConfig(tile_n=128, num_stages=3, store_buffers=2))
 # m, k, n and the sizes of groups: none, one row, more than a tile, rows of no group.
