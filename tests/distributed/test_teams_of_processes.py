@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from folders import HELPERS, PYTHONPATH, QUICKLY_COMPILED
 
 STRETTO_RUN = (sys.executable, "-m", "stretto.launch", "run")
@@ -80,6 +81,7 @@ def test_a_process_a_node(tmp_path: Path) -> None:
             assert any(f"axis {axis} joins {pair}" in line for line in lines), out
 
 
+@pytest.mark.slow
 def test_an_operation_over_both_nodes() -> None:
     """The job that checks GPUs, on a process's CPU devices each: forward, backward, in a loop."""
     out = run("-n", "4", "--processes-per", "2", str(JOB), "simulator", "all_gather_matmul")

@@ -99,6 +99,7 @@ def test_run_goes_on_bit_for_bit(
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["tiny-1"]
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_fewer_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

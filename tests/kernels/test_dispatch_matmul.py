@@ -180,6 +180,7 @@ def of_a_layer(under_product: bool, program, *given):
     return found, report.launches
 
 
+@pytest.mark.slow
 def test_a_layer():
     """The same bits as in two steps, of which one is a launch less."""
     given = layer_operands()

@@ -42,11 +42,23 @@ def check(name, devices, shape, *, dtype=BF16, out_dtype=None, seed=0, **options
     np.testing.assert_array_equal(out, cases.rounded(lhs @ rhs, out_dtype or dtype))
 
 
-# Every size meets every operation, and every number of devices every size, but not all at once.
-@pytest.mark.parametrize("name", cases.OPERATIONS)
+# Every size meets every operation, and every number of devices every size, but not all at once. On
+# many devices the all-reduce is the reduce-scatter, with more stores.
 @pytest.mark.parametrize(
-    ("devices", "shape"),
-    [(2, (65, 72, 136)), (3, (63, 72, 136)), (5, (1, 8, 8)), (8, (65, 8, 200))],
+    ("name", "devices", "shape"),
+    [
+        pytest.param(
+            *(name, devices, shape),
+            marks=pytest.mark.slow if name == "matmul_all_reduce" and devices > 3 else (),
+        )
+        for devices, shape in [
+            (2, (65, 72, 136)),
+            (3, (63, 72, 136)),
+            (5, (1, 8, 8)),
+            (8, (65, 8, 200)),
+        ]
+        for name in cases.OPERATIONS
+    ],
 )
 def test_any_shape_and_team(name, devices, shape):
     check(name, devices, shape)
@@ -131,7 +143,11 @@ def test_random_numbers_are_as_good_as_xla_makes_them(name):
     assert ours.mean() <= 2 * xla.mean()
 
 
-@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(
+    "name",
+    # The sums are made by the same code.
+    ["matmul_reduce_scatter", pytest.param("matmul_all_reduce", marks=pytest.mark.slow)],
+)
 def test_small_terms_are_not_lost_beside_a_large_one(name):
     """256 + 1 is 256 in bfloat16; the float32 sum over devices keeps the ones (B45)."""
     lhs = np.zeros((8, 8 * 8), np.float32)
