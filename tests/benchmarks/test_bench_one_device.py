@@ -45,7 +45,8 @@ def test_it_is_timed(tmp_path, capsys):
     assert missing.keys() == {"fused"} | others
     assert missing["jax-pallas"] == "JAX Pallas has no such operation"
     assert found.of("auto").relative_error < 1e-2
-    assert found.floor == found.matmul_floor > 0
+    whole = [timed.time for timed in found.timed if timed.peer in ("auto", "xla")]
+    assert found.floor == min(found.matmul_floor, *whole) > 0
     assert f"grouped {SHAPE} bfloat16, 1 device" in capsys.readouterr().out
     assert bench.main(["show", str(path)]) == 0
     assert bench.main(["show", str(path), "--report", str(tmp_path / "r.html")]) == 0
