@@ -11,6 +11,7 @@ import re
 import pytest
 from aot_checks import COPIED, SCRIPT, check, compile_case, flaws
 from compile_cases import COMPILED_BY
+from selection import slow
 from window_cases import CASES
 
 from stretto.distributed.tools import aot
@@ -50,7 +51,7 @@ def test_groups_in_8_bits(tmp_path):
     [
         ("some configs of", "all_gather_matmul"),
         ("some configs of", "matmul_reduce_scatter"),
-        ("variants of", "all_gather_matmul"),
+        slow("variants of", "all_gather_matmul"),  # Which the simulator runs.
         pytest.param("configs of", "all_gather_matmul", marks=pytest.mark.slow),
         pytest.param("configs of", "matmul_reduce_scatter", marks=pytest.mark.slow),
         # Those of the all-reduce are the reduce-scatter's, and variants are made by one function.
@@ -106,6 +107,7 @@ def test_an_epilogue_costs_no_spills(case, tmp_path):
     check(compile_case(case, tmp_path), warpgroups=3, local=True)
 
 
+@pytest.mark.slow
 def test_other_parts_cost_no_spills(tmp_path):
     """Tiles and contractions read at run time, gates and addends of those, and another fold."""
     for program in compile_case("other parts", tmp_path):
@@ -193,7 +195,7 @@ def test_collectives(tmp_path):
     ("case", "kernels"),
     [
         ("types", 7 + 2),
-        ("x64", 2 + 1 + 2),
+        slow("x64", 2 + 1 + 2),
         pytest.param("exchanges", 7, marks=pytest.mark.slow),
         pytest.param("more x64", 3 + 1 + 2 * 2, marks=pytest.mark.slow),
     ],

@@ -22,6 +22,7 @@ from blackwell_cases import (
 from fused_cases import BF16
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import DeadlockError, SimulationError
@@ -29,9 +30,10 @@ from stretto.kernels.choice import tables
 from stretto.kernels.engine.blackwell.tile_config import TileConfig
 
 NAMES = [*cases.FORMS]
+QUICK = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in NAMES])
 def test_fused_matmuls(name):
     """The kernel's own choice of tiles, on sizes that fit none."""
     right, report = simulate(name, 2)

@@ -23,6 +23,7 @@ from attention_cases import (
 )
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.distributed.private_jax import cudnn_attention
@@ -39,8 +40,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [("contiguous", None), slow("contiguous", 5), slow("zigzag", None), ("zigzag", 5)],
+)
 def test_causal(layout, window):
     operands, d = drawn(), places()
     seen = np.broadcast_to((d >= 0) & (d < (window or TOKENS)), (BATCH, TOKENS, TOKENS))
@@ -71,7 +74,7 @@ def documents():
     return ids, others, (ids[:, :, None] == others[:, None]) & (places() >= 0)
 
 
-@pytest.mark.parametrize("way", ["by peer", "heads"])
+@pytest.mark.parametrize("way", ["by peer", slow("heads")])
 def test_documents_in_other_ways(way):
     operands, (ids, others, seen) = drawn(), documents()
     how = dict(layout="zigzag", segments=(ids, others), causal=True, **WAYS[way])
@@ -122,7 +125,7 @@ def test_bugs_are_found(monkeypatch, bug):
         check(found, dense(operands, seen))
 
 
-@pytest.mark.parametrize("way", ["together", "heads"])
+@pytest.mark.parametrize("way", ["together", slow("heads")])
 def test_forward_mode(way):
     """The directional derivative is that of the cotangents, which other tests hold right."""
     q, k, v, bar = (jnp.asarray(x) for x in drawn())
@@ -187,13 +190,13 @@ def test_zigzag_refuses_what_it_cannot_cut():
 @pytest.mark.parametrize(
     ("way", "devices", "layout", "causal"),
     [
-        ("together", 3, "zigzag", True),
+        slow("together", 3, "zigzag", True),
         ("together", 2, "contiguous", True),
-        pytest.param("together", 2, "zigzag", False, marks=pytest.mark.slow),
-        ("together", 1, "zigzag", True),
+        slow("together", 2, "zigzag", False),
+        slow("together", 1, "zigzag", True),
         ("by peer", 3, "zigzag", True),
-        ("by peer", 2, "contiguous", True),
-        pytest.param("by peer", 2, "zigzag", False, marks=pytest.mark.slow),
+        slow("by peer", 2, "contiguous", True),
+        slow("by peer", 2, "zigzag", False),
         ("heads", 2, "zigzag", True),
     ],
 )
@@ -208,7 +211,7 @@ def test_parts_that_cudnn_is_given(monkeypatch, way, devices, layout, causal):
     check(found, [out, *bars])
 
 
-@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, slow(HEADS)])
 def test_chunks_are_a_batch_where_that_copies_less(monkeypatch, kv_heads):
     """Of a peer's keys: one call for both chunks of queries, or one for each."""
     stand_in(monkeypatch)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from expert_cases import EXPERTS, TOKENS, Without, dispatched, entries, on_devices, routings
 from fused_cases import BF16, F32, whole_numbers
+from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
@@ -37,7 +38,7 @@ def check(devices, index, x, rows, routing):
     np.testing.assert_array_equal(routing.positions, positions)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
 def test_rows_by_xla(devices):
     x = tokens(devices)
     program = dispatched(devices, backend="xla")
@@ -63,7 +64,7 @@ def test_rows_by_the_kernel(devices, seed):
         check(devices, index, x, *out)
 
 
-@pytest.mark.parametrize("width", [16, 72])
+@pytest.mark.parametrize("width", [slow(16), 72])
 def test_rows_that_are_no_multiple_of_what_the_copy_engine_writes(width):
     """In shared memory each begins at a multiple of 128 bytes all the same."""
     x = whole_numbers(0, 2 * TOKENS, width)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 
@@ -48,7 +49,7 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
 
 
-@pytest.mark.parametrize(("transposed", "check_vma"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("transposed", "check_vma"), [slow(False, True), (True, False)])
 def test_several_right_hand_sides_with_one_gather(transposed, check_vma):
     sizes = (8, 136, 72)
     rhs = tuple(draw(i, *((n, K) if transposed else (K, n))) for i, n in enumerate(sizes, 1))
@@ -112,8 +113,15 @@ def test_an_epilogue_is_applied_to_each_and_not_to_what_was_gathered():
     assert found[1].min() < 0
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(
+    ("name", "transposed"),
+    [
+        slow("matmul_reduce_scatter", False),
+        ("matmul_reduce_scatter", True),
+        ("matmul_all_reduce", False),
+        slow("matmul_all_reduce", True),
+    ],
+)
 def test_products_of_pairs_are_added_up(name, transposed):
     ks, n = (8, 200, 16), 40
     lhs = [draw(i, M, k) for i, k in enumerate(ks)]
@@ -141,7 +149,12 @@ def test_products_of_pairs_are_added_up(name, transposed):
 
 @pytest.mark.parametrize(
     ("transposed", "kept", "check_vma"),
-    [(False, False, False), (True, True, False), (False, True, True), (True, False, True)],
+    [
+        slow(False, False, False),
+        (True, True, False),
+        slow(False, True, True),
+        slow(True, False, True),
+    ],
 )
 def test_derivatives_of_several_right_hand_sides(transposed, kept, check_vma):
     shapes = [((n, K) if transposed else (K, n)) for n in (16, 40)]
@@ -169,7 +182,7 @@ def test_derivatives_of_several_right_hand_sides(transposed, kept, check_vma):
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [slow(False), True])
 def test_derivatives_of_pairs(transposed):
     n = 24
     ks = (16, 40)

@@ -13,6 +13,7 @@ from fused_cases import BF16, F32
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.kernels.problem.machine import Machine
@@ -20,13 +21,13 @@ from stretto.kernels.xla import matmul
 
 DEVICES = 2
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
-# For what JAX does around an operation: the all-reduce is the scatter and then some.
+# For what JAX does around an operation, whichever it is.
 mostly = pytest.mark.parametrize(
     "name",
     [
         "all_gather_matmul",
-        pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow),
-        "matmul_all_reduce",
+        slow("matmul_reduce_scatter"),
+        slow("matmul_all_reduce"),
     ],
 )
 
@@ -86,7 +87,7 @@ def test_gradients_are_those_of_pure_lax(name):
     assert_same(gradients(fused(name), *xs), gradients(pure_lax(name), *xs))
 
 
-@everywhere
+@mostly
 def test_whole_numbers_make_exact_gradients(name):
     xs = operands(name)
     weights = jnp.asarray(cases.whole_numbers(9, xs[0].shape[0], xs[1].shape[1]))
@@ -102,7 +103,7 @@ def test_whole_numbers_make_exact_gradients(name):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
-@pytest.mark.parametrize("keep_gathered", [False, True])
+@pytest.mark.parametrize("keep_gathered", [slow(False), True])
 def test_epilogue_and_the_gathered_operand(keep_gathered, simulation):
     name = "all_gather_matmul"
     xs = operands(name)

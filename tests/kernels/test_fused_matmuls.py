@@ -10,6 +10,7 @@ import pytest
 from fused_cases import BF16, F16, F32
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.distributed.errors import BackendUnavailableError
@@ -18,12 +19,13 @@ from stretto.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 SCATTERED = ("matmul_reduce_scatter", "matmul_all_reduce")
+OTHERS = ("all_gather_matmul", "matmul_all_reduce")
 
 
 def mostly(quick, *values):
-    """All of `values` for the gather, `quick` alone for the others: what differs is the team's."""
+    """All of `values` for the gather, `quick` alone for its reverse: what differs is the team's."""
     names = [("all_gather_matmul", value, ()) for value in (quick, *values)]
-    names += [(name, quick, ()) for name in SCATTERED]
+    names += [("matmul_reduce_scatter", quick, ()), ("matmul_all_reduce", quick, pytest.mark.slow)]
     names += [(name, value, pytest.mark.slow) for name in SCATTERED for value in values]
     return [pytest.param(name, value, marks=marks) for name, value, marks in names]
 
@@ -43,13 +45,13 @@ def check(name, devices, shape, *, dtype=BF16, out_dtype=None, seed=0, **options
 
 
 # Every size meets every operation, and every number of devices every size, but not all at once. On
-# many devices the all-reduce is the reduce-scatter, with more stores.
+# many devices the others are the gather, or its reverse, of more steps.
 @pytest.mark.parametrize(
     ("name", "devices", "shape"),
     [
         pytest.param(
             *(name, devices, shape),
-            marks=pytest.mark.slow if name == "matmul_all_reduce" and devices > 3 else (),
+            marks=pytest.mark.slow if devices == 8 or (name in SCATTERED and devices == 5) else (),
         )
         for devices, shape in [
             (2, (65, 72, 136)),
@@ -66,7 +68,7 @@ def test_any_shape_and_team(name, devices, shape):
 
 @pytest.mark.parametrize(
     ("devices", "shape"),
-    [(2, (65, 72, 136)), (3, (63, 200, 136)), (5, (1, 8, 8)), (8, (40, 8, 200))],
+    [slow(2, (65, 72, 136)), (3, (63, 200, 136)), slow(5, (1, 8, 8)), slow(8, (40, 8, 200))],
 )
 def test_shards_gathered_as_one_matrix(devices, shape):
     check("all_gather_matmul", devices, shape, config=cases.AS_ONE)
@@ -97,7 +99,7 @@ def test_pieces_of_one_row(name, config, k):
     check(name, 2, (9, k, 8), config=config)
 
 
-@pytest.mark.parametrize("name", cases.OPERATIONS)
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", *map(slow, OTHERS)])
 def test_more_tiles_than_blocks(name):
     check(name, 2, (264, 200, 328))
 
@@ -129,7 +131,7 @@ def test_a_simulation_takes_the_kernel(backend, two_multiprocessors):
     assert two_multiprocessors.launches == 1
 
 
-@pytest.mark.parametrize("name", cases.OPERATIONS)
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", *map(slow, OTHERS)])
 def test_random_numbers_are_as_good_as_xla_makes_them(name):
     m, k, n = cases.whole(name, 4, 48, 256, 72)
     rng = np.random.default_rng(0)
@@ -146,7 +148,7 @@ def test_random_numbers_are_as_good_as_xla_makes_them(name):
 @pytest.mark.parametrize(
     "name",
     # The sums are made by the same code.
-    ["matmul_reduce_scatter", pytest.param("matmul_all_reduce", marks=pytest.mark.slow)],
+    ["matmul_reduce_scatter", slow("matmul_all_reduce")],
 )
 def test_small_terms_are_not_lost_beside_a_large_one(name):
     """256 + 1 is 256 in bfloat16; the float32 sum over devices keeps the ones (B45)."""

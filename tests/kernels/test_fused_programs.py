@@ -12,10 +12,12 @@ import pytest
 from fused_cases import BF16, F32
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import RendezvousError
 
+SCATTERED = ("matmul_reduce_scatter", "matmul_all_reduce")
 # The all-reduce is the scatter and then some, by the same code.
 everywhere = pytest.mark.parametrize(
     "name",
@@ -25,6 +27,10 @@ everywhere = pytest.mark.parametrize(
         "matmul_all_reduce",
     ],
 )
+
+
+# What a program does around its kernels is the same for all.
+mostly = pytest.mark.parametrize("name", ["all_gather_matmul", *map(slow, SCATTERED)])
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +48,7 @@ def fused(name, devices=2, **options):
     return cases.mapped(name, cases.mesh_of(devices), out_dtype=F32, **options)
 
 
-@everywhere
+@mostly
 def test_repeated_calls_with_new_data(name, simulation):
     """No signal of one call is taken for one of the next (B01)."""
     program = jax.jit(fused(name))
@@ -52,7 +58,7 @@ def test_repeated_calls_with_new_data(name, simulation):
     assert simulation.launches == 4
 
 
-@everywhere
+@mostly
 def test_calls_back_to_back_in_one_program(name, simulation):
     """A fast device that enters the next call spoils nothing of a slow one's (B02)."""
     calls = 8
@@ -71,7 +77,7 @@ def test_calls_back_to_back_in_one_program(name, simulation):
     assert simulation.launches == calls
 
 
-@everywhere
+@mostly
 def test_shapes_in_turn_in_one_program(name):
     """Calls of different sizes follow one another without meeting each other's buffers (B04)."""
     rows = [1, 64, 7, 65]
@@ -117,7 +123,7 @@ def test_two_kernels_in_one_program_and_one_feeding_the_other(simulation):
     assert simulation.launches == 3
 
 
-@everywhere
+@mostly
 def test_operands_that_are_slices_transposes_and_strides(name):
     m, k, n = cases.whole(name, 2, 16, 24, 40)
     lhs = cases.whole_numbers(0, k, 2 * m)
@@ -130,7 +136,7 @@ def test_operands_that_are_slices_transposes_and_strides(name):
     np.testing.assert_array_equal(np.asarray(out), lhs[:, ::2].T @ rhs[1])
 
 
-@everywhere
+@mostly
 def test_a_slice_of_one_result_feeds_the_next(name):
     lhs, rhs = cases.operands(*cases.whole(name, 2, 16, 16, 16))
     k, n = rhs.shape
@@ -147,7 +153,7 @@ def test_a_slice_of_one_result_feeds_the_next(name):
     )
 
 
-@everywhere
+@mostly
 def test_results_that_nobody_uses(name):
     """Removed or not, the program runs, and the same calls run on all devices."""
     lhs, rhs = cases.operands(*cases.whole(name, 2, 8, 64, 64))
@@ -159,7 +165,7 @@ def test_results_that_nobody_uses(name):
     np.testing.assert_array_equal(np.asarray(jax.jit(call)(*bf16(lhs, rhs))), lhs @ rhs)
 
 
-@pytest.mark.parametrize("state_first", [True, False])
+@pytest.mark.parametrize("state_first", [True, slow(False)])
 def test_donation(state_first):
     """A donated operand gives the same numbers whatever the order of results (B29)."""
     lhs, rhs = cases.operands(32, 32, 32)

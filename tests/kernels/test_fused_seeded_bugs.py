@@ -15,6 +15,7 @@ import pytest
 from fused_cases import BF16, F32
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from selection import slow
 
 import stretto as st
 from stretto.distributed.memory import edges
@@ -109,6 +110,7 @@ def test_a_dropped_signal_is_a_deadlock(monkeypatch, name, semaphore):
             simulate(seed)
 
 
+@pytest.mark.slow  # Every device drops it in the test above.
 @each_semaphore
 def test_one_devices_dropped_signal_is_a_deadlock(monkeypatch, name, semaphore):
     original = Semaphore.signal
@@ -133,6 +135,7 @@ def test_a_dropped_wait_is_found(monkeypatch, name, semaphore):
         assert {PROTOCOLS[name][semaphore], "deadlock"} & found(simulate, seed)
 
 
+@pytest.mark.slow  # No wait at all is the test above.
 @each_semaphore
 def test_a_wait_for_one_too_few_is_found(monkeypatch, name, semaphore):
     original = Semaphore.wait
@@ -147,6 +150,7 @@ def test_a_wait_for_one_too_few_is_found(monkeypatch, name, semaphore):
     assert PROTOCOLS[name][semaphore] in kinds
 
 
+@pytest.mark.slow  # A signal too few is the same deadlock.
 @each_semaphore
 def test_a_wait_for_one_too_many_is_a_deadlock(monkeypatch, name, semaphore):
     original = Semaphore.wait
@@ -171,7 +175,7 @@ def test_a_signal_before_its_data_is_found(monkeypatch, name):
         assert found(simulate, seed)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("devices", [slow(2), 3, slow(4)])
 def test_pieces_that_run_on_are_found(monkeypatch, devices):
     """A piece as wide as two shards, which on 3 devices is as wide as what is gathered of a row.
 

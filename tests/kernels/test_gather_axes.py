@@ -13,12 +13,16 @@ from fused_cases import BF16, F16, F32
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import all_gather_matmul_k
 
 everywhere = pytest.mark.parametrize("name", cases.GATHERS)
+mostly = pytest.mark.parametrize(
+    "name", [name if name == "all_gather_matmul_n" else slow(name) for name in cases.GATHERS]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +76,9 @@ def check(name, devices, shape, *, dtype=BF16, out_dtype=None, seed=0, **options
 @pytest.mark.parametrize(
     ("devices", "shape"),
     [
-        (2, (65, 72, 136)),
+        slow(2, (65, 72, 136)),
         (3, (9, 136, 72)),
-        (4, (1, 8, 8)),
+        slow(4, (1, 8, 8)),
         (2, (264, 320, 328)),
         pytest.param(5, (40, 8, 200), marks=pytest.mark.slow),
     ],
@@ -108,7 +112,7 @@ def test_types(name, dtype, out_dtype):
 
 
 @everywhere
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [slow(False), True])
 def test_transposed_with_an_epilogue_and_what_was_gathered(name, transposed):
     lhs, rhs = cases.operands(*cases.whole(name, 3, 24, 72, 40))
     given = rhs.T if transposed else rhs
@@ -134,7 +138,9 @@ def test_transposed_with_an_epilogue_and_what_was_gathered(name, transposed):
     )
 
 
-@pytest.mark.parametrize(("devices", "kept"), [(2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("devices", "kept"), [slow(2, False), slow(2, True), slow(3, False), (3, True)]
+)
 def test_shards_of_which_two_are_as_wide_as_a_piece(devices, kept):
     """2 x 128 columns lie side by side on 2 devices, or on 3 without the own ones."""
     name = "all_gather_matmul_k"
@@ -234,7 +240,7 @@ def operands(name, m=20, k=24, n=40):
 
 @everywhere
 @pytest.mark.parametrize(
-    ("transposed", "kept", "check_vma"), [(False, False, True), (True, True, False)]
+    ("transposed", "kept", "check_vma"), [slow(False, False, True), (True, True, False)]
 )
 def test_gradients_are_those_of_pure_lax_and_fused(name, transposed, kept, check_vma, simulation):
     lhs, rhs = operands(name)
@@ -260,7 +266,7 @@ def test_gradients_are_those_of_pure_lax_and_fused(name, transposed, kept, check
     assert simulation.launches == (2 if kept else 3)
 
 
-@everywhere
+@mostly
 def test_gradients_by_xla_and_of_what_was_gathered(name):
     def gradient(backend):
         def call(lhs, rhs):
@@ -275,7 +281,7 @@ def test_gradients_by_xla_and_of_what_was_gathered(name):
     assert_same(gradient("simulator"), gradient("xla"))
 
 
-@everywhere
+@mostly
 def test_scan_over_layers_with_remat(name):
     lhs, rhs = operands(name, 16, 32, 32)
     layers = jnp.stack([rhs, -2 * rhs])
@@ -315,7 +321,7 @@ def test_no_collective_that_is_not_needed(name, backend):
     assert not found
 
 
-@everywhere
+@mostly
 def test_nan_and_infinity_stay_in_their_rows_and_columns(name):
     lhs, rhs = cases.operands(*cases.whole(name, 2, 9, 8, 8))
     lhs[1, 2], lhs[3, 1] = np.nan, np.inf

@@ -15,13 +15,14 @@ import pytest
 import slow_peers
 import subjects
 import verification
+from selection import slow
 from subjects import SUBJECTS
 from verification import Problem
 
 import stretto as st
 from stretto.distributed.simulator import DeadlockError
 
-QUICK = ("all_gather_matmul", "matmul_all_reduce", "all_gather", "reduce_scatter")
+QUICK = ("all_gather_matmul", "reduce_scatter")
 everywhere = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SUBJECTS],
@@ -72,7 +73,7 @@ def test_verify_finds_what_is_wrong(name):
     assert "max error" in outcome.flaws[1] and "sum error" in outcome.flaws[2]
 
 
-@pytest.mark.parametrize("name", ["matmul_all_reduce", "all_reduce", "all_gather"])
+@pytest.mark.parametrize("name", [slow("matmul_all_reduce"), "all_reduce", slow("all_gather")])
 def test_verify_finds_devices_that_differ(name):
     def break_it(out):
         return out.at[0, 0].multiply(1 + jax.lax.axis_index("x").astype(out.dtype) / 64)

@@ -15,6 +15,7 @@ import pytest
 import verification
 from collective_checks import drawn, per_device, same_bits
 from jax.sharding import PartitionSpec as P
+from selection import slow
 from subjects import HIERARCHICAL, SUBJECTS
 from verification import Problem
 
@@ -28,6 +29,11 @@ from stretto.kernels.problem.node_config import Config
 
 BOTH = ("x", "y")
 everywhere = pytest.mark.parametrize("name", HIERARCHICAL)
+SUMS = ("reduce_scatter", "all_reduce", "matmul_all_reduce")
+# The derivative of a gather is a sum, and the other way round.
+gradients_of = pytest.mark.parametrize(
+    "name", [slow(name) if name in SUMS else name for name in HIERARCHICAL]
+)
 # A gather and a sum of each kind; the others go by the same code, and by `TestPieces` and
 # `test_gradients`, which all of them have.
 mostly = pytest.mark.parametrize(
@@ -92,7 +98,7 @@ class TestNumbers:
         assert verify(name, (3, 2), 9, 8, 24) == []
         assert simulation.launches == 2 * 3
 
-    @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+    @pytest.mark.parametrize("name", [slow("all_gather"), "reduce_scatter"])
     def test_nodes_along_two_axes(self, name, simulation):
         assert verify(name, (2, 2, 2), 9, 8, 24, axis=("x", "y", "z")) == []
         assert simulation.launches == 2 * 4
@@ -135,7 +141,7 @@ class TestSeveralMatrices:
             np.testing.assert_array_equal(np.asarray(out, np.float32), np.tile(want, (4, 1)))
         assert simulation.launches == 2
 
-    @pytest.mark.parametrize("everywhere", [False, True])
+    @pytest.mark.parametrize("everywhere", [slow(False), True])
     def test_pairs_whose_products_are_added_up(self, everywhere, simulation):
         def body(*operands):
             call = st.matmul_all_reduce if everywhere else st.matmul_reduce_scatter
@@ -151,7 +157,7 @@ class TestPieces:
 
     @pytest.mark.parametrize(
         ("name", "launches"),
-        [("all_gather_matmul", 3), ("matmul_reduce_scatter", 3), ("matmul_all_reduce", 4)],
+        [("all_gather_matmul", 3), slow("matmul_reduce_scatter", 3), slow("matmul_all_reduce", 4)],
     )
     def test_matmuls(self, name, launches, simulation):
         """Of unequal sizes: 64 rows and 1, or of all rows 192 and 68."""
@@ -159,7 +165,7 @@ class TestPieces:
         assert simulation.launches == 2 * launches
 
     @pytest.mark.parametrize(
-        ("name", "launches"), [("all_gather", 3), ("reduce_scatter", 3), ("all_reduce", 4)]
+        ("name", "launches"), [slow("all_gather", 3), ("reduce_scatter", 3), slow("all_reduce", 4)]
     )
     def test_collectives(self, name, launches, simulation):
         assert verify(name, (2, 2), 20, 0, 1027, config=Config(pieces=2)) == []
@@ -191,7 +197,7 @@ class TestPieces:
 
 
 class TestDerivatives:
-    @everywhere
+    @gradients_of
     def test_gradients(self, name, simulation):
         sizes = SUBJECTS[name].sizes_of(4, 9, 8, 24)
         mesh = cases.mesh_of(2, 2)

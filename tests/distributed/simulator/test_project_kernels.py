@@ -68,6 +68,7 @@ def assert_right(out, want, report):
     np.testing.assert_allclose(out, want, rtol=2**-7, atol=2**-6 * np.abs(want).max())
 
 
+@pytest.mark.slow  # The quick run has them in tests/kernels/test_fused_matmuls.py.
 @pytest.mark.parametrize(("count", "shape"), list(zip([8, 5, 3, 2], AWKWARD, strict=True)))
 def test_all_gather_matmul(count, shape):
     seed = 7 * count + shape[0]
@@ -86,6 +87,7 @@ def test_all_gather_matmul_in_many_orders(count, shape, config):
         assert_right(*all_gather_matmul(count, *shape, config=config, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [st.matmul_reduce_scatter, st.matmul_all_reduce])
 @pytest.mark.parametrize(
     ("count", "shape"), [(2, (64, 72, 136)), (3, (8, 64, 64)), (4, (64, 128, 128))]

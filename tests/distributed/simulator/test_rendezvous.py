@@ -15,11 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator.rendezvous import Activity, Rendezvous
-
-COUNTS = (2, 4, 8)
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,7 +148,7 @@ def shift(x):
     return plgpu.kernel(body, out_type=out, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [slow(2), slow(4), 8])
 def test_many_launches_that_nobody_waits_for(count):
     """XLA lets 32 programs wait on a device, and starting one more held the threads of all."""
     step = on_devices(lambda x: shift(x) + 1, count)
@@ -162,7 +161,7 @@ def test_many_launches_that_nobody_waits_for(count):
     assert report.launches == 100
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [2, slow(4), slow(8)])
 def test_hundreds_of_launches_in_a_loop_of_the_program(count):
     fn = on_devices(lambda x: lax.fori_loop(0, 200, lambda _, y: shift(y) + 1, x), count)
     x = np.arange(count * 128, dtype=np.float32)
@@ -218,9 +217,7 @@ def test_branches_that_devices_come_to_in_any_order(branch):
             np.testing.assert_array_equal(fn(x, np.eye(256, dtype=np.float32)), want)
 
 
-@pytest.mark.parametrize(
-    "count", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("count", [2, slow(4), slow(8)])
 def test_several_operations_with_gradients(count):
     """A training loop, whose steps nobody waits for."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
