@@ -8,10 +8,14 @@ import pytest
 import subjects
 from fused_cases import mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import slow
 from subjects import SUBJECTS
 
 import stretto as st
 from stretto.distributed.devices import clique
+
+# A copy, a sum, and each way of a fused matmul.
+QUICK = ("all_to_all", "all_reduce", "all_gather_matmul", "matmul_reduce_scatter")
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +24,8 @@ def several_cliques(monkeypatch, traces_apart):
     monkeypatch.setattr(clique, "are_several", lambda: True)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize(
-    ("shape", "axis"), [pytest.param((3,), "x", marks=pytest.mark.slow), ((2, 2), "y")]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in SUBJECTS])
+@pytest.mark.parametrize(("shape", "axis"), [slow((3,), "x"), ((2, 2), "y")])
 def test_results_are_the_same(name, shape, axis):
     subject, mesh = SUBJECTS[name], mesh_of(*shape)
     team = subjects.team_size(mesh, axis)

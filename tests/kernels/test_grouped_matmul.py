@@ -24,7 +24,6 @@ CASES = {
     "few rows": (128, 128, 128, (0, 0, 5)),
     "no rows": (64, 64, 64, (0, 0)),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # With groups of every kind, and with none.
 SOME = ("uneven", "no rows")
 
@@ -72,8 +71,7 @@ def simulated(program, *arrays, seed=0):
     return out, report
 
 
-@every_case
-@pytest.mark.parametrize("transposed", [False, True])
+@some_cases(False, True)
 def test_product(case, transposed):
     lhs, rhs, arrays = operands(case, transposed)
     call = functools.partial(

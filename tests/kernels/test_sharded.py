@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
 
@@ -68,8 +69,15 @@ def dimensions(spec: P) -> tuple:
 
 
 @everywhere
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "jitted"),
+    [
+        slow(AxisType.Explicit, False),
+        (AxisType.Explicit, True),
+        (AxisType.Auto, False),
+        slow(AxisType.Auto, True),
+    ],
+)
 def test_products_and_how_they_lie(layout, kind, jitted):
     call, options, x_spec, w_spec, out_spec = LAYOUTS[layout]
     mesh = mesh_of(kind)
