@@ -22,7 +22,7 @@ from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
 from stretto.kernels.engine.tiles import TileShape, lhs_window
-from stretto.kernels.fused.gathering import Gather, Kept
+from stretto.kernels.fused.gather_ways import Gather, Kept
 
 
 def by_columns(

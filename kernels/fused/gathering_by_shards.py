@@ -21,7 +21,7 @@ from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Load, Ref, Stream, Tile
 from stretto.kernels.engine.scales import load_rows
 from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
-from stretto.kernels.fused.gathering import Gather, GatheredScales, Kept
+from stretto.kernels.fused.gather_ways import Gather, GatheredScales, Kept
 
 
 def by_shards(
