@@ -19,12 +19,12 @@ from collections.abc import Callable
 import jax
 
 from stretto.distributed import schedule
-from stretto.distributed.schedule import Int
+from stretto.distributed.schedule import BandedPullPlan, Int, PullPlan
 from stretto.distributed.team import Team
-from stretto.kernels.engine import padding
+from stretto.kernels.engine import padding, transfers
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
-from stretto.kernels.engine.parts import Load, Stream, Tile
+from stretto.kernels.engine.parts import Load, Ref, Stream, Tile
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Fetch
 
@@ -78,6 +78,28 @@ class GatheredScales:
     load: Callable[[Refs], Load]
     fetch: Fetch
     shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedFetch[Plan: (PullPlan, BandedPullPlan)]:
+    """What all fetches have in common: a plan that cuts what is gathered into pieces."""
+
+    team: Team
+    plan: Plan
+
+    @property
+    def num_pieces(self) -> int:
+        """Of all that is fetched."""
+        return self.plan.pieces
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece."""
+        return self.plan.piece_rows, self.plan.piece_columns
+
+    def sources(self, lhs: Ref) -> list[Ref]:
+        """The peers' own shards."""
+        return transfers.on_peers(lhs, self.team)
 
 
 @dataclasses.dataclass(frozen=True)
