@@ -38,7 +38,8 @@ def _operand(
     """The shape that an operand is padded to, and the bytes of it that are copied.
 
     Or that would take as long to copy as the product takes longer because of rows that are not
-    aligned, where they are left so.
+    aligned, where they are left so: at as many uses as `USES_OF_A_COPY` once the operand, and in
+    proportion.
     """
     tiles, itemsize, often = config.tiles, problem.types.itemsize, padding.REUSE[name]
     rows = padding.ROWS if name == "lhs" else padding.COLUMNS
@@ -47,7 +48,7 @@ def _operand(
     if made != shape:
         return made, size
     aligned = padding.in_lines(shape[1], problem.types.lhs) == shape[1]
-    return made, 0 if aligned else size * uses // often
+    return made, 0 if aligned else size * uses // padding.USES_OF_A_COPY[name]
 
 
 def by_rows(problem: Problem, config: Any) -> int:
