@@ -19,8 +19,6 @@ from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import machine
 from stretto.kernels.problem.machine import Machine
 
-IMPLEMENTATIONS = ("auto", "fused", "xla")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallTime:
