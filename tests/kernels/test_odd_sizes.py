@@ -32,7 +32,7 @@ from stretto.kernels.engine.hopper.tile_config import (
     PIECE_ROWS,
     TileConfig,
 )
-from stretto.kernels.engine.parts import Beside, BesideParts
+from stretto.kernels.engine.parts import Beside, BesideParts, Tile
 from stretto.kernels.fused import all_gather_matmul as gather
 from stretto.kernels.fused import all_gather_matmul_k as gather_k
 from stretto.kernels.fused.local_matmul import local_matmul
@@ -241,7 +241,7 @@ def test_a_residual_is_loaded_into_the_view_that_is_stored(monkeypatch):
         loaded=_Buffers("loaded"),
     )
     for index in range(len(pieces.places)):
-        loading.load_piece(None, index)
+        loading.load_piece(Tile(0, 0, 0), index)
     assert len(loaded) == MULTIPLYING_WARPGROUPS * len(pieces.places)
     assert {name for name, _ in loaded} == {"stored"}
 
