@@ -28,7 +28,7 @@ from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements import machine
 from stretto.benchmarks.measurements.results import Measurement
 from stretto.benchmarks.peers.across_nodes import peers_across_nodes
-from stretto.benchmarks.peers.peers import Peer
+from stretto.benchmarks.peers.peer import Peer
 from stretto.benchmarks.sweeps.expand import expand
 from stretto.benchmarks.sweeps.sweep import Sweep
 from stretto.benchmarks.timing.measure import Settings, measure

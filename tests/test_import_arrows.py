@@ -6,6 +6,7 @@ Each check takes the source as text, so that the tests at the end can show that 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,12 @@ def environment_reads(source: str, path: str) -> list[str]:
         and isinstance(node.value, ast.Name)
         and node.value.id == "os"
     ]
+
+
+def names_no_version(source: str) -> bool:
+    """Whether a file's docstring leaves out the versions of JAX that it was checked with."""
+    said = " ".join((ast.get_docstring(ast.parse(source)) or "").split())
+    return not re.search(r"[Cc]hecked on (JAX )?\d+\.\d+\.\d+", said)
 
 
 # For each room of a folder, and each file beside the rooms: which of the others it may import.
@@ -249,6 +256,8 @@ def test_file_keeps_the_arrows(path: str) -> None:
     found = breaches(source, path)
     if not path.startswith(PRIVATE_JAX):
         found += private_jax(source, path)
+    elif private_jax(source, path) and names_no_version(source):
+        found.append(f"{path} uses private JAX, and does not say which versions it was checked on")
     if path not in READS_ENVIRONMENT:
         found += environment_reads(source, path)
     assert not found, "\n".join(found)
@@ -301,6 +310,11 @@ def test_lazy_hand_over_is_allowed() -> None:
 )
 def test_private_jax_is_caught(source: str) -> None:
     assert private_jax(source, "kernels/x.py")
+
+
+def test_private_jax_without_a_version_is_caught() -> None:
+    assert names_no_version('"""Private JAX."""')
+    assert not names_no_version('"""Private JAX, checked\non 0.11.2."""')
 
 
 @pytest.mark.parametrize("source", ["import os\nos.environ['A']", "import os\nos.getenv('A')"])

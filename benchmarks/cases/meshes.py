@@ -1,10 +1,12 @@
-"""The meshes that benchmarks run over."""
+"""The meshes that benchmarks run over, and what GPUs these have."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+
+from stretto.kernels.problem.machine import Machine
 
 AXIS = "x"
 """The mesh axis of the devices of one node."""
@@ -32,3 +34,10 @@ def mesh_of_nodes(nodes: int) -> Mesh:
 def joined(mesh: Mesh, dimension: int = 0) -> PartitionSpec:
     """How the devices' arrays join into a global one: along `dimension`, in the mesh's order."""
     return PartitionSpec(*[None] * dimension, mesh.axis_names)
+
+
+def architecture_of(mesh: Mesh) -> str:
+    """ "sm_90" or the like; "" of devices that are no GPUs."""
+    device = mesh.devices.flat[0]
+    machine = Machine.of_kind(device.platform, device.device_kind)
+    return machine.architecture if machine.platform == "gpu" else ""

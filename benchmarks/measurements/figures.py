@@ -9,7 +9,7 @@ from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.measurements import intervals
 from stretto.benchmarks.measurements.results import Measurement, Timed, size_fields
 from stretto.benchmarks.measurements.spread import median_ratio
-from stretto.benchmarks.peers.peers import COMMUNICATION, MATMUL
+from stretto.benchmarks.peers.peer import COMMUNICATION, MATMUL
 from stretto.kernels.operation import Sizes
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from stretto.benchmarks.measurements import spread
 from stretto.benchmarks.measurements.results import Measurement, Timed
 from stretto.benchmarks.measurements.spread import Interval
-from stretto.benchmarks.peers.peers import MATMUL
+from stretto.benchmarks.peers.peer import MATMUL
 
 
 def fill(measurement: Measurement, timed: Timed) -> None:

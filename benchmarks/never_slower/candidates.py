@@ -11,7 +11,7 @@ from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.measurements.results import Draw
-from stretto.benchmarks.peers.peers import FUSED, Peer
+from stretto.benchmarks.peers.peer import FUSED, Peer
 from stretto.benchmarks.timing.tune import configs_for
 from stretto.kernels.choice.tables import config_to_data
 from stretto.kernels.problem.machine import Machine

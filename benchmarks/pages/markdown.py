@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from stretto.benchmarks.measurements.results import Measurement, Results, Timed
 from stretto.benchmarks.measurements.spread import Interval
 from stretto.benchmarks.pages.terminal import number, peer_label, percent
-from stretto.benchmarks.peers.peers import COMMUNICATION, MATMUL, PEERS
+from stretto.benchmarks.peers.peer import COMMUNICATION, MATMUL
+from stretto.benchmarks.peers.peers import PEERS
 
 NONE = "-"
 

@@ -23,7 +23,7 @@ from stretto.benchmarks.pages.drawing import (
     title,
 )
 from stretto.benchmarks.pages.markdown import operation_peers, peers_in
-from stretto.benchmarks.peers.peers import FUSED, MATMUL, XLA
+from stretto.benchmarks.peers.peer import FUSED, MATMUL, XLA
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

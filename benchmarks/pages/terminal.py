@@ -11,7 +11,8 @@ from rich.table import Table
 
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.measurements.results import Measurement, Prediction, Results, Timed
-from stretto.benchmarks.peers.peers import COMMUNICATION, MATMUL, PEERS
+from stretto.benchmarks.peers.peer import COMMUNICATION, MATMUL
+from stretto.benchmarks.peers.peers import PEERS
 
 NOT_A_MEASUREMENT = (
     "CPU devices, or a rehearsal: the times show that the benchmark runs, not how fast anything is."

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import GPU, NODE
-from stretto.benchmarks.peers.peers import FUSED, OTHER, PEERS, Peer
+from stretto.benchmarks.peers.peer import FUSED, OTHER, Peer
+from stretto.benchmarks.peers.peers import PEERS
 from stretto.kernels.operation import Operation
 from stretto.kernels.operations import collectives, matmuls
 from stretto.kernels.problem import node_config

@@ -13,13 +13,11 @@ from stretto.benchmarks.predict.model import NOTHING, Model, Predicted
 from stretto.benchmarks.predict.samples import fused_way
 from stretto.benchmarks.targets import machine_file
 from stretto.benchmarks.targets.machine_file import Target
-from stretto.kernels.choice import choose
+from stretto.kernels.choice import choose, speed
 from stretto.kernels.nodes import nodes
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem import machine
 from stretto.kernels.problem.machine import Machine
-
-IMPLEMENTATIONS = ("auto", "fused", "xla")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ def is_fused(case: Case, target: Target) -> bool:
     with warnings.catch_warnings():
         # That there is no table for a card is said where a call is made, not where one is planned.
         warnings.simplefilter("ignore")
-        return choose.faster(case.operation, kernel, case.problem(found)).backend == "pallas"
+        return speed.faster(case.operation, kernel, case.problem(found)).backend == "pallas"
 
 
 def _machine_of(card: str) -> Machine:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from stretto.benchmarks.cases import shapes
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.peers.peers import Peer, peers_named
+from stretto.benchmarks.peers.peer import Peer
+from stretto.benchmarks.peers.peers import peers_named
 from stretto.benchmarks.sweeps.sweep import Sweep
 from stretto.kernels.operation import Operation, Sizes
 

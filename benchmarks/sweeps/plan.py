@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stretto.benchmarks.cases import floors
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.peers.peers import FUSED, Peer, applies
+from stretto.benchmarks.peers.peer import FUSED, Peer, applies
 from stretto.benchmarks.timing.measure import Settings
 from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, TARGET_RUN_US
 

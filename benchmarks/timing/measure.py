@@ -16,7 +16,7 @@ from stretto.benchmarks.errors import DeviceLostError, UnavailableError
 from stretto.benchmarks.measurements import figures
 from stretto.benchmarks.measurements.results import Measurement, Missing, Timed
 from stretto.benchmarks.measurements.spread import spread
-from stretto.benchmarks.peers.peers import FUSED, Peer, applies
+from stretto.benchmarks.peers.peer import FUSED, Peer, applies
 from stretto.benchmarks.timing import memory
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.prepare import Bench, Ready

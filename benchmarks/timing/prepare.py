@@ -18,7 +18,8 @@ from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import joined
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
-from stretto.benchmarks.peers.peers import PEERS, Peer
+from stretto.benchmarks.peers.peer import Peer
+from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.timing import programs
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.operands import Operands

@@ -12,7 +12,8 @@ from stretto.benchmarks.cases.meshes import mesh_of
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.measurements.spread import spread
 from stretto.benchmarks.measurements.tuned_file import entry_of
-from stretto.benchmarks.peers.peers import FUSED, PEERS, Peer
+from stretto.benchmarks.peers.peer import FUSED, Peer
+from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.timing import memory
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.measure import Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -14,16 +15,13 @@ from stretto.distributed import compiling, simulating
 from stretto.distributed.devices import topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
-from stretto.kernels.choice import costs, obstacles, tables
+from stretto.kernels.choice import obstacles, tables
 from stretto.kernels.choice.choice import Choice
+from stretto.kernels.choice.speed import UNTRIED, best_config, faster
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
 from stretto.kernels.problem.problem import Problem
-
-UNTRIED = (machine.BLACKWELL,)
-"""Architectures that kernels are built for and have never been run on. Only what a table has been
-measured to be faster is taken there."""
 
 type Remark = Callable[[Choice], str | None]
 
@@ -112,32 +110,19 @@ def _choose(
         obstacle = _unsuitable_devices(problem)
     if obstacle is not None:
         return _fall_back(problem, backend, obstacle)
+    choice = functools.partial(Choice, problem=problem, kernel=kernel)
     if simulated:
         reason = "it was asked for" if backend != "auto" else "a simulation encloses the call"
-        return Choice(
-            problem=problem,
-            backend="simulator",
-            reason=reason,
-            kernel=kernel,
-            config=config or kernel.default(problem),
-        )
+        return choice(backend="simulator", reason=reason, config=config or kernel.default(problem))
     if config is not None:
-        return Choice(
-            problem=problem,
-            backend="pallas",
-            reason=f"a config was given{_caution(problem)}",
-            kernel=kernel,
-            config=config,
-        )
+        reason = f"a config was given{_caution(problem)}"
+        return choice(backend="pallas", reason=reason, config=config)
     if backend == "pallas" or compiling.current() is not None:
-        asked = backend == "pallas"
-        return Choice(
-            problem=problem,
+        why = "it was asked for" if backend == "pallas" else "kernels are being compiled"
+        return choice(
             backend="pallas",
-            reason=("it was asked for" if asked else "kernels are being compiled")
-            + _caution(problem),
-            kernel=kernel,
-            config=_best_config(operation, kernel, problem),
+            reason=f"{why}{_caution(problem)}",
+            config=best_config(operation, kernel, problem),
         )
     return faster(operation, kernel, problem)
 
@@ -217,135 +202,12 @@ def _within(operation: Operation, problem: Problem, split: topology.Split) -> Pr
     return dataclasses.replace(problem.resized(**divided), devices=devices)
 
 
-def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
-    """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
-    plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0))
-    of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
-    if not problem.copied and not of_sizes:
-        return plain
-    return _with_copies(operation, kernel, problem, plain, of_sizes)
-
-
-def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
-    """The faster one, of operands that a kernel takes as they are."""
-    kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
-    unknown = untried or kernel.untried
-    found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
-    if found is not None:
-        return found
-    if unknown:
-        where = "run on such a GPU" if untried else "timed beside XLA on several GPUs"
-        reason = (
-            f"the fused kernels were never {where}, and no table of {kind} says that"
-            " they are faster for this call; `stretto tune` writes one"
-        )
-        config = _best_config(operation, kernel, problem)
-        return Choice(problem=problem, backend="xla", reason=reason, kernel=kernel, config=config)
-    if kernel.fused_from is not None:
-        choice = costs.by_size(kernel.fused_from, operation.work(problem))
-    else:
-        choice = costs.compare(estimate(operation, kernel, problem))
-    return Choice(
-        problem=problem, kernel=kernel, config=_best_config(operation, kernel, problem), **choice
-    )
-
-
-def _with_copies(
-    operation: Operation, kernel: Kernel, problem: Problem, plain: Choice, of_sizes: int
-) -> Choice:
-    """The faster one where the kernel's operands or results have to be copied besides.
-
-    `plain` is the faster one without; `of_sizes` bytes are copied because of the sizes.
-    """
-    if problem.machine.architecture in UNTRIED and plain.backend == "xla":
-        return dataclasses.replace(plain, problem=problem)
-    fused_us, xla_us = plain.fused_us, plain.xla_us
-    if fused_us is None or xla_us is None:
-        fused_us, xla_us = estimate(operation, kernel, problem)
-    fused_us += costs.moved_in_memory_us(problem.copied + of_sizes)
-    is_fused = plain.backend == "pallas" and fused_us < xla_us
-    turned = plain.backend == "pallas" and not is_fused
-    reason = f"{plain.reason}, but for the copies" if turned else plain.reason
-    if of_sizes:
-        reason += (
-            f"; rows that are no multiples of 128 bytes cost as much as to copy"
-            f" {of_sizes / 2**20:.3g} MiB"
-        )
-    return dataclasses.replace(
-        plain,
-        problem=problem,
-        backend="pallas" if is_fused else "xla",
-        reason=reason,
-        fused_us=fused_us,
-        xla_us=xla_us,
-    )
-
-
-def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool:
-    """Whether `estimate` knows the times of such a call: of arithmetic beside a collective."""
-    return kernel.fused_from is None and operation.work(problem).flops > 0
-
-
-def _is_measured(kernel: Kernel, problem: Problem) -> bool:
-    """Whether a table has the very problem, with all that a call of it copies."""
-    found = tables.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
-    return found is not None and found.fused_us is not None
-
-
-def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:
-    """Times in microseconds, (fused, XLA): by sizes and rates.
-
-    For a kernel with `stands_for`: the times of that problem, measured where a table has them,
-    and the time of the copies that order the fused kernel's operands.
-    """
-    if kernel.stands_for is None:
-        return costs.estimate(operation.work(problem), problem.machine)
-    other, moved = kernel.stands_for(problem)
-    found = _measured(operation, kernel, problem)
-    if found is not None and found.fused_us and found.xla_us:
-        fused_us, xla_us = found.fused_us, found.xla_us
-    else:
-        fused_us, xla_us = costs.estimate(operation.work(problem), other.machine)
-    return fused_us + costs.moved_in_memory_us(moved), xla_us
-
-
 def _caution(problem: Problem) -> str:
     """A warning for the caller of a kernel that was never run on such a GPU."""
     found = problem.machine
     if found.architecture not in UNTRIED or tables.exists(found.kind):
         return ""
     return "; it was compiled and simulated for such a GPU, but never run on one"
-
-
-def _best_config(operation: Operation, kernel: Kernel, problem: Problem) -> Any:
-    """The configuration for a problem: what a table has, or the kernel's default.
-
-    A missing table gives no warning, because the configuration alone is needed.
-    """
-    found = _measured(operation, kernel, problem)
-    return found.config if found is not None else kernel.default(problem)
-
-
-def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
-    """What the table has of `problem`, or of the one that it is the same as."""
-    if not tables.exists(problem.machine.kind):
-        return None
-    found = _look_up(operation, kernel, problem)
-    if found is None and kernel.stands_for is not None:
-        # The problem of another operation: this operation's estimate does not apply.
-        found = tables.look_up(kernel, kernel.stands_for(problem)[0])
-    return found
-
-
-def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
-    """What the table says; where shapes lie between its entries, with the operation's estimate.
-
-    Of what has no estimate, the measured ratios are interpolated themselves.
-    """
-    if not has_estimate(operation, kernel, problem):
-        return tables.look_up(kernel, problem)
-    estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
-    return tables.look_up(kernel, problem, estimated)
 
 
 def _unsuitable_devices(problem: Problem) -> str | None:

@@ -86,6 +86,22 @@ TILES = {
 }
 
 
+def _one(tile: TileConfig, *, narrowest: TileConfig) -> Tiles:
+    """The same tile for everything but the fewest rows."""
+    return Tiles(large=tile, narrow=tile, narrowest=narrowest, adding=(tile,), adding_wide=tile)
+
+
+def _in_pairs(*, adding: TileConfig, paired_adding: TileConfig, **others: TileConfig) -> Tiles:
+    """Tiles of which `adding` serves all sums, and `paired_adding` those of many rows."""
+    return Tiles(
+        adding=(adding, paired_adding),
+        adding_wide=adding,
+        adding_large=adding,
+        paired_adding=paired_adding,
+        **others,
+    )
+
+
 SCALED: dict[str, dict[Granularity, Tiles]] = {
     HOPPER: {
         "row": Tiles(
@@ -95,32 +111,22 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
             adding_wide=hopper_tiles.WIDE_RESULT_FP8,
         ),
-        "block": Tiles(
-            large=hopper_tiles.BLOCKS,
-            narrow=hopper_tiles.BLOCKS,
-            narrowest=hopper_tiles.NARROW_BLOCKS,
-            adding=(hopper_tiles.BLOCKS,),
-            adding_wide=hopper_tiles.BLOCKS,
-        ),
+        "block": _one(hopper_tiles.BLOCKS, narrowest=hopper_tiles.NARROW_BLOCKS),
     },
     BLACKWELL: {
-        "row": Tiles(
+        "row": _in_pairs(
             large=blackwell_tiles.LARGE_FP8,
             narrow=blackwell_tiles.NARROW_FP8,
             narrowest=blackwell_tiles.NARROWEST_FP8,
-            adding=(blackwell_tiles.ADDING_FP8, blackwell_tiles.PAIR_ADDING_FP8),
-            adding_wide=blackwell_tiles.ADDING_FP8,
-            adding_large=blackwell_tiles.ADDING_FP8,
+            adding=blackwell_tiles.ADDING_FP8,
             paired=blackwell_tiles.PAIR_FP8,
             paired_adding=blackwell_tiles.PAIR_ADDING_FP8,
         ),
-        "block": Tiles(
+        "block": _in_pairs(
             large=blackwell_tiles.BLOCKS,
             narrow=blackwell_tiles.BLOCKS,
             narrowest=blackwell_tiles.NARROW_BLOCKS,
-            adding=(blackwell_tiles.ADDING_BLOCKS, blackwell_tiles.PAIR_ADDING_BLOCKS),
-            adding_wide=blackwell_tiles.ADDING_BLOCKS,
-            adding_large=blackwell_tiles.ADDING_BLOCKS,
+            adding=blackwell_tiles.ADDING_BLOCKS,
             paired=blackwell_tiles.PAIR_BLOCKS,
             paired_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
         ),

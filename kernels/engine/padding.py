@@ -7,7 +7,7 @@
 | of any other | with its columns filled up to such rows: a copy |
 
 Rows that are no multiples of 128 bytes cost more to load: each row of a tile then lies in two lines of
-the L2. So a matrix that is used often enough is copied to such rows all the same (`REUSE`).
+the L2. A matrix that is used often could be copied to such rows all the same; by default none is (`REUSE`).
 
 Along a dimension of one 8 x 64 tile Mosaic GPU ignores the index, so a store past the edge, which
 should be dropped, would land in the first tile (seen on H100s with JAX 0.11.2). A main loop that takes
@@ -16,6 +16,7 @@ whole tiles only (`TileShape.takes_edges`) has everything padded to them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -30,10 +31,14 @@ ROWS = 8
 COLUMNS = 64
 ROW_BYTES = 16
 """Of which the rows of every array that the copy engine takes are a multiple."""
-REUSE = dict(lhs=4096, rhs=2048)
-"""Columns of the result from which on a copy of lhs to rows of 128 bytes costs less than it saves,
-and rows of the result for rhs. On one H200 a product of 8192 x 8192 x 8192 took 1,615 us, of 8184 x
-8200 x 8168 1,957 with rhs transposed and 2,136 with it as it was; copying both took some 145."""
+USES_OF_A_COPY = dict(lhs=4096, rhs=2048)
+"""Columns of the result at which lhs loses by rows that are not aligned what a copy of it would take,
+and rows of the result for rhs: how `copied` counts that loss. On one H200 a product of 8192 x 8192 x
+8192 took 1,615 us, of 8184 x 8200 x 8168 1,957 with rhs transposed and 2,136 with it as it was; copying
+both took some 145."""  # noqa: E501
+REUSE: dict[str, float] = dict(lhs=math.inf, rhs=math.inf)
+"""Uses, counted likewise, from which on an operand is copied to rows of 128 bytes. None is: products
+of such copies were simulated, and never timed on a GPU. `USES_OF_A_COPY` would be the place to begin."""  # noqa: E501
 
 
 def columns_of(dtype: jax.typing.DTypeLike) -> int:

@@ -31,6 +31,7 @@ from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.fused import beside, copied, gathering, obstacles, unfused
+from stretto.kernels.fused.gather_ways import Gather, kept_columns
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
 from stretto.kernels.fused.obstacles import check_unfused, obstacle
@@ -211,7 +212,7 @@ def _gather(
     team: Team,
     call: Call,
     scaling: Scaling | None = None,
-) -> gathering.Gather:
+) -> Gather:
     """What is pulled, piece by piece, of padded lhs `[m_shard, k]`, and which tile needs what."""
     config: Config = call.config
     m_shard, k = lhs.shape
@@ -233,7 +234,7 @@ def _gather(
         pieces = plan(rows, config.piece_rows(m_shard), k)
         return rows_first(team, pieces, m_shard, n, shape, rhs_transposed=turned)
     by_shard = call.options.return_gathered
-    columns = gathering.kept_columns(lhs, by_shard)
+    columns = kept_columns(lhs, by_shard)
     pieces = plan(m_shard, config.pull_rows, columns)
     scales = None if scaling is None else _plan_of_scales(scaling)
     return by_shards(

@@ -27,6 +27,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.fused import beside, copied, gathering
+from stretto.kernels.fused.gather_ways import Gather, kept_columns
 from stretto.kernels.fused.gathering_by_columns import by_columns
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.pull_config import PullConfig
@@ -119,14 +120,14 @@ KERNEL = Kernel(
 )
 
 
-def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:
+def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> Gather:
     """What is pulled, piece by piece, of padded lhs `[m, k_shard]`, and which tile needs what."""
     config: Config = call.config
     m, k_shard = lhs.shape
     shape, by_shard = config.tiles, call.options.return_gathered
     n = gathering.tiled_columns(rhs, call.options, shape)
     side_by_side = team.size if by_shard else team.size - 1  # Shards in a gathered row.
-    columns = gathering.kept_columns(lhs, by_shard)
+    columns = kept_columns(lhs, by_shard)
     plan = schedule.BandedPullPlan(
         sources=team.size - 1,
         rows=m,

@@ -37,17 +37,16 @@ def _operand(
 ) -> tuple[Shape, int]:
     """The shape that an operand is padded to, and the bytes of it that are copied.
 
-    Or that would take as long to copy as the product takes longer because of rows that are not
-    aligned, where they are left so.
+    And, where its rows are not aligned, the bytes whose copy would take as long as the product
+    takes longer: at as many uses as `USES_OF_A_COPY` those of the operand, and in proportion.
     """
     tiles, itemsize, often = config.tiles, problem.types.itemsize, padding.REUSE[name]
     rows = padding.ROWS if name == "lhs" else padding.COLUMNS
     made = padding.shape_of(shape, problem.types.lhs, tiles, rows, copied=uses >= often)
     size = math.prod(made) * itemsize
-    if made != shape:
-        return made, size
-    aligned = padding.in_lines(shape[1], problem.types.lhs) == shape[1]
-    return made, 0 if aligned else size * uses // often
+    aligned = padding.in_lines(made[1], problem.types.lhs) == made[1]
+    lost = 0 if aligned else size * uses // padding.USES_OF_A_COPY[name]
+    return made, lost + size * (made != shape)
 
 
 def by_rows(problem: Problem, config: Any) -> int:

@@ -1,42 +1,27 @@
-"""All-gather matmuls, whichever way lhs is gathered under them: what all ways have in common.
-
-A way of gathering is four things (`Gather`): an order of the tiles, the stream of lhs with what it
-waits for, the plan of what is fetched, and the place of a tile in the result.
-
-| way | for |
-|---|---|
-| `gathering_by_shards` | rows, in shards that fill tiles: shard after shard |
-| `gathering_rows_first` | rows, in shards smaller than a tile: all of them first, as one matrix |
-| `gathering_by_columns` | columns, the contraction |
-"""
+"""The kernel of the all-gather matmuls, made of a way in which lhs is gathered (`gather_ways`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stretto.distributed import schedule
-from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import beside, padding, pairs, sinks, streams
 from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import (
     BesideParts,
-    Load,
     Parts,
     Product,
     Ref,
     Scales,
     Stream,
-    Tile,
     Transfer,
     elementwise,
 )
@@ -44,82 +29,99 @@ from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
+from stretto.kernels.fused.gather_ways import Gather
 from stretto.kernels.operation import Call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gather:
-    """A way of gathering lhs.
+class _Kernel:
+    """The parts of a kernel that gathers and multiplies.
 
     Attributes:
-      order: of the tiles of the result.
-      k_tiles: length of the contraction, in tiles.
-      lhs: the kernel's refs -> the stream of lhs, own and gathered (`gathered`), which waits for
-        `received`.
-      rhs_window: (shape of tiles, tile along the contraction, column of tiles) -> the window of
-        rhs.
-      fetch: what is fetched from peers; the key of a place is its index in `received`.
-      leading: tile -> the indices of its matrix in the result.
-      received: shape of the semaphores that count pieces.
-      out_rows: shape of the result, but for its columns.
-      gathered: shape of what is gathered, `[..., columns of lhs]`.
-      shards: equal parts that the rows of the result consist of.
-      complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
-      scales: how lhs's are gathered, of operands in 8 bits.
+      gather: the way of gathering.
+      options: of the call.
+      taken: the epilogue, where it has arrays or takes two products.
+      of_result: the tile of a result, of `columns` in all of them together.
+      scaling: of operands in 8 bits.
     """
 
-    order: ShardOrder
-    k_tiles: int
-    lhs: Callable[[Refs], Stream]
-    rhs_window: Callable[[TileShape, Int, Int], tuple]
-    fetch: Fetch
-    leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: ()
-    received: tuple[int, ...]
-    out_rows: tuple[int, ...]
-    gathered: tuple[int, ...]
-    shards: int
-    complete: Callable[[jax.Array, jax.Array], jax.Array]
-    scales: GatheredScales | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GatheredScales:
-    """The scales of lhs, which are gathered as its rows are, and ahead of them.
-
-    Attributes:
-      load: the kernel's refs -> what loads those of a tile's rows, own (`lhs_scales`) and gathered
-        (`gathered_scales`).
-      fetch: what is fetched from peers; the key of a place is its index in `received`.
-      shape: of what is gathered.
-    """
-
-    load: Callable[[Refs], Load]
-    fetch: Fetch
-    shape: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """Where the shards of the peers are kept, in an array of several.
-
-    Attributes:
-      team: the devices.
-      by_shard: in the order of the shards, with room for the device's own; if False, in the order
-        of the steps, without its own.
-    """
-
-    team: Team
-    by_shard: bool
+    gather: Gather
+    options: Any
+    taken: beside.Beside | None
+    columns: Segments
+    of_result: TileShape
+    scaling: Scaling | None
 
     @property
-    def count(self) -> int:
-        """Number of shards in the buffer."""
-        return self.team.size - (not self.by_shard)
+    def shape(self) -> Any:
+        """Of the tiles of products."""
+        return self.gather.order.shape
 
-    def index(self, step: Int) -> Int:
-        """The index of the shard of `step`, which belongs to the device `step` places further."""
-        shard = schedule.shard_of_step(self.team.device_id(), step, self.team.size)
-        return shard if self.by_shard else step - 1
+    def parts(self, refs: Refs) -> Parts:
+        """What `fuse` makes a kernel of."""
+        gather, form = self.gather, self.options.epilogue
+        function = form.function if form and self.taken is None else None
+        return Parts(
+            order=gather.order,
+            k_tiles=gather.k_tiles,
+            lhs=gather.lhs(refs),
+            rhs=self._rhs(refs),
+            sink=sinks.along_n(refs.outs, self.columns, self.of_result, gather.leading),
+            epilogue=elementwise(function),
+            beside=self._beside(refs),
+            scales=self._scales(refs),
+            transfer=Transfer(run=lambda: self._fetch(refs)),
+        )
+
+    def _rhs(self, refs: Refs) -> Stream:
+        window = self.gather.rhs_window
+        if self.taken is not None and self.taken.gated:
+            of_half = functools.partial(window, pairs.halved(self.shape))
+            return pairs.pair_along_n(refs.rhs, self.shape, self.options.rhs_transposed, of_half)
+        return streams.along_n(refs.rhs, self.columns, functools.partial(window, self.shape))
+
+    def _beside(self, refs: Refs) -> BesideParts | None:
+        if self.taken is None:
+            return None
+        return beside.parts_of(
+            self.options.epilogue.function,
+            self.taken,
+            refs.beside,
+            self.columns,
+            self.of_result,
+            self.gather.leading,
+        )
+
+    def _scales(self, refs: Refs) -> Scales | None:
+        if self.scaling is None or self.gather.scales is None:
+            return None
+        load = self.gather.scales.load(refs)
+        return self.scaling.parts(load, refs.rhs_scales, self.columns, self.shape)
+
+    def _fetch(self, refs: Refs) -> None:
+        """Pulls what is gathered, scales ahead of their rows."""
+
+        def fetch(of: Fetch, source: Ref, gathered: Ref, buffers: Ref, barriers: Ref) -> None:
+            pull(
+                of,
+                source,
+                gathered,
+                # Publishes a piece to the polling warps of all blocks.
+                arrived=lambda place: refs.received.at[place.key].signal(),
+                buffers=buffers,
+                barriers=barriers,
+                num_blocks=refs.num_blocks,
+            )
+
+        if self.gather.scales is not None:
+            fetch(
+                self.gather.scales.fetch,
+                refs.lhs_scales,
+                refs.gathered_scales,
+                refs.pulled_scales,
+                refs.pulled_scales_full,
+            )
+        fetch(self.gather.fetch, refs.lhs, refs.gathered, refs.pulled, refs.pulled_full)
 
 
 def launch(
@@ -143,92 +145,26 @@ def launch(
     The results have the `wanted` columns, or a few more.
     """
     shape, options = gather.order.shape, call.options
-    out_dtype, rhs_transposed = options.out_dtype, options.rhs_transposed
-    taken = beside.of(options.epilogue, arrays)
-    widths = results_widths(rhs, options)
-    of_result = result_tile(shape, options)
-    columns = Segments.of(widths, of_result.tile_n)
-    outs = [
-        jax.ShapeDtypeStruct(
-            (*gather.out_rows, padding.made_columns(n, width, out_dtype, shape)), out_dtype
-        )
+    widths, of_result = results_widths(rhs, options), result_tile(shape, options)
+    kernel = _Kernel(
+        gather=gather,
+        options=options,
+        taken=beside.of(options.epilogue, arrays),
+        columns=Segments.of(widths, of_result.tile_n),
+        of_result=of_result,
+        scaling=scaling,
+    )
+    made = [
+        padding.made_columns(n, width, options.out_dtype, shape)
         for n, width in zip(wanted, widths, strict=True)
     ]
-    product = Product(
-        lhs=lhs.dtype,
-        rhs=rhs[0].dtype,
-        out=out_dtype,
-        rhs_transposed=rhs_transposed,
-        scales=None if scaling is None else scaling.granularity,
-        beside=taken,
-        **padding.edges(shape, lhs=lhs, rhs=[_matrix(x, rhs_transposed) for x in rhs], out=outs),
-    )
-    pieces = [Buffers(call.config.pull_slots, *gather.fetch.piece, lhs.dtype)]
-    scale_outs = {}
-    if gather.scales is not None:
-        piece = gather.scales.fetch.piece
-        pieces.append(Buffers(call.config.pull_slots, *piece, jnp.float32, name="pulled_scales"))
-        scale_outs = dict(gathered_scales=jax.ShapeDtypeStruct(gather.scales.shape, jnp.float32))
-
-    def fetch(refs: Refs) -> None:
-        def fetch_all(of: Fetch, source: Ref, gathered: Ref, buffers: Ref, barriers: Ref) -> None:
-            pull(
-                of,
-                source,
-                gathered,
-                # Publishes a piece to the polling warps of all blocks.
-                arrived=lambda place: refs.received.at[place.key].signal(),
-                buffers=buffers,
-                barriers=barriers,
-                num_blocks=refs.num_blocks,
-            )
-
-        if gather.scales is not None:
-            fetch_all(
-                gather.scales.fetch,
-                refs.lhs_scales,
-                refs.gathered_scales,
-                refs.pulled_scales,
-                refs.pulled_scales_full,
-            )
-        fetch_all(gather.fetch, refs.lhs, refs.gathered, refs.pulled, refs.pulled_full)
-
-    def scales_of(refs: Refs) -> Scales | None:
-        if scaling is None or gather.scales is None:
-            return None
-        return scaling.parts(gather.scales.load(refs), refs.rhs_scales, columns, shape)
-
-    def rhs_stream(refs: Refs) -> Stream:
-        if taken is not None and taken.gated:
-            window = functools.partial(gather.rhs_window, pairs.halved(shape))
-            return pairs.pair_along_n(refs.rhs, shape, rhs_transposed, window)
-        return streams.along_n(refs.rhs, columns, functools.partial(gather.rhs_window, shape))
-
-    def besides(refs: Refs) -> BesideParts | None:
-        if taken is None:
-            return None
-        function = options.epilogue.function
-        return beside.parts_of(function, taken, refs.beside, columns, of_result, gather.leading)
-
-    def parts(refs: Refs) -> Parts:
-        function = options.epilogue.function if options.epilogue and taken is None else None
-        return Parts(
-            order=gather.order,
-            k_tiles=gather.k_tiles,
-            lhs=gather.lhs(refs),
-            rhs=rhs_stream(refs),
-            sink=sinks.along_n(refs.outs, columns, of_result, gather.leading),
-            epilogue=elementwise(function),
-            beside=besides(refs),
-            scales=scales_of(refs),
-            transfer=Transfer(run=lambda: fetch(refs)),
-        )
-
+    outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), options.out_dtype) for n in made]
+    kept, pulled = _gathered(gather, call.config.pull_slots, lhs.dtype)
     results = fuse(
-        parts,
+        kernel.parts,
         name=name,
         team=team,
-        mainloop=mainloop_of(shape, product),
+        mainloop=mainloop_of(shape, _product(kernel, lhs, rhs, outs)),
         num_tiles=gather.order.num_tiles,
         operands=dict(
             lhs=lhs,
@@ -236,13 +172,9 @@ def launch(
             beside=beside.all_in_memory(arrays, outs, of_result, gather.shards),
             **({} if scaling is None else scaling.operands()),
         ),
-        outs=dict(
-            outs=outs,
-            gathered=jax.ShapeDtypeStruct(gather.gathered, lhs.dtype),
-            **scale_outs,
-        ),
+        outs=dict(outs=outs, **kept),
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
-        buffers=pieces,
+        buffers=pulled,
         waits=True,
         interpret=call.interpret,
     )
@@ -251,9 +183,33 @@ def launch(
     return [*results["outs"], gather.complete(results["gathered"], lhs)]
 
 
-def kept_columns(lhs: jax.Array, by_shard: bool) -> int:
-    """Columns that peers' shards like lhs are kept in: aligned, but where they are returned."""
-    return lhs.shape[1] if by_shard else padding.in_lines(lhs.shape[1], lhs.dtype)
+def _gathered(
+    gather: Gather, slots: int, dtype: Any
+) -> tuple[dict[str, jax.ShapeDtypeStruct], list[Buffers]]:
+    """What is gathered, by name, and the buffers that pieces of it are pulled through."""
+    kept = dict(gathered=jax.ShapeDtypeStruct(gather.gathered, dtype))
+    pulled = [Buffers(slots, *gather.fetch.piece, dtype)]
+    if (scales := gather.scales) is not None:
+        kept["gathered_scales"] = jax.ShapeDtypeStruct(scales.shape, jnp.float32)
+        pulled.append(Buffers(slots, *scales.fetch.piece, jnp.float32, name="pulled_scales"))
+    return kept, pulled
+
+
+def _product(
+    kernel: _Kernel, lhs: jax.Array, rhs: Sequence[jax.Array], outs: Sequence[Any]
+) -> Product:
+    """The types of what is multiplied, and which edges tiles cross."""
+    transposed = kernel.options.rhs_transposed
+    matrices = [_matrix(x, transposed) for x in rhs]
+    return Product(
+        lhs=lhs.dtype,
+        rhs=rhs[0].dtype,
+        out=kernel.options.out_dtype,
+        rhs_transposed=transposed,
+        scales=None if kernel.scaling is None else kernel.scaling.granularity,
+        beside=kernel.taken,
+        **padding.edges(kernel.shape, lhs=lhs, rhs=matrices, out=outs),
+    )
 
 
 def is_used_often(rows: int, rhs_transposed: bool) -> bool:

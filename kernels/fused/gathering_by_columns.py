@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from stretto.distributed import copies, schedule
 from stretto.distributed.schedule import BandedPullPlan, Int
 from stretto.distributed.team import Team
-from stretto.kernels.engine import stages, tiles, transfers
+from stretto.kernels.engine import stages, tiles
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
 from stretto.kernels.engine.tiles import TileShape, lhs_window
-from stretto.kernels.fused.gathering import Gather, Kept
+from stretto.kernels.fused.gather_ways import Gather, Kept, PlannedFetch
 
 
 def by_columns(
@@ -104,31 +104,15 @@ def _stream(refs: Refs, plan: BandedPullPlan, kept: Kept, shape: TileShape) -> S
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fetch:
+class _Fetch(PlannedFetch[BandedPullPlan]):
     """All peers' columns, band of rows after band."""
 
-    team: Team
-    plan: BandedPullPlan
     kept: Kept
-
-    @property
-    def num_pieces(self) -> int:
-        """Of all peers' columns."""
-        return self.plan.pieces
-
-    @property
-    def piece(self) -> tuple[int, int]:
-        """Rows and columns of a piece."""
-        return self.plan.piece_rows, self.plan.piece_columns
 
     def place(self, index: Int) -> copies.Place:
         """A piece of a peer's columns; the key is (peer, row of tiles)."""
         source, row, column, chunk = self.plan.locate(index)
         return copies.Place(source, row, column, (source, chunk))
-
-    def sources(self, lhs: Ref) -> list[Ref]:
-        """The peers' own columns."""
-        return transfers.on_peers(lhs, self.team)
 
     def destination(self, gathered: Ref, source: Int) -> Ref:
         """Where the columns of a peer are kept."""

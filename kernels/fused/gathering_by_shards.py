@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from stretto.distributed import copies, schedule
 from stretto.distributed.schedule import Int, PullPlan
 from stretto.distributed.team import Team
-from stretto.kernels.engine import stages, transfers
+from stretto.kernels.engine import stages
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Load, Ref, Stream, Tile
 from stretto.kernels.engine.scales import load_rows
 from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
-from stretto.kernels.fused.gathering import Gather, GatheredScales, Kept
+from stretto.kernels.fused.gather_ways import Gather, GatheredScales, Kept, PlannedFetch
 
 
 def by_shards(
@@ -115,11 +115,9 @@ def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape, scales: in
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fetch:
+class _Fetch(PlannedFetch[PullPlan]):
     """All peers' shards, one after the other, in the order of the steps."""
 
-    team: Team
-    plan: PullPlan
     kept: Kept
 
     @property
@@ -127,20 +125,11 @@ class _Fetch:
         """Of all peers' shards."""
         return (self.team.size - 1) * self.plan.pieces
 
-    @property
-    def piece(self) -> tuple[int, int]:
-        """Rows and columns of a piece."""
-        return self.plan.piece_rows, self.plan.piece_columns
-
     def place(self, index: Int) -> copies.Place:
         """A piece of a peer's shard; the key is (peer, chunk)."""
         source, piece = self.plan.piece_of(index)
         row, column, chunk = self.plan.locate(piece)
         return copies.Place(source, row, column, (source, chunk))
-
-    def sources(self, lhs: Ref) -> list[Ref]:
-        """The peers' own shards."""
-        return transfers.on_peers(lhs, self.team)
 
     def destination(self, gathered: Ref, source: Int) -> Ref:
         """Where the shard of a peer is kept."""

@@ -23,7 +23,7 @@ from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
 from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
-from stretto.kernels.fused.gathering import Gather
+from stretto.kernels.fused.gather_ways import Gather, PlannedFetch
 
 
 def rows_first(
@@ -69,22 +69,10 @@ def _stream(refs: Refs, plan: PullPlan, shape: TileShape) -> Stream:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fetch:
+class _Fetch(PlannedFetch[PullPlan]):
     """The device's own shard, then the peers', then its own again for what fills up."""
 
-    team: Team
-    plan: PullPlan
     m_shard: int
-
-    @property
-    def num_pieces(self) -> int:
-        """Of all rows."""
-        return self.plan.pieces
-
-    @property
-    def piece(self) -> tuple[int, int]:
-        """Rows and columns of a piece."""
-        return self.plan.piece_rows, self.plan.piece_columns
 
     def place(self, index: Int) -> copies.Place:
         """A piece of the rows at `row`, whose device is as many shards further."""

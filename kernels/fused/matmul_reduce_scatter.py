@@ -227,17 +227,6 @@ def launch(
         )
 
     out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
-    edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out)
-    edges["lhs_edges"] |= not dealt_out  # A tile begins at any row.
-    product = Product(
-        lhs=lhs[0].dtype,
-        rhs=rhs[0].dtype,
-        out=out_dtype,
-        rhs_transposed=rhs_transposed,
-        fold=Addends,
-        scales=None if scaling is None else scaling.granularity,
-        **edges,
-    )
     kept = jax.ShapeDtypeStruct(
         (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
     )
@@ -245,7 +234,7 @@ def launch(
         parts,
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
-        mainloop=mainloop(shape, product),
+        mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
         operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
         outs=dict(out=out),
@@ -261,6 +250,28 @@ def launch(
         interpret=interpret,
     )
     return results["out"]
+
+
+def _product(
+    shape: TileShape,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    out: jax.ShapeDtypeStruct,
+    rhs_transposed: bool,
+    scaling: Scaling | None,
+) -> Product:
+    """The types of what is multiplied, and which edges tiles cross."""
+    edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out)
+    edges["lhs_edges"] |= lhs[0].ndim == 2  # Not in shards: a tile begins at any row.
+    return Product(
+        lhs=lhs[0].dtype,
+        rhs=rhs[0].dtype,
+        out=out.dtype,
+        rhs_transposed=rhs_transposed,
+        fold=Addends,
+        scales=None if scaling is None else scaling.granularity,
+        **edges,
+    )
 
 
 def _lhs_window(team: Team, shape: TileShape, m_shard: int | None, tile: Tile, k: Int) -> tuple:

@@ -11,7 +11,7 @@ from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.collectives import arrays
-from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions, SumOptions
+from stretto.kernels.collectives.kernels import SUMMED, AxisOptions, ExchangeOptions, SumOptions
 from stretto.kernels.operation import Arrays, Axes, Call, Operand, Sizes
 from stretto.kernels.operations.perform import run
 from stretto.kernels.problem import checks
@@ -57,6 +57,11 @@ def batched(launch: Any, size: int, batched: Any, x: jax.Array, call: Call) -> j
         if isinstance(axis, int)
     }
     return launch(x, call.with_options(**axes))
+
+
+def backend_of_sums(backend: str, x: jax.Array) -> str:
+    """`backend` for the derivative of an operation that moves `x`, whose type it may not add."""
+    return backend if str(x.dtype) in SUMMED else "auto"
 
 
 # --- Maxima and minima ----------------------------------------------------------------------------

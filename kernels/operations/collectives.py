@@ -1,7 +1,8 @@
 """The public collectives: what they compute, what they refuse, and which implementation serves.
 
 All take any shape and are differentiable. The fused kernels move whole contiguous parts, so
-an array axis that is not the first costs a copy on either side (`collectives.row_layout`).
+an array axis that is not the first costs a copy on either side (`collectives.row_layout`). Their
+records (`collective_records`) are at the end.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 import jax
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels.collectives import exchange, kernels, summation
+from stretto.kernels.collectives import exchange, summation
 from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions, SumOptions
-from stretto.kernels.nodes import hierarchical_collectives
-from stretto.kernels.operation import Axes, BetweenNodes, Call, Examples, Operation
+from stretto.kernels.operation import Axes, Operation
+from stretto.kernels.operations import collective_records as records
 from stretto.kernels.operations import collective_rules as rules
-from stretto.kernels.operations import examples, other_numbers, trees
-from stretto.kernels.operations.perform import cotangent_of_replicated, decide, perform
+from stretto.kernels.operations import other_numbers, trees
+from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks, node_config
 from stretto.kernels.problem.problem import Types
 
@@ -73,7 +74,10 @@ def all_gather(
     options = AxisOptions(axis=checks.check_array_axis(op, "axis", axis, x))
     if other_numbers.are_needed(x):
         back = functools.partial(
-            reduce_scatter, axis_name=axes, axis=options.axis, backend=_backend_of_sums(backend, x)
+            reduce_scatter,
+            axis_name=axes,
+            axis=options.axis,
+            backend=rules.backend_of_sums(backend, x),
         )
         counted = functools.partial(again, axis=options.axis)  # Not from the end, of other numbers.
         return other_numbers.move(x, axes, counted, back)
@@ -229,117 +233,10 @@ def _sums(operation: Operation, op: str) -> Operation:
     return operation if op == "sum" else EXTREMES[operation.name]
 
 
-# --- Derivatives of the linear ones: they need no residuals - -------------------------------------
-
-
-def _all_gather_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
-    backend = _backend_of_sums(call.backend, bar)
-    return reduce_scatter(bar, call.axes, axis=call.options.axis, backend=backend)
-
-
-def _backend_of_sums(backend: str, x: jax.Array) -> str:
-    """`backend` for the derivative of an operation that moves `x`, whose type it may not add."""
-    return backend if str(x.dtype) in kernels.SUMMED else "auto"
-
-
-def _reduce_scatter_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
-    return all_gather(bar, call.axes, axis=call.options.axis, backend=call.backend)
-
-
-def _all_reduce_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
-    return cotangent_of_replicated(call, bar)
-
-
-def _all_to_all_backward(call: Call, _: None, bar: jax.Array) -> jax.Array:
-    options: ExchangeOptions = call.options
-    return all_to_all(
-        bar,
-        call.axes,
-        split_axis=options.concat_axis,
-        concat_axis=options.split_axis,
-        backend=call.backend,
-    )
-
-
 # --- Records --------------------------------------------------------------------------------------
 
-ALL_GATHER = Operation(
-    name="all_gather",
-    public=all_gather,
-    sizes=("m", "n"),
-    reference=rules.all_gather_reference,
-    backward=_all_gather_backward,
-    batched=rules.batched,
-    work=functools.partial(rules.work, collective="all_gather"),
-    kernels=(kernels.ALL_GATHER,),
-    between_nodes=BetweenNodes(run=hierarchical_collectives.all_gather, divided=()),
-    examples=Examples(
-        sets=examples.COLLECTIVE_SETS,
-        shapes=examples.collective,
-        operands=functools.partial(rules.operands, sharded=True),
-        problem=rules.problem_of_a_share,
-        needs=lambda sizes, d: (("m", sizes["m"], d),),
-    ),
-)
-
-REDUCE_SCATTER = Operation(
-    name="reduce_scatter",
-    public=reduce_scatter,
-    sizes=("m", "n"),
-    reference=rules.reduce_scatter_reference,
-    backward=_reduce_scatter_backward,
-    batched=rules.batched,
-    work=functools.partial(rules.work, collective="reduce_scatter"),
-    kernels=(kernels.REDUCE_SCATTER,),
-    between_nodes=BetweenNodes(run=hierarchical_collectives.reduce_scatter, divided=("m",)),
-    examples=Examples(
-        sets=examples.COLLECTIVE_SETS,
-        shapes=examples.collective,
-        operands=rules.operands,
-        needs=lambda sizes, d: (("m", sizes["m"], d),),
-    ),
-)
-
-ALL_REDUCE = Operation(
-    name="all_reduce",
-    public=all_reduce,
-    sizes=("m", "n"),
-    reference=rules.all_reduce_reference,
-    backward=_all_reduce_backward,
-    batched=rules.batched,
-    work=functools.partial(rules.work, collective="all_reduce"),
-    kernels=(kernels.ALL_REDUCE,),
-    between_nodes=BetweenNodes(run=hierarchical_collectives.all_reduce, divided=()),
-    examples=Examples(
-        sets=examples.COLLECTIVE_SETS, shapes=examples.collective, operands=rules.operands
-    ),
-)
-
-ALL_TO_ALL = Operation(
-    name="all_to_all",
-    public=all_to_all,
-    sizes=("m", "n"),
-    reference=rules.all_to_all_reference,
-    backward=_all_to_all_backward,
-    batched=rules.batched,
-    work=functools.partial(rules.work, collective="all_to_all"),
-    kernels=(kernels.ALL_TO_ALL,),
-    examples=Examples(
-        sets=examples.COLLECTIVE_SETS,
-        shapes=functools.partial(examples.collective, exchanges=True),
-        operands=functools.partial(rules.operands, sharded=True),
-        problem=rules.problem_of_a_share,
-        needs=lambda sizes, d: (("m", sizes["m"], d * d),),
-        keywords={"split_axis": 0, "concat_axis": 0},
-    ),
-)
-
-EXTREMES: dict[str, Operation] = {
-    operation.name: dataclasses.replace(
-        operation,
-        forward=rules.extreme_forward,
-        backward=rules.extreme_backward,
-        between_nodes=None,
-    )
-    for operation in (REDUCE_SCATTER, ALL_REDUCE)
-}
+ALL_GATHER = records.of_all_gather(all_gather, reduce_scatter)
+REDUCE_SCATTER = records.of_reduce_scatter(reduce_scatter, all_gather)
+ALL_REDUCE = records.of_all_reduce(all_reduce)
+ALL_TO_ALL = records.of_all_to_all(all_to_all)
+EXTREMES = records.of_extremes(REDUCE_SCATTER, ALL_REDUCE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stretto.kernels.choice import choose, tables
+from stretto.kernels.choice import choose, speed, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Operation
@@ -86,8 +86,8 @@ def explain_sizes(
     choice = choose.choose(record, problem, "auto")
     kernel, obstacle = choose.serving(record, problem)
     estimated = None
-    if obstacle is None and choose.has_estimate(record, kernel, problem):
-        estimated = choose.estimate(record, kernel, problem)
+    if obstacle is None and speed.has_estimate(record, kernel, problem):
+        estimated = speed.estimate(record, kernel, problem)
     nearest = tables.table_for(problem.machine.kind).nearest(problem)
     return SizesChoice(
         choice=choice, estimated_us=estimated, measured=nearest[0] if nearest else None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from stretto.kernels.operation import Axes
 from stretto.kernels.operations import batches, matmuls
+from stretto.kernels.operations.collectives import all_gather
 from stretto.kernels.problem import scales
 from stretto.kernels.xla.matmul import matmul as wide_matmul
 from stretto.kernels.xla.matmul import matmul_of_columns
@@ -164,7 +165,7 @@ def wide(kept: Any, dtype: Any) -> jax.Array:
 def gathered(how: How, kept: Any) -> jax.Array:
     """All devices' tokens of what was kept, or of a gradient, along `how.axis`; dequantised."""
     gather = functools.partial(
-        matmuls.all_gather, axis_name=how.axes, axis=how.token_axis, backend=how.backend
+        all_gather, axis_name=how.axes, axis=how.token_axis, backend=how.backend
     )
     if not isinstance(kept, Quantised):
         return gather(kept)

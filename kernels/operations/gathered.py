@@ -165,6 +165,12 @@ class Operands:
         return rows.reshape(*self.rows(), rows.shape[-1])
 
 
+def as_given(outs: Matrices, rhs: Any, form: Form | None) -> Any:
+    """The results as the caller gave `rhs`: a tuple, or one; of a gated epilogue one."""
+    several = isinstance(rhs, tuple | list) and not (form and form.gated)
+    return outs if several else outs[0]
+
+
 def reference(
     operands: Any, axes: Axes, options: GatherOptions, *, gather_axis: str
 ) -> tuple[Matrices, jax.Array]:

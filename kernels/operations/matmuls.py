@@ -1,46 +1,36 @@
-"""The public matmuls: what they compute, what they refuse, and their records.
+"""The public matmuls over a team: what they compute and what they refuse.
 
-Over axes that span nodes, such as `("node", "gpu")`, XLA moves between nodes and a fused kernel
-serves within each (`nodes.hierarchical_matmuls`).
+Each call is served by one function of two: `plain_gather` and `plain_sums` without scales,
+`scaled_gather` and `scaled_sums` with them. Their records (`matmul_records`, `scaled_records`) are
+at the end. Over axes that span nodes, such as `("node", "gpu")`, XLA moves between nodes and a
+fused kernel serves within each (`nodes.hierarchical_matmuls`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
+from stretto.distributed.devices.axes import AxisNames, canonical_axes
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels.fused import all_gather_matmul_k, all_gather_matmul_n
 from stretto.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernel
 from stretto.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernel
-from stretto.kernels.nodes import hierarchical_matmuls
-from stretto.kernels.operation import BetweenNodes, Call, Examples, Kernel, Operation
+from stretto.kernels.operation import Operation
 from stretto.kernels.operations import (
-    batches,
     epilogues,
-    examples,
-    gathered,
-    layouts,
-    matmul_derivatives,
+    matmul_records,
+    plain_gather,
+    plain_sums,
     scaled,
     scaled_gather,
     scaled_records,
     scaled_sums,
-    scattered,
-    with_epilogue,
 )
-from stretto.kernels.operations.collectives import all_gather, reduce_scatter
-from stretto.kernels.operations.gathered import GatherAxis, Operands
-from stretto.kernels.operations.perform import decide
-from stretto.kernels.problem import checks, node_config, scales
-from stretto.kernels.problem.epilogue import fitted
-from stretto.kernels.problem.options import GatherOptions, ScatterOptions, types_of
-from stretto.kernels.xla.matmul import accumulator_dtype
+from stretto.kernels.operations.asked import Asked
+from stretto.kernels.operations.gathered import GatherAxis
+from stretto.kernels.problem import node_config, scales
 
 
 def all_gather_matmul(
@@ -123,65 +113,37 @@ def all_gather_matmul(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    if lhs_scale is not None or rhs_scale is not None:
-        return scaled_gather.gather(
-            SCALED_GATHER,
+    asked = Asked(
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
+        config=config,
+        backend=backend,
+    )
+    if lhs_scale is None and rhs_scale is None:
+        return plain_gather.gather(
+            GATHERS,
             lhs,
             rhs,
             axes,
-            lhs_scale,
-            rhs_scale,
-            scaled.Asked(
-                epilogue=epilogue,
-                out_dtype=out_dtype,
-                rhs_transposed=rhs_transposed,
-                config=config,
-                backend=backend,
-            ),
+            asked,
             gather_axis=gather_axis,
             axis=axis,
-            returns_gathered=return_gathered or keep_gathered,
+            return_gathered=return_gathered,
+            keep_gathered=keep_gathered,
         )
-    operands = Operands.checked(gather_axis, axis, lhs, rhs, rhs_transposed, axis_size(axes))
-    given = epilogues.of(gathered.OP, epilogue)
-    found = fitted(gathered.OP, given, operands.products(), accumulator_dtype(lhs.dtype))
-    options = GatherOptions(
-        out_dtype=checks.check_out_dtype(gathered.OP, out_dtype, lhs.dtype),
-        rhs_transposed=rhs_transposed,
-        axis=operands.axis,
-        epilogue=found.form,
-        return_gathered=return_gathered,
-        keep_gathered=keep_gathered,
-    )
-    operation = GATHERS[gather_axis]
-    types = types_of(lhs, operands.sides[0], options)
-    call = decide(
-        operation,
-        operands.sizes(),
-        types,
+    return scaled_gather.gather(
+        SCALED_GATHER,
+        lhs,
+        rhs,
         axes,
-        options,
-        backend=backend,
-        config=config,
-        obstacle=with_epilogue.obstacle_of(
-            found, operands.results_shapes(found.form), options.out_dtype
-        ),
-        copied=operands.copied_elements() * options.out_dtype.itemsize,
-        remark=functools.partial(
-            with_epilogue.remark, found, operands.results_shapes(found.form), options
-        ),
+        lhs_scale,
+        rhs_scale,
+        asked,
+        gather_axis=gather_axis,
+        axis=axis,
+        returns_gathered=return_gathered or keep_gathered,
     )
-    if call is None:
-        outs, whole = operation.reference((lhs, operands.sides, found.arrays), axes, options)
-    else:
-        moved, sides, transposed = operands.for_kernel()
-        flat = call.with_options(rhs_transposed=transposed, axis=1 if gather_axis == "k" else 0)
-        arrays = operands.arrays_for_kernel(found)
-        results = with_epilogue.perform((moved, sides), arrays, flat)
-        outs, whole = operands.results(*results)
-    several = isinstance(rhs, tuple | list) and not (found.form and found.form.gated)
-    out = outs if several else outs[0]
-    return (out, whole) if return_gathered else out
 
 
 def matmul_reduce_scatter(
@@ -237,49 +199,17 @@ def matmul_reduce_scatter(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    operation = MATMUL_REDUCE_SCATTER
-    if lhs_scale is not None or rhs_scale is not None:
-        asked = scaled.Asked(
-            epilogue=epilogue,
-            out_dtype=out_dtype,
-            rhs_transposed=rhs_transposed,
-            config=config,
-            backend=backend,
-        )
-        given = lhs, rhs, axes, lhs_scale, rhs_scale, asked
-        return scaled_sums.reduce(SCALED_REDUCE_SCATTER, *given, axis=axis)
-    pairs, plain = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
-    (first, *_), _ = pairs
-    axis = batches.checked_axis(operation.name, axis, first)
-    options = ScatterOptions(**vars(plain), axis=axis)
-    size = first.shape[axis]
-    what = "m" if first.ndim == 2 else f"dimension {axis}"
-    checks.check_divisible(operation.name, what, size, axis_size(axes))
-    sizes = scattered.sizes_of(pairs, axes, options)
-    devices = axis_size(axes)
-    rows = (*first.shape[:axis], size // devices, *first.shape[axis + 1 : -1])
-    found = scattered.fitted(operation.name, epilogue, pairs, (*rows, sizes["n"]))
-    options = dataclasses.replace(options, epilogue=found.form)
-    types = types_of(first, pairs[1][0], options)
-    moved = sum(x.size for x in pairs[0]) if batches.is_reordered(first.shape, axis) else 0
-    call = decide(
-        operation,
-        sizes,
-        types,
-        axes,
-        options,
-        backend=backend,
+    asked = Asked(
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
         config=config,
-        obstacle=with_epilogue.obstacle_of(found, [(*rows, sizes["n"])], options.out_dtype),
-        copied=moved * types.itemsize,
-        remark=functools.partial(with_epilogue.remark, found, [(*rows, sizes["n"])], options),
+        backend=backend,
     )
-    if call is None:
-        return operation.reference((*pairs, found.arrays), axes, options)
-    lhs_rows = tuple(batches.by_parts(x, axis, devices) for x in pairs[0])
-    arrays = with_epilogue.flat_arrays(found.arrays, [(*rows, sizes["n"])], batches.as_rows)
-    out = with_epilogue.perform((lhs_rows, pairs[1]), arrays, call.with_options(axis=0))
-    return out.reshape(*rows, sizes["n"])
+    if lhs_scale is None and rhs_scale is None:
+        return plain_sums.reduce(MATMUL_REDUCE_SCATTER, lhs, rhs, axes, asked, axis=axis)
+    of_both = lhs_scale, rhs_scale
+    return scaled_sums.reduce(SCALED_REDUCE_SCATTER, lhs, rhs, axes, *of_both, asked, axis=axis)
 
 
 def matmul_all_reduce(
@@ -327,136 +257,24 @@ def matmul_all_reduce(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    operation = MATMUL_ALL_REDUCE
-    if lhs_scale is not None or rhs_scale is not None:
-        asked = scaled.Asked(
-            epilogue=epilogue,
-            out_dtype=out_dtype,
-            rhs_transposed=rhs_transposed,
-            config=config,
-            backend=backend,
-        )
-        given = lhs, rhs, axes, lhs_scale, rhs_scale, asked
-        return scaled_sums.reduce(SCALED_ALL_REDUCE, *given, axis=None)
-    pairs, options = scattered.checked_pairs(operation.name, lhs, rhs, out_dtype, rhs_transposed)
-    types = types_of(pairs[0][0], pairs[1][0], options)
-    sizes = scattered.sizes_of(pairs, axes, options)
-    shape = (*pairs[0][0].shape[:-1], sizes["n"])
-    found = scattered.fitted(operation.name, epilogue, pairs, shape, replicated=axes)
-    options = dataclasses.replace(options, epilogue=found.form)
-    call = decide(
-        operation,
-        sizes,
-        types,
-        axes,
-        options,
-        backend=backend,
+    asked = Asked(
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
         config=config,
-        obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
-        remark=functools.partial(with_epilogue.remark, found, [shape], options),
+        backend=backend,
     )
-    if call is None:
-        return operation.reference((*pairs, found.arrays), axes, options)
-    arrays = with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
-    lhs_rows = tuple(map(batches.as_rows, pairs[0]))
-    return with_epilogue.perform((lhs_rows, pairs[1]), arrays, call).reshape(shape)
+    if lhs_scale is None and rhs_scale is None:
+        return plain_sums.reduce(MATMUL_ALL_REDUCE, lhs, rhs, axes, asked, axis=None)
+    of_both = lhs_scale, rhs_scale
+    return scaled_sums.reduce(SCALED_ALL_REDUCE, lhs, rhs, axes, *of_both, asked, axis=None)
 
 
 # --- Records --------------------------------------------------------------------------------------
 
-
-def _gather_backward(call: Call, residuals: Any, bars: Any) -> Any:
-    return matmul_derivatives.gather_backward(
-        call,
-        residuals,
-        bars,
-        matmul_reduce_scatter=matmul_reduce_scatter,
-        all_gather=all_gather,
-        reduce_scatter=reduce_scatter,
-    )
-
-
-def _gather_record(gather_axis: str, name: str, kernel: Kernel, **more: Any) -> Operation:
-    return Operation(
-        name=name,
-        public=all_gather_matmul,
-        sizes=("m", "k", "n"),
-        reference=functools.partial(gathered.reference, gather_axis=gather_axis),
-        forward=matmul_derivatives.gather_forward,
-        residuals_of=lambda operands: (*operands, None),
-        tangent=functools.partial(matmul_derivatives.gather_tangent, reference=gathered.reference),
-        backward=_gather_backward,
-        batched=batches.of_gather,
-        layout=layouts.of_gather,
-        work=functools.partial(gathered.work, gather_axis=gather_axis),
-        kernels=(kernel,),
-        examples=Examples(
-            sets=examples.MATMUL_SETS,
-            shapes=examples.gathering_matmul,
-            operands=functools.partial(gathered.example_operands, gather_axis=gather_axis),
-            needs=functools.partial(gathered.example_needs, gather_axis=gather_axis),
-            keywords={} if gather_axis == "m" else {"gather_axis": gather_axis},
-        ),
-        **more,
-    )
-
-
-GATHERS: dict[str, Operation] = {
-    "m": _gather_record(
-        "m",
-        "all_gather_matmul",
-        all_gather_matmul_kernel.KERNEL,
-        between_nodes=BetweenNodes(run=hierarchical_matmuls.all_gather_matmul, divided=("m", "n")),
-    ),
-    "k": _gather_record("k", "all_gather_matmul_k", all_gather_matmul_k.KERNEL),
-    "n": _gather_record("n", "all_gather_matmul_n", all_gather_matmul_n.KERNEL),
-}
-
-MATMUL_REDUCE_SCATTER = Operation(
-    name="matmul_reduce_scatter",
-    public=matmul_reduce_scatter,
-    sizes=("m", "k", "n"),
-    reference=scattered.reduce_scatter_reference,
-    forward=matmul_derivatives.keep_operands,
-    residuals_of=lambda operands: operands,
-    backward=functools.partial(
-        matmul_derivatives.scatter_backward, all_gather_matmul=all_gather_matmul
-    ),
-    batched=batches.of_scatter,
-    layout=layouts.of_scatter,
-    work=functools.partial(scattered.work, collective="reduce_scatter"),
-    kernels=(matmul_reduce_scatter_kernel.KERNEL,),
-    between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_reduce_scatter, divided=("m", "k")),
-    examples=Examples(
-        sets=examples.MATMUL_SETS,
-        shapes=examples.reducing_matmul,
-        operands=scattered.example_operands,
-        needs=lambda sizes, d: (("m", sizes["m"], d), ("k", sizes["k"], d)),
-    ),
-)
-
-MATMUL_ALL_REDUCE = Operation(
-    name="matmul_all_reduce",
-    public=matmul_all_reduce,
-    sizes=("m", "k", "n"),
-    reference=scattered.all_reduce_reference,
-    forward=matmul_derivatives.keep_operands,
-    residuals_of=lambda operands: operands,
-    backward=matmul_derivatives.reduce_backward,
-    batched=batches.of_reduce,
-    layout=layouts.of_reduce,
-    work=functools.partial(scattered.work, collective="all_reduce"),
-    kernels=(matmul_all_reduce_kernel.KERNEL,),
-    between_nodes=BetweenNodes(run=hierarchical_matmuls.matmul_all_reduce, divided=("k",)),
-    examples=Examples(
-        sets=examples.MATMUL_SETS,
-        shapes=examples.reducing_matmul,
-        operands=scattered.example_operands,
-        needs=lambda sizes, d: (("k", sizes["k"], d),),
-    ),
-)
-
-# --- With scales ----------------------------------------------------------------------------------
+GATHERS = matmul_records.of_gathers(all_gather_matmul, matmul_reduce_scatter)
+MATMUL_REDUCE_SCATTER = matmul_records.of_reduce_scatter(matmul_reduce_scatter, all_gather_matmul)
+MATMUL_ALL_REDUCE = matmul_records.of_all_reduce(matmul_all_reduce)
 
 
 def _scaled(plain: Operation) -> scaled.Records:

@@ -7,14 +7,12 @@ differentiates what it quantises itself.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from stretto.kernels.operation import Axes, Operation
-from stretto.kernels.operations import epilogues
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem import scales
 
@@ -25,17 +23,6 @@ NOT_K_MAJOR = (
     "rhs in 8 bits is multiplied along its rows (K-major): pass it as [n, k] with"
     " rhs_transposed=True, a copy that is made once, where the weight is quantised."
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a call asks for besides operands and scales, as the public functions take it."""
-
-    epilogue: epilogues.Like
-    out_dtype: Any
-    rhs_transposed: bool
-    config: Any
-    backend: str
 
 
 def without_derivative(op: str, run: Callable[[Any], Any], operands: Any) -> Any:

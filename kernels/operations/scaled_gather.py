@@ -11,16 +11,10 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes
 from stretto.kernels.operations import batches, epilogues, gathered, with_epilogue
+from stretto.kernels.operations.asked import Asked
 from stretto.kernels.operations.gathered import Operands
 from stretto.kernels.operations.perform import decide, launch
-from stretto.kernels.operations.scaled import (
-    Asked,
-    Records,
-    alike,
-    each,
-    obstacle,
-    without_derivative,
-)
+from stretto.kernels.operations.scaled import Records, alike, each, obstacle, without_derivative
 from stretto.kernels.problem import checks, scales
 from stretto.kernels.problem.epilogue import fitted
 from stretto.kernels.problem.options import GatherOptions, types_of
@@ -97,8 +91,7 @@ def gather(
         return outs if inside or form is None else form.after(outs, arrays)
 
     outs = without_derivative(op, run, (lhs, sides, of_lhs, of_rhs, found.arrays))
-    several = isinstance(rhs, tuple | list) and not (found.form and found.form.gated)
-    return outs if several else outs[0]
+    return gathered.as_given(outs, rhs, found.form)
 
 
 def gather_reference(operands: Any, axes: Axes, options: GatherOptions) -> tuple[jax.Array, ...]:

@@ -8,19 +8,13 @@ from typing import Any
 
 import jax
 
-from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes
-from stretto.kernels.operations import batches, scattered, with_epilogue
+from stretto.kernels.operations import scattered, with_epilogue
+from stretto.kernels.operations.asked import Asked
 from stretto.kernels.operations.perform import decide, launch
-from stretto.kernels.operations.scaled import (
-    Asked,
-    Records,
-    alike,
-    each,
-    obstacle,
-    without_derivative,
-)
-from stretto.kernels.problem import checks, scales
+from stretto.kernels.operations.scaled import Records, alike, each, obstacle, without_derivative
+from stretto.kernels.operations.scattered import Placement
+from stretto.kernels.problem import scales
 from stretto.kernels.problem.options import MatmulOptions, ScatterOptions, types_of
 from stretto.kernels.xla import collectives
 from stretto.kernels.xla.scaled_matmul import sum_of_scaled_products
@@ -42,35 +36,27 @@ def reduce(
     Raises:
       ValueError: as the public function.
     """
-    op = records["row"].public.__name__
-    transposed, devices = asked.rhs_transposed, axis_size(axes)
+    op, transposed = records["row"].public.__name__, asked.rhs_transposed
     pairs, plain = scattered.checked_pairs(op, lhs, rhs, asked.out_dtype, transposed, scaled=True)
     granularity, of_lhs, of_rhs = _of_pairs(op, pairs, lhs_scale, rhs_scale, transposed)
     operation, first = records[granularity], pairs[0][0]
+    placement = Placement.checked(op, first, axes, axis)
     sizes = scattered.sizes_of(pairs, axes, plain)
-    rows = list(first.shape[:-1])
-    options: Any = dataclasses.replace(plain, scales=granularity)
-    if axis is not None:
-        axis = batches.checked_axis(op, axis, first)
-        what = "m" if first.ndim == 2 else f"dimension {axis}"
-        checks.check_divisible(op, what, first.shape[axis], devices)
-        rows[axis] //= devices
-        options = ScatterOptions(**vars(options), axis=axis)
-    shape = (*rows, sizes["n"])
-    replicated = axes if axis is None else ()
-    found = scattered.fitted(op, asked.epilogue, pairs, shape, replicated=replicated)
+    shape = (*placement.rows, sizes["n"])
+    found = scattered.fitted(op, asked.epilogue, pairs, shape, replicated=placement.replicated)
+    options = placement.added_to(dataclasses.replace(plain, scales=granularity))
     options = dataclasses.replace(options, epilogue=found.form)
-    reordered = axis is not None and batches.is_reordered(first.shape, axis)
+    types = types_of(first, pairs[1][0], options)
     call = decide(
         operation,
         sizes,
-        types_of(first, pairs[1][0], options),
+        types,
         axes,
         options,
         backend=asked.backend,
         config=asked.config,
         obstacle=obstacle(transposed, len(pairs[0])),
-        copied=first.size * reordered,
+        copied=placement.copied_elements([first]) * types.itemsize,
         remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
 
@@ -78,13 +64,9 @@ def reduce(
         *operands, arrays = given
         if call is None:
             return operation.reference(given, axes, options)
-        by_rows = functools.partial(batches.by_parts, axis=axis or 0, parts=devices)
         lhs, rhs, of_lhs, of_rhs = operands
-        flat = tuple(
-            tuple(batches.as_rows(x) if axis is None else by_rows(x) for x in xs)
-            for xs in (lhs, of_lhs)
-        )
-        moved = alike((flat[0], rhs, flat[1], of_rhs), axes)
+        flat, of_flat = (tuple(map(placement.rows_for_kernel, xs)) for xs in (lhs, of_lhs))
+        moved = alike((flat, rhs, of_flat, of_rhs), axes)
         out = launch(moved, call.with_options(epilogue=None)).reshape(shape)
         return out if found.form is None else found.form.after((out,), arrays)[0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import axis_size, varying_axes
 from stretto.kernels.operation import Axes, Operand, Sizes
-from stretto.kernels.operations import epilogues
+from stretto.kernels.operations import batches, epilogues
 from stretto.kernels.problem import checks, epilogue
 from stretto.kernels.problem.epilogue import Fitted, Shape, with_arrays
 from stretto.kernels.problem.options import MatmulOptions, ScatterOptions
@@ -62,6 +64,55 @@ def fitted(
                 " must be the same on every device, as the result is."
             )
     return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a sum lies: scattered along a dimension, or whole on every device.
+
+    Attributes:
+      axis: of lhs and of the result, along which it is scattered; None where it is not.
+      devices: of the team.
+      rows: the dimensions of one device's result but the last.
+      replicated: the axes over which the result is the same; none where it is scattered.
+    """
+
+    axis: int | None
+    devices: int
+    rows: Shape
+    replicated: Axes
+
+    @classmethod
+    def checked(cls, op: str, lhs: jax.Array, axes: Axes, axis: int | None) -> Placement:
+        """That of the sum of `lhs @ rhs`, with one of the left-hand sides, `[..., k_shard]`.
+
+        Raises:
+          ValueError: `axis` is none that can be scattered, or its size is no multiple of D.
+        """
+        devices, rows = axis_size(axes), list(lhs.shape[:-1])
+        if axis is None:
+            return cls(axis=None, devices=devices, rows=tuple(rows), replicated=axes)
+        axis = batches.checked_axis(op, axis, lhs)
+        what = "m" if lhs.ndim == 2 else f"dimension {axis}"
+        checks.check_divisible(op, what, rows[axis], devices)
+        rows[axis] //= devices
+        return cls(axis=axis, devices=devices, rows=tuple(rows), replicated=())
+
+    def added_to(self, options: MatmulOptions) -> MatmulOptions | ScatterOptions:
+        """The options of such a sum."""
+        return options if self.axis is None else ScatterOptions(**vars(options), axis=self.axis)
+
+    def rows_for_kernel(self, lhs: jax.Array) -> jax.Array:
+        """`[..., k]` -> `[rows, k]`: the rows of each device together, where they are scattered."""
+        if self.axis is None:
+            return batches.as_rows(lhs)
+        return batches.by_parts(lhs, self.axis, self.devices)
+
+    def copied_elements(self, lhs: Sequence[jax.Array]) -> int:
+        """Elements of `lhs` that have to be put in order."""
+        if self.axis is None or not batches.is_reordered(lhs[0].shape, self.axis):
+            return 0
+        return sum(x.size for x in lhs)
 
 
 def sizes_of(

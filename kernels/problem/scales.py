@@ -38,11 +38,6 @@ GRANULARITIES: tuple[Granularity, ...] = ("row", "block")
 """That kernels know; one scale of a tensor is spread to one of these."""
 
 
-def are_fp8(*operands: Any) -> bool:
-    """Whether all operands are of a type of `FP8`, which may differ."""
-    return all(str(x.dtype) in FP8 for x in operands)
-
-
 def blocks(size: int) -> int:
     """Blocks along a dimension."""
     return -(-size // BLOCK)

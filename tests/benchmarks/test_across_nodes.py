@@ -13,7 +13,7 @@ from stretto.benchmarks import across_nodes
 from stretto.benchmarks.cases.meshes import mesh_of_nodes
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.peers.across_nodes import HIERARCHICAL, peers_across_nodes
-from stretto.benchmarks.peers.peers import MATMUL
+from stretto.benchmarks.peers.peer import MATMUL
 from stretto.benchmarks.timing import programs
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.operands import Operands

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from stretto.kernels.choice import choose, costs, tables
+from stretto.kernels.choice import costs, speed, tables
 from stretto.kernels.choice.tables import Entry, Estimate, Table, ratio_between
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem.machine import Machine
@@ -72,7 +72,7 @@ def _problem(entry: Entry, kind: str) -> Problem:
 
 def _estimate(problem: Problem) -> Estimate | None:
     operation = OPERATIONS[problem.operation]
-    if not choose.has_estimate(operation, operation.kernels[0], problem):
+    if not speed.has_estimate(operation, operation.kernels[0], problem):
         return None
     return lambda problem: costs.estimate(operation.work(problem), problem.machine)
 

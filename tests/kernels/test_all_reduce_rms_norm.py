@@ -21,7 +21,7 @@ from stretto.benchmarks.measurements import results
 from stretto.distributed import copies
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError
-from stretto.kernels.choice import choose
+from stretto.kernels.choice import speed
 from stretto.kernels.collectives import summed_norm
 from stretto.kernels.operations import OPERATIONS
 
@@ -314,7 +314,7 @@ def test_auto_leaves_it_to_xla_until_it_is_measured():
     sizes = dict(m=138, n=6144)
     case = Case(operation=RECORD, sizes=sizes, dtype="bfloat16", devices=2)
     asked = case.problem(problem(kind="NVIDIA H800").machine)
-    found = choose.faster(RECORD, RECORD.kernels[0], asked)
+    found = speed.faster(RECORD, RECORD.kernels[0], asked)
     assert found.backend == "xla" and "never timed beside XLA" in found.reason
 
 

@@ -1,0 +1,139 @@
+"""Which implementation is faster: as a tuned table has it, or by an estimate of sizes and rates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.operation import Kernel, Operation
+from stretto.kernels.problem import machine
+from stretto.kernels.problem.problem import Problem
+
+UNTRIED = (machine.BLACKWELL,)
+"""Architectures that kernels are built for and have never been run on. Only what a table has been
+measured to be faster is taken there."""
+
+
+def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
+    plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0))
+    of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
+    if not problem.copied and not of_sizes:
+        return plain
+    return _with_copies(operation, kernel, problem, plain, of_sizes)
+
+
+def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The faster one, of operands that a kernel takes as they are."""
+    kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
+    unknown = untried or kernel.untried
+    found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
+    if found is not None:
+        return found
+    if unknown:
+        where = "run on such a GPU" if untried else "timed beside XLA on several GPUs"
+        reason = (
+            f"the fused kernels were never {where}, and no table of {kind} says that"
+            " they are faster for this call; `stretto tune` writes one"
+        )
+        config = best_config(operation, kernel, problem)
+        return Choice(problem=problem, backend="xla", reason=reason, kernel=kernel, config=config)
+    if kernel.fused_from is not None:
+        choice = costs.by_size(kernel.fused_from, operation.work(problem))
+    else:
+        choice = costs.compare(estimate(operation, kernel, problem))
+    return Choice(
+        problem=problem, kernel=kernel, config=best_config(operation, kernel, problem), **choice
+    )
+
+
+def _with_copies(
+    operation: Operation, kernel: Kernel, problem: Problem, plain: Choice, of_sizes: int
+) -> Choice:
+    """The faster one where the kernel's operands or results have to be copied besides.
+
+    `plain` is the faster one without; `of_sizes` bytes are copied because of the sizes.
+    """
+    if problem.machine.architecture in UNTRIED and plain.backend == "xla":
+        return dataclasses.replace(plain, problem=problem)
+    fused_us, xla_us = plain.fused_us, plain.xla_us
+    if fused_us is None or xla_us is None:
+        fused_us, xla_us = estimate(operation, kernel, problem)
+    fused_us += costs.moved_in_memory_us(problem.copied + of_sizes)
+    is_fused = plain.backend == "pallas" and fused_us < xla_us
+    turned = plain.backend == "pallas" and not is_fused
+    reason = f"{plain.reason}, but for the copies" if turned else plain.reason
+    if of_sizes:
+        reason += (
+            f"; rows that are no multiples of 128 bytes cost as much as to copy"
+            f" {of_sizes / 2**20:.3g} MiB"
+        )
+    return dataclasses.replace(
+        plain,
+        problem=problem,
+        backend="pallas" if is_fused else "xla",
+        reason=reason,
+        fused_us=fused_us,
+        xla_us=xla_us,
+    )
+
+
+def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool:
+    """Whether `estimate` knows the times of such a call: of arithmetic beside a collective."""
+    return kernel.fused_from is None and operation.work(problem).flops > 0
+
+
+def _is_measured(kernel: Kernel, problem: Problem) -> bool:
+    """Whether a table has the very problem, with all that a call of it copies."""
+    found = tables.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
+    return found is not None and found.fused_us is not None
+
+
+def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[float, float]:
+    """Times in microseconds, (fused, XLA): by sizes and rates.
+
+    For a kernel with `stands_for`: the times of that problem, measured where a table has them,
+    and the time of the copies that order the fused kernel's operands.
+    """
+    if kernel.stands_for is None:
+        return costs.estimate(operation.work(problem), problem.machine)
+    other, moved = kernel.stands_for(problem)
+    found = _measured(operation, kernel, problem)
+    if found is not None and found.fused_us and found.xla_us:
+        fused_us, xla_us = found.fused_us, found.xla_us
+    else:
+        fused_us, xla_us = costs.estimate(operation.work(problem), other.machine)
+    return fused_us + costs.moved_in_memory_us(moved), xla_us
+
+
+def best_config(operation: Operation, kernel: Kernel, problem: Problem) -> Any:
+    """The configuration for a problem: what a table has, or the kernel's default.
+
+    A missing table gives no warning, because the configuration alone is needed.
+    """
+    found = _measured(operation, kernel, problem)
+    return found.config if found is not None else kernel.default(problem)
+
+
+def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
+    """What the table has of `problem`, or of the one that it is the same as."""
+    if not tables.exists(problem.machine.kind):
+        return None
+    found = _look_up(operation, kernel, problem)
+    if found is None and kernel.stands_for is not None:
+        # The problem of another operation: this operation's estimate does not apply.
+        found = tables.look_up(kernel, kernel.stands_for(problem)[0])
+    return found
+
+
+def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
+    """What the table says; where shapes lie between its entries, with the operation's estimate.
+
+    Of what has no estimate, the measured ratios are interpolated themselves.
+    """
+    if not has_estimate(operation, kernel, problem):
+        return tables.look_up(kernel, problem)
+    estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
+    return tables.look_up(kernel, problem, estimated)
