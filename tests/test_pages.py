@@ -69,21 +69,22 @@ def test_commands_print_what_the_page_says(
     shown: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In this process, whose devices the scripts take four of."""
     OUTPUTS.write((pages.DOCS / page).read_text(), tmp_path)
     monkeypatch.chdir(tmp_path)
     program, *words = command.split()
-    if program == "python":
-        assert on_cpus.run(words[0], words[1:]) == 0
-    else:
-        devices = ["-n", str(jax.device_count())]
-        words = [*words[:1], *devices, *words[3:]] if words[1] == "-n" else words
-        assert cli.main(words) == 0
-    out, err = capsys.readouterr()
+    printed = io.StringIO()  # Of both streams, in their order on a terminal.
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        if program == "python":
+            status = on_cpus.run(words[0], words[1:])
+        else:
+            devices = ["-n", str(jax.device_count())]
+            words = [*words[:1], *devices, *words[3:]] if words[1] == "-n" else words
+            status = cli.main(words)
     jax.clear_caches()
-    assert out + err == shown, "run docs/scripts/outputs.py"
+    assert status == 0
+    assert printed.getvalue() == shown, "run docs/scripts/outputs.py"
 
 
 def test_the_commands_page_is_their_help() -> None:
