@@ -99,7 +99,7 @@ def _one_machine(found: list[Results]) -> list[Results]:
 def _draw(alike: list[Results], folder: pathlib.Path) -> None:
     """Writes the pictures of one machine's results, if matplotlib is installed."""
     if not plots.available():
-        print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
+        print("no new pictures: matplotlib is not installed", file=sys.stderr)
         return
     kept = ("rate-", "bandwidth-", "latency-", "scaling", "share-of-floor", "roofline")
     for path in plots.write_all(results.merged(alike), folder, ("svg",), kept):

@@ -333,7 +333,7 @@ def test_pictures_without_matplotlib(tmp_path, make_results, monkeypatch, capsys
     assert "matplotlib was not installed" in report.page(make_results())
     # Said before anything is measured.
     assert command.main(["all_gather", "--plot", str(tmp_path / "p")]) == 2
-    assert "stretto[plots]" in capsys.readouterr().err
+    assert "pip install 'matplotlib>=3.9'" in capsys.readouterr().err
 
 
 def test_plots_are_written_and_the_same_each_time(tmp_path, make_results):
