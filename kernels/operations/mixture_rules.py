@@ -1,4 +1,4 @@
-"""What `mixture_of_experts` computes, and its derivative, of whatever moves the tokens.
+"""The computation of `mixture_of_experts` and its derivative, whatever moves the tokens.
 
 With y = h @ w_out, out = sum of weight * y, and dy the dispatched cotangent of out:
 
@@ -39,7 +39,7 @@ from stretto.kernels.xla import experts as xla
 
 
 class Operands(NamedTuple):
-    """Of a layer, as `mixture_of_experts` has them; `w_in` and `b_in` are tuples."""
+    """The operands of a layer, as of `mixture_of_experts`; `w_in` and `b_in` are tuples."""
 
     x: Any
     positions: Any
@@ -53,14 +53,14 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of a layer.
+    """The options of a layer.
 
     Attributes:
-      rows: that each device has room for.
-      wire_dtype: of the sums that cross between devices.
+      rows: of a device's buffer.
+      wire_dtype: of the sums that are sent between devices.
       activation: of one array, or of gate and up.
-      gated: which of the two.
-      matmuls: what the caller asked to serve them.
+      gated: whether it is of gate and up.
+      matmuls: the caller's `backend`, for the products.
     """
 
     rows: int
@@ -72,12 +72,13 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernels that move tokens are cut up.
+    """The configuration of the kernels that move tokens.
 
     Attributes:
-      dispatch, combine: of the two.
-      under_product: dispatch under the grouped matmul that takes the rows, where that can serve.
-      product: of the kernel that does so.
+      dispatch, combine: the configurations of the two kernels.
+      under_product: overlap the dispatch with the grouped matmul of its rows, where that kernel
+        can serve.
+      product: the configuration of that kernel.
     """
 
     under_product: bool = False
@@ -94,7 +95,7 @@ class Config:
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
-        """What the tuner tries, the likely ones first."""
+        """The configurations that the tuner tries, likely ones first."""
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for dispatch in dispatch_kernel.Config.candidates(problem):
@@ -152,7 +153,7 @@ class _Layer:
         return call if given is None else dataclasses.replace(call, config=getattr(given, name))
 
     def product(self, lhs: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
-        """Of each row with its expert's matrix."""
+        """The product of each row with its expert's matrix."""
         return grouped_matmul(
             lhs,
             rhs,
@@ -167,7 +168,7 @@ class _Layer:
         return pull_back(bar)[0]
 
     def expert_of_rows(self) -> jax.Array:
-        """The own expert of each row, int32 `[rows]`; the last one for rows of none."""
+        """The number of each row's expert, int32 `[rows]`; the last one for rows of no expert."""
         ends = jnp.cumsum(self.operands.group_sizes, dtype=jnp.int32)
         rows = jnp.arange(self.call.options.rows, dtype=jnp.int32)
         found = jnp.searchsorted(ends, rows, side="right", method="compare_all")
@@ -208,7 +209,7 @@ def apply(operands: Operands, call: Call) -> jax.Array:
 
 
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
-    """The layer; what the derivative needs are the dispatched rows and the first product."""
+    """The layer, and for its derivative the dispatched rows and the first product."""
     layer = _Layer(operands, call)
     rows, zs = layer.first()
     rows = checkpoint_name(rows, "dispatched")
@@ -218,7 +219,7 @@ def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
 
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
-    """That of the composition, of kernels that have derivatives themselves."""
+    """The tangent of the composition; its kernels have derivatives themselves."""
     operands, _, _ = residuals
     if call.config is not None:
         plain = dataclasses.replace(call.config, under_product=False)
@@ -227,7 +228,7 @@ def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
 
 
 def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
-    """As the table above has it."""
+    """The cotangents, by the table above."""
     operands, rows, zs = residuals
     layer = _Layer(operands, call)
     dtype = operands.x.dtype
@@ -306,4 +307,4 @@ KERNEL = Kernel(
 )
 
 XLA = dataclasses.replace(experts.XLA, run=apply)
-"""The same steps, of which XLA moves the tokens."""
+"""The same steps, with tokens moved by XLA."""
