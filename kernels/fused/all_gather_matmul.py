@@ -212,7 +212,7 @@ def _gather(
     call: Call,
     scaling: Scaling | None = None,
 ) -> gathering.Gather:
-    """The gather of padded lhs `[m_shard, k]`: its pieces, and the pieces that each tile needs."""
+    """What is pulled, piece by piece, of padded lhs `[m_shard, k]`, and which tile needs what."""
     config: Config = call.config
     m_shard, k = lhs.shape
     shape = config.tiles

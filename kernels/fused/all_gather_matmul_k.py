@@ -120,7 +120,7 @@ KERNEL = Kernel(
 
 
 def _gather(lhs: jax.Array, rhs: Sequence[jax.Array], team: Team, call: Call) -> gathering.Gather:
-    """The gather of padded lhs `[m, k_shard]`: its pieces, and the pieces that each tile needs."""
+    """What is pulled, piece by piece, of padded lhs `[m, k_shard]`, and which tile needs what."""
     config: Config = call.config
     m, k_shard = lhs.shape
     shape, by_shard = config.tiles, call.options.return_gathered

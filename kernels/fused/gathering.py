@@ -1,7 +1,7 @@
-"""All-gather matmuls: the code that all ways of gathering lhs share.
+"""All-gather matmuls, whichever way lhs is gathered under them: what all ways have in common.
 
-A way of gathering (`Gather`) has four parts: an order of the tiles, the stream of lhs with its
-waits, the plan of fetches, and the place of a tile in the result.
+A way of gathering is four things (`Gather`): an order of the tiles, the stream of lhs with what it
+waits for, the plan of what is fetched, and the place of a tile in the result.
 
 | way | for |
 |---|---|
@@ -58,14 +58,14 @@ class Gather:
         `received`.
       rhs_window: (shape of tiles, tile along the contraction, column of tiles) -> the window of
         rhs.
-      fetch: the pieces to fetch from peers; the key of a place is its index in `received`.
+      fetch: what is fetched from peers; the key of a place is its index in `received`.
       leading: tile -> the indices of its matrix in the result.
       received: shape of the semaphores that count pieces.
       out_rows: shape of the result, but for its columns.
       gathered: shape of what is gathered, `[..., columns of lhs]`.
-      shards: the number of equal parts of the result's rows.
-      complete: (gathered shards, lhs) -> all shards in their order, with the device's own.
-      scales: the gather of lhs's scales, for operands in 8 bits.
+      shards: equal parts that the rows of the result consist of.
+      complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
+      scales: how lhs's are gathered, of operands in 8 bits.
     """
 
     order: ShardOrder
@@ -84,13 +84,13 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredScales:
-    """The gather of lhs's scales, which precede its rows.
+    """The scales of lhs, which are gathered as its rows are, and ahead of them.
 
     Attributes:
-      load: the kernel's refs -> the loads of the scales of a tile's rows, own (`lhs_scales`) and
-        gathered (`gathered_scales`).
-      fetch: the pieces to fetch from peers; the key of a place is its index in `received`.
-      shape: of the gathered scales.
+      load: the kernel's refs -> what loads those of a tile's rows, own (`lhs_scales`) and gathered
+        (`gathered_scales`).
+      fetch: what is fetched from peers; the key of a place is its index in `received`.
+      shape: of what is gathered.
     """
 
     load: Callable[[Refs], Load]

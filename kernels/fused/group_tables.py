@@ -17,10 +17,10 @@ def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
 
 def sum_before(x: jax.Array) -> jax.Array:
-    """For each number of `x`, the sum of those before it, int32 `[g]`.
+    """The sum of those before each of `x`, int32 `[g]`.
 
-    XLA compiles this to one reduction. It compiles `jnp.cumsum` to several kernels, each of which
-    takes longer to launch than to run at these sizes.
+    XLA compiles it to one reduction, and `jnp.cumsum` to several kernels, each of which takes
+    longer to launch than to run at these sizes.
     """
     number = jnp.arange(len(x))
     return jnp.sum(jnp.where(number < number[:, None], x, 0), axis=1, dtype=jnp.int32)
@@ -29,9 +29,9 @@ def sum_before(x: jax.Array) -> jax.Array:
 def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
     """The tiles along the rows, int32 `[most + 1, 4]`; their number is first in the last row.
 
-    The columns are the group, the first row in units of `ALIGNED`, and the first and the last row
-    of the group within the tile, the last exclusive. Rows that belong to no group form a group of
-    their own, numbered after the others.
+    Of each the group, the first row as a multiple of `ALIGNED`, and the first and the last row
+    within the tile that are the group's; the latter exclusive. The rows that belong to no group are
+    a group of their own, numbered after the others.
     """
     starts, ends = bounds(sizes, m)
     starts = jnp.concatenate([starts, ends[-1:]])
@@ -53,10 +53,9 @@ def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
 def k_tiles_of(sizes: jax.Array, m: int, tile_k: int) -> tuple[jax.Array, jax.Array]:
     """The tiles along the contraction, int32 `[g, 3]`, and rows to be copied, `[g, 2 * tile_k]`.
 
-    The columns are the first row of a group's whole tiles in units of `ALIGNED`, the number of
-    these tiles, and the number of tiles of its other rows: fewer than `ALIGNED` before the whole
-    tiles and fewer than `tile_k` after them. Padding of the copied rows has an index beyond every
-    array.
+    Of each group the first row of its whole tiles as a multiple of `ALIGNED`, the number of these,
+    and the number of tiles that its other rows fill: fewer than `ALIGNED` before them and fewer
+    than `tile_k` after them. A missing row to be copied has an index beyond every array.
     """
     starts, ends = bounds(sizes, m)
     first = jnp.minimum((starts + ALIGNED - 1) // ALIGNED * ALIGNED, ends)

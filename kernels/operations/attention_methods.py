@@ -18,12 +18,12 @@ METHODS = (AUTO, GATHER, HEADS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """The method of a call, and the reason for it.
+    """What serves.
 
     Attributes:
       name: "gather" or "heads".
-      by_cudnn: whether cuDNN computes attention on each device; if not, `jax.lax`.
-      reason: in words.
+      by_cudnn: whether cuDNN attends on each device; if not, `jax.lax`.
+      reason: why, in words.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Question:
 
     Attributes:
       q, k: the operands, or their shapes and types.
-      mask: of all queries.
+      mask: what holds for all queries.
       layout: of the tokens.
-      segments: whether tokens belong to documents.
+      segments: whether there are documents.
       devices: that the sequence is split between.
     """
 
@@ -51,21 +51,21 @@ class Question:
     devices: int
 
     def unserved(self, method: str) -> str | None:
-        """Why cuDNN cannot serve; None if it can."""
+        """Why cuDNN cannot attend; None if it can."""
         devices = self.devices if method == GATHER else 1
         return cudnn.obstacle(self.q, self.mask, segments=self.segments, devices=devices)
 
     @property
     def not_by_heads(self) -> str | None:
-        """Why the devices cannot divide the heads; None if they can."""
+        """Why the heads cannot be shared out; None if they can."""
         return heads.obstacle(self.q.shape[2], self.k.shape[2], self.devices)
 
 
 def chosen(method: str, question: Question) -> Method:
-    """The method that `method` names, or that "auto" selects.
+    """The method that `method` names, or that "auto" takes.
 
     Raises:
-      ValueError: an unknown method, or heads that the devices cannot divide.
+      ValueError: an unknown method, or heads that the devices cannot share out.
     """
     if method not in METHODS:
         raise ValueError(f"{OP}: method={method!r} is not one of {', '.join(map(repr, METHODS))}.")

@@ -1,7 +1,7 @@
-"""Code that the matmuls of operands in 8 bits with scales share.
+"""What the matmuls of operands in 8 bits with scales have in common.
 
-The public functions call `scaled_gather`, `scaled_sums` and `scaled_groups` where a scale is given. The
-products are not differentiable, since rounding to 8 bits has no useful derivative: `stretto.fp8`
+The public functions go to `scaled_gather`, `scaled_sums` and `scaled_groups` where a scale is given. The
+products are not differentiable, since rounding to 8 bits has no derivative of use: `stretto.fp8`
 differentiates what it quantises itself.
 """  # noqa: E501
 
@@ -19,17 +19,17 @@ from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem import scales
 
 type Records = Mapping[scales.Granularity, Operation]
-"""The records of one operation, by the granularity of the scales."""
+"""Of one operation, by the granularity of the scales."""
 
 NOT_K_MAJOR = (
     "rhs in 8 bits is multiplied along its rows (K-major): pass it as [n, k] with"
-    " rhs_transposed=True. Make that copy once, where the weight is quantised."
+    " rhs_transposed=True, a copy that is made once, where the weight is quantised."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The arguments of a public function other than operands and scales."""
+    """What a call asks for besides operands and scales, as the public functions take it."""
 
     epilogue: epilogues.Like
     out_dtype: Any
@@ -39,10 +39,10 @@ class Asked:
 
 
 def without_derivative(op: str, run: Callable[[Any], Any], operands: Any) -> Any:
-    """`run(operands)`, without a derivative.
+    """`run(operands)`, which refuses to be differentiated.
 
     Raises:
-      NotImplementedError: the call is differentiated.
+      NotImplementedError: it is.
     """
 
     @jax.custom_jvp
@@ -61,7 +61,7 @@ def without_derivative(op: str, run: Callable[[Any], Any], operands: Any) -> Any
 
 
 def each(op: str, given: Any, operands: tuple) -> tuple:
-    """A tuple with the scale of each operand: of a tuple, of a single scale, or of None."""
+    """A scale for each operand: of a tuple as many, of a single one its own, of None none."""
     if given is None:
         return (None,) * len(operands)
     if not isinstance(given, tuple | list):
