@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
 
 
 def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.Path, Results]]:
-    """Those of runs that were begun later come later."""
+    """The results in the order in which their runs began."""
     return sorted(files, key=lambda pair: (pair[1].start_time, pair[0].name, str(pair[0])))
 
 
 def _one_machine(found: list[Results]) -> list[Results]:
-    """Those of the last machine of most devices; machines with one process take precedence."""
+    """The results of one machine: one process first, then most devices, then the latest."""
     ranked = [one.machine for one in reversed(found)]
     machine = max(ranked, key=lambda one: (one.num_processes == 1, one.num_devices))
     return [

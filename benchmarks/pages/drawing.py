@@ -1,4 +1,4 @@
-"""What all pictures share: a colour and a mark for each peer, axes, lines, titles, legends.
+"""The common parts of all pictures: colours and marks of peers, axes, lines, titles, legends.
 
 The colours are Okabe and Ito's, which the colour-blind can tell apart, and each peer has a mark of
 its own as well. The grey of floors is darker than theirs.
@@ -74,7 +74,7 @@ def mark(peer: str) -> dict[str, Any]:
 
 
 def title(what: str, card: str, cases: Sequence[Measurement]) -> str:
-    """What is drawn, of which card, number of devices and types."""
+    """The title: the figure, the card, the number of devices and the types."""
     counts = sorted({m.devices for m in cases})
     types = ", ".join(dict.fromkeys(m.type for m in cases))
     return f"{what}: {' and '.join(map(str, counts))} x {card}, {types}"

@@ -1,4 +1,4 @@
-"""What the pictures show: each function draws one, or returns None without data for it."""
+"""The pictures: each function draws one, or returns None without data for it."""
 
 from __future__ import annotations
 
