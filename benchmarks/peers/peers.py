@@ -74,7 +74,7 @@ class Peer:
         return self.serves is None or operation in self.serves
 
     def candidates_for(self, case: Case, mesh: Mesh) -> list[Candidate]:
-        """The candidates of a peer for a case.
+        """What it offers for a case.
 
         Raises:
           UnavailableError: nothing, and why.

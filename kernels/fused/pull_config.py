@@ -19,7 +19,7 @@ from stretto.kernels.problem.scales import SCALE_BYTES, Granularity
 def scale_piece(granularity: Granularity) -> tuple[int, int]:
     """Scales that are fetched at once: along the contraction, and of the rows of the lowest tile.
 
-    The sizes of arrays of scales are multiples of it, so no piece reaches past an edge.
+    Arrays of scales are multiples of it, so that no piece reaches over an edge.
     """
     return 8 if granularity == "block" else 1, 128
 
