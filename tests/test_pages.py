@@ -104,3 +104,9 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE))
     found = {str(path.relative_to(pages.DOCS)) for path in pages.DOCS.rglob("*.md")}
     assert listed - {"CONTRIBUTING.md", "CHANGELOG.md"} == found
+
+
+def test_ci_builds_the_site_strictly() -> None:
+    """With `--quiet`, MkDocs counts no warnings, and a broken link passes."""
+    (line,) = re.findall(r"^step site .*$", (pages.ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert "mkdocs build --strict" in line and "--quiet" not in line
