@@ -12,6 +12,7 @@ import pages
 import pytest
 
 import stretto
+import stretto.flax
 from stretto.launch import cli
 from stretto.launch.commands import on_cpus
 
@@ -96,7 +97,7 @@ def test_the_commands_page_is_their_help() -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = "".join(path.read_text() for path in (pages.DOCS / "reference" / "api").glob("*.md"))
     named = set(re.findall(r"^::: \S*?(\w+)$", text, re.MULTILINE))
-    assert not set(stretto.__all__) - named
+    assert not {*stretto.__all__, *stretto.flax.__all__} - named
 
 
 def test_every_page_is_in_the_navigation() -> None:
