@@ -40,6 +40,18 @@ def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
+def log_ticks(axis: Any) -> None:
+    """Labels 1, 2 and 5 times powers of ten as plain numbers, on a logarithmic axis.
+
+    Matplotlib's own labels of a range below two decades overlap.
+    """
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def line(axes: Any, peer: str, x: Sequence[float], y: Sequence[float | None]) -> None:
     """One peer's figures, gaps where it has none."""
     axes.plot(
