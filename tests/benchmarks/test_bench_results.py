@@ -328,7 +328,7 @@ def test_pictures_without_matplotlib(tmp_path, make_results, monkeypatch, capsys
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
-    with pytest.raises(BenchmarkError, match="pip install 'matplotlib>=3.9'"):
+    with pytest.raises(BenchmarkError, match=r"pip install 'matplotlib>=3\.9'"):
         plots.write_all(make_results(), tmp_path)
     assert "matplotlib was not installed" in report.page(make_results())
     # Said before anything is measured.
