@@ -40,8 +40,8 @@ def check_available() -> None:
     """Raises BenchmarkError without matplotlib."""
     if not available():
         raise BenchmarkError(
-            "pictures need matplotlib: pip install 'matplotlib>=3.9', or leave out --plot; the"
-            " results file holds all that is drawn."
+            "pictures need matplotlib: install stretto[plots], or leave out --plot; the results"
+            " file holds all that is drawn."
         )
 
 

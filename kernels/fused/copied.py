@@ -37,8 +37,8 @@ def _operand(
 ) -> tuple[Shape, int]:
     """The shape that an operand is padded to, and the bytes of it that are copied.
 
-    Where rows stay unaligned and nothing is copied: the bytes whose copy would take as long as the
-    product is slower.
+    Or that would take as long to copy as the product takes longer because of rows that are not
+    aligned, where they are left so.
     """
     tiles, itemsize, often = config.tiles, problem.types.itemsize, padding.REUSE[name]
     rows = padding.ROWS if name == "lhs" else padding.COLUMNS

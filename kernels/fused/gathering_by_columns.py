@@ -114,7 +114,7 @@ class _Fetch:
 
     @property
     def num_pieces(self) -> int:
-        """The places of all peers' columns."""
+        """Of all peers' columns."""
         return self.plan.pieces
 
     @property

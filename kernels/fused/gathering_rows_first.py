@@ -70,7 +70,7 @@ def _stream(refs: Refs, plan: PullPlan, shape: TileShape) -> Stream:
 
 @dataclasses.dataclass(frozen=True)
 class _Fetch:
-    """The device's own shard, then the peers', then its own again as padding."""
+    """The device's own shard, then the peers', then its own again for what fills up."""
 
     team: Team
     plan: PullPlan

@@ -24,12 +24,12 @@ from stretto.kernels.xla.routing import route
 
 DISPATCH, COMBINE = "expert_dispatch", "expert_combine"
 ROWS = 8
-"""The rows of a buffer for the worst case are a multiple of it, so `grouped_matmul` copies none."""
+"""Of which the rows of a buffer for the worst case are a multiple: `grouped_matmul` copies none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """The options of a dispatch.
+    """Of a dispatch.
 
     Attributes:
       rows: that each device has room for.
@@ -40,7 +40,7 @@ class DispatchOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombineOptions:
-    """The options of a combine.
+    """Of a combine.
 
     Attributes:
       wire_dtype: of the sums that cross between devices.
@@ -173,7 +173,7 @@ def expert_combine(
 def check_routing(
     op: str, x: Any, expert_index: Any, num_experts: int, capacity: int | None, devices: int
 ) -> None:
-    """Raises ValueError unless the arguments make a dispatch."""
+    """Raises ValueError unless tokens can be sent so."""
     checks.check_array(op, "x", x)
     checks.check_array(op, "expert_index", expert_index)
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -208,7 +208,7 @@ def check_routing(
 
 
 def check_combine(rows: Any, weights: Any, positions: Any) -> None:
-    """Raises ValueError unless the operands make a combine."""
+    """Raises ValueError unless results can be brought back so."""
     for name, x in (("rows", rows), ("weights", weights), ("positions", positions)):
         checks.check_array(COMBINE, name, x)
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
@@ -254,8 +254,8 @@ XLA = Kernel(
     default=lambda problem: None,
     candidates=lambda problem: iter(()),
 )
-"""XLA's operations, with the kernels' derivatives. JAX's own derivative of a gather would add up in
-the type of the rows, and on GPUs in any order."""
+"""XLA's operations, with the derivatives of the kernels: JAX's own of a gather would add up in the
+type of the rows, and on GPUs in any order."""
 
 
 def by_xla(operation: Operation, axes: Axes, options: Any, kernel: Kernel = XLA) -> Call:
@@ -282,7 +282,7 @@ def _reference(operation: str, operands: Any, axes: Axes, options: Any) -> jax.A
 
 
 def other(call: Call, operation: Operation, options: Any) -> Call:
-    """A call of the other operation, with the implementation of this one."""
+    """A call of the other operation, served as this one is."""
     kernel = XLA if call.config is None else operation.kernels[0]
     return dataclasses.replace(
         call,

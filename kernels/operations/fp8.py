@@ -9,7 +9,7 @@ their own current values ("current scaling"), and each product of a step has ope
 | `dx = g @ w^T` | features out | g `bwd_qtype`, w `weight_qtype`, as it lies |
 | `dw = x^T @ g` | tokens | transposed copies of both; in bfloat16 for "block" and without `bwd_qtype` |
 
-XLA makes the copies in the passes that quantise. The names `act_qtype`, `weight_qtype` and
+The copies are made by XLA in the passes that quantise. The names `act_qtype`, `weight_qtype` and
 `bwd_qtype` are qwix's. float8_e4m3fn forward and float8_e5m2 backward is TransformerEngine's
 `Format.HYBRID`; "block" with float8_e4m3fn for all operands is DeepSeek-V3's recipe.
 """  # noqa: E501

@@ -125,7 +125,7 @@ def mixture_of_experts(
 
 
 def reference(operands: Operands, axes: Axes, options: Options) -> jax.Array:
-    """The layer, with tokens moved by XLA and products by `grouped_matmul`."""
+    """The layer whose tokens XLA moves; its matmuls are `grouped_matmul`'s."""
     return perform(operands, experts.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA))
 
 

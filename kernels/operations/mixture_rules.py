@@ -39,7 +39,7 @@ from stretto.kernels.xla import experts as xla
 
 
 class Operands(NamedTuple):
-    """The operands of a layer, as of `mixture_of_experts`; `w_in` and `b_in` are tuples."""
+    """Of a layer, as `mixture_of_experts` has them; `w_in` and `b_in` are tuples."""
 
     x: Any
     positions: Any
@@ -53,14 +53,14 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a layer.
+    """Of a layer.
 
     Attributes:
-      rows: of a device's buffer.
-      wire_dtype: of the sums that are sent between devices.
+      rows: that each device has room for.
+      wire_dtype: of the sums that cross between devices.
       activation: of one array, or of gate and up.
-      gated: whether it is of gate and up.
-      matmuls: the caller's `backend`, for the products.
+      gated: which of the two.
+      matmuls: what the caller asked to serve them.
     """
 
     rows: int
@@ -75,10 +75,9 @@ class Config:
     """The configuration of the kernels that move tokens.
 
     Attributes:
-      dispatch, combine: the configurations of the two kernels.
-      under_product: overlap the dispatch with the grouped matmul of its rows, where that kernel
-        can serve.
-      product: the configuration of that kernel.
+      dispatch, combine: of the two.
+      under_product: dispatch under the grouped matmul that takes the rows, where that can serve.
+      product: of the kernel that does so.
     """
 
     under_product: bool = False
@@ -153,7 +152,7 @@ class _Layer:
         return call if given is None else dataclasses.replace(call, config=getattr(given, name))
 
     def product(self, lhs: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
-        """The product of each row with its expert's matrix."""
+        """Of each row with its expert's matrix."""
         return grouped_matmul(
             lhs,
             rhs,
@@ -168,7 +167,7 @@ class _Layer:
         return pull_back(bar)[0]
 
     def expert_of_rows(self) -> jax.Array:
-        """The number of each row's expert, int32 `[rows]`; the last one for rows of no expert."""
+        """The own expert of each row, int32 `[rows]`; the last one for rows of none."""
         ends = jnp.cumsum(self.operands.group_sizes, dtype=jnp.int32)
         rows = jnp.arange(self.call.options.rows, dtype=jnp.int32)
         found = jnp.searchsorted(ends, rows, side="right", method="compare_all")
@@ -209,7 +208,7 @@ def apply(operands: Operands, call: Call) -> jax.Array:
 
 
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
-    """The layer, and for its derivative the dispatched rows and the first product."""
+    """The layer; what the derivative needs are the dispatched rows and the first product."""
     layer = _Layer(operands, call)
     rows, zs = layer.first()
     rows = checkpoint_name(rows, "dispatched")
@@ -307,4 +306,4 @@ KERNEL = Kernel(
 )
 
 XLA = dataclasses.replace(experts.XLA, run=apply)
-"""The same steps, with tokens moved by XLA."""
+"""The same steps, of which XLA moves the tokens."""
