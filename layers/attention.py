@@ -36,22 +36,22 @@ class Attention(nnx.Module):
       in_features: of x.
       qkv_features: of all heads of queries together; by default `in_features`.
       out_features: of the result; by default `in_features`.
-      num_kv_heads: of keys and values, each for `num_heads / num_kv_heads` heads of queries, one
-        after the other; by default `num_heads`. The team has to split them.
+      num_kv_heads: of keys and values, each for `num_heads / num_kv_heads` consecutive heads of
+        queries; by default `num_heads`. A multiple of the team's devices.
       attention_fn: takes a device's `query [batch, tokens, heads, head_dim]`, `key` and `value
-        [batch, tokens, kv_heads, head_dim]`, `mask=` and `is_causal=`, and returns what has the
-        shape of `query`. Rotary positions belong here.
+        [batch, tokens, kv_heads, head_dim]`, `mask=` and `is_causal=`, and returns an array of the
+        shape of `query`. Apply rotary positions here.
       parallel: axis of the mesh, and the sharding of activations.
-      kernel_init: of the first three; of `out` as well, unless `out_kernel_init` is given.
+      kernel_init: of `query`, `key` and `value`; also of `out`, unless `out_kernel_init` is given.
       out_kernel_init: of `out`.
       rngs: for the initialisers, of `query`, `key`, `value` and `out`.
-      **options: of all the linear layers, as `ColumnParallelLinear` has them: `use_bias`, `dtype`,
+      **options: of all linear layers, as of `ColumnParallelLinear`: `use_bias`, `dtype`,
         `param_dtype`, `bias_init`, `promote_dtype`, `preferred_element_type`.
 
     Raises:
-      ValueError: heads do not divide features, or heads of keys those of queries; where it is
-        called, that the team cannot split the heads, or x is neither `[batch, tokens, features]`
-        nor `[tokens, features]` with `sequence`.
+      ValueError: `qkv_features` is no multiple of `num_heads`, or `num_heads` none of
+        `num_kv_heads`; in calls, the team cannot split the heads, or x is neither `[batch, tokens,
+        features]` nor `[batch * tokens, features]` with `sequence`.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class Attention(nnx.Module):
         is_causal: bool = False,
         sequence: int | None = None,
     ) -> jax.Array:
-        """`x` to the same shape, but for `out_features`; tokens split alike.
+        """The result, with the shape of `x` but `out_features`, and with its tokens split alike.
 
         Args:
           x: `[batch, tokens, features]`; or rows `[batch * tokens, features]`, sequence after
             sequence, with `sequence`.
           mask: bool `[batch or 1, heads or 1, tokens, tokens]`, False where attention is excluded;
-            inside `shard_map` of the device's sequences and heads.
+            inside `jax.shard_map` for the device's own sequences and heads.
           is_causal: a token attends to itself and earlier tokens only.
-          sequence: tokens of a sequence, where x has rows.
+          sequence: tokens of a sequence, if x has rows.
         """
         _check_input(x, sequence)
         layers = (self.query, self.key, self.value, self.out)

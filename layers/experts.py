@@ -26,7 +26,7 @@ ALONE = "team"  # The axis of the mesh of one device.
 
 
 def _expert_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Of `[experts, in, out]`: normal, with a variance of `1 / in`, each expert's own."""
+    """Normal values `[experts, in, out]` with a variance of `1 / in`, for each expert."""
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)(
         key, shape, dtype
     )

@@ -23,8 +23,8 @@ from stretto.layers.products import Affine
 class FeedForward(nnx.Module):
     """`down(activation(up(x)))` or, gated, `down(activation(gate(x)) * up(x))`.
 
-    `up` and `gate` are `ColumnParallelLinear`, `down` is `RowParallelLinear`: tokens are gathered
-    once for both, under the products, and the sums of the last product go back to their tokens.
+    `up` and `gate` are `ColumnParallelLinear`, `down` is `RowParallelLinear`. Tokens are gathered
+    once for both, during the products, and the sums of the last product are scattered to them.
 
     Args:
       in_features, hidden_features: sizes, over all devices.
@@ -32,10 +32,10 @@ class FeedForward(nnx.Module):
       activation: elementwise.
       gated: with a gate, as SwiGLU (`activation=jax.nn.silu`).
       parallel: axis of the mesh, and the sharding of activations.
-      kernel_init: of gate and up; of down as well, unless `out_kernel_init` is given.
+      kernel_init: of gate and up; also of down, unless `out_kernel_init` is given.
       out_kernel_init: of down.
       rngs: for the initialisers, of `gate` (if there is one), `up` and `down`.
-      **options: of all the linear layers, as `ColumnParallelLinear` has them: `use_bias`, `dtype`,
+      **options: of all linear layers, as of `ColumnParallelLinear`: `use_bias`, `dtype`,
         `param_dtype`, `bias_init`, `promote_dtype`, `preferred_element_type`.
     """
 

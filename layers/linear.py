@@ -102,13 +102,13 @@ class ColumnParallelLinear(_Linear):
     | bias | `[out_features]` | `[out_features / D]` |
     | result | `[..., tokens, out_features]` | `[..., tokens, out_features / D]` |
 
-    Without `sequence_parallel` x is whole on every device, and nothing is sent. It is called on
-    whole arrays with a mesh (`jax.set_mesh`), and inside `jax.shard_map` on a device's own; without
-    a mesh it is `nnx.Linear`.
+    Without `sequence_parallel` x is whole on every device, and nothing is sent. Call the layer on
+    whole arrays under a mesh (`jax.set_mesh`), or inside `jax.shard_map` on a device's own arrays.
+    Without a mesh it equals `nnx.Linear`.
 
     Args:
       in_features, out_features: sizes, over all devices.
-      parallel: axis of the mesh, and how activations lie.
+      parallel: axis of the mesh, and the sharding of activations.
       use_bias: add a bias.
       dtype: of the computation; by default what x and the parameters promote to.
       param_dtype: of the parameters.
@@ -116,13 +116,13 @@ class ColumnParallelLinear(_Linear):
       promote_dtype: converts `(x, kernel, bias)`, given `dtype=`.
       preferred_element_type: of the result, rounded once from float32.
       rngs: for the initialisers, its stream "params".
-      kernel_metadata, bias_metadata: of the `nnx.Param`s. `out_sharding` is there by default: the
-        team's axes along the split dimension. Names of logical axes may take their place, here or
-        by `nnx.with_partitioning`; rules for Flax translate them.
+      kernel_metadata, bias_metadata: of the `nnx.Param`s. The default `out_sharding` has the team's
+        axes along the split dimension. Names of logical axes may replace them, here or by
+        `nnx.with_partitioning`; Flax's rules translate the names.
 
     Raises:
-      ValueError: where it is called, that the mesh cannot split an operand, that x has no dimension
-        of tokens, or what the operations raise.
+      ValueError: in calls, the mesh cannot split an operand, x has no dimension of tokens, or what
+        the operations raise.
     """
 
     in_split, out_split = False, True

@@ -1,4 +1,4 @@
-"""How a layer is spread over a mesh: one record, the same for all layers of a model."""
+"""`Parallel`: the sharding of a layer over a mesh, one record for all layers of a model."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from stretto.kernels.problem.checks import check_backend
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How layers are spread over a mesh, and what serves them.
+    """The sharding of layers over a mesh, and the implementation of their products.
+
+    All arguments but the first are passed by keyword.
 
     Attributes:
       axis_name: mesh axis, or tuple of axes, that splits the weights: the team.
-      _: what follows is given by keyword.
-      sequence_parallel: between layers each device of the team has some of the tokens (`token_axis`
-        of the activations lies along `axis_name`), which come together in the matmul of a layer's
-        first product, and are scattered by that of its last. Otherwise every device has all
-        tokens, and the last product is an all-reduce.
+      sequence_parallel: between layers each device of the team has some of the tokens
+        (`token_axis` of the activations is sharded over `axis_name`). The first product of a layer
+        gathers the tokens, and the last product scatters them. If False, every device has all
+        tokens, and an all-reduce follows the last product.
       token_axis: dimension of the activations `[..., features]` that is split; may be negative.
         The kernels need no copy where all dimensions before it are of size 1, as for rows `[tokens,
         features]`.
-      batch_axes: mesh axis, or axes, over which the activations' first dimension is sharded. Read
-        in global-view code with `AxisType.Auto` only: with `AxisType.Explicit` types have it, and
-        inside `jax.shard_map` it is not needed.
+      batch_axes: mesh axis, or axes, over which the activations' first dimension is sharded. It is
+        used in global-view code with `AxisType.Auto` only: with `AxisType.Explicit` the types of
+        arrays state it, and inside `jax.shard_map` it is not needed.
       mesh: for global-view code outside of `jax.set_mesh`.
       backend: of the operations: "auto", "pallas", "xla" or "simulator".
-      fp8: quantise the operands of the layers' products so, where there is a team (`stretto.fp8`);
-        parameters stay as they are. None for products of the operands' own type.
-      keep_gathered: keep gathered tokens for the backward pass, as `stretto.all_gather_matmul` has
-        it, in place of gathering them again; not with `fp8`.
+      fp8: the recipe by which the operands of products are quantised in a team (`stretto.fp8`);
+        parameters keep their type. None for products in the operands' own type.
+      keep_gathered: keep gathered tokens for the backward pass, as `keep_gathered=` of
+        `stretto.all_gather_matmul`, in place of gathering them again; not with `fp8`.
 
     Raises:
       ValueError: no axis is named, one is named twice, or `backend` is unknown.

@@ -1,10 +1,10 @@
 """Runs a layer's body on one device's shards, inside `jax.shard_map` and outside.
 
 - Inside a `jax.shard_map` over the team, arrays are shards already.
-- In global-view code with a mesh, one `shard_map` of all its axes goes around the body (kernels need
-  every axis to be manual), inside others if there are some.
+- In global-view code with a mesh, one `shard_map` of all its axes encloses the body, since kernels
+  need every axis to be manual. It may stand inside others.
 - Without a mesh there is no team: the body computes on whole arrays.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def on_devices(
 
     Args:
       body: the layer on one device.
-      how: the layer is spread.
-      x: activations `[..., features]`; or a tuple of some, with as many tokens.
+      how: the sharding of the layer.
+      x: activations `[..., features]`; or a tuple of such, with equally many tokens.
       others: trees of arrays: weights, masks.
       specs: their sharding over the team, trees of `PartitionSpec`s of the same structure.
-      enters, leaves: what the team splits of `x`, and of the result: tokens (nothing, unless
-        `how.sequence_parallel`) or features.
-      counts: `body` returns counts besides, which its team has alike; they are added up over what
-        else the tokens lie along.
+      enters, leaves: the dimension that the team splits of `x`, and of the result: "tokens" (with
+        `how.sequence_parallel`; otherwise none) or "features".
+      counts: `body` also returns counts, equal on all devices of its team. They are added up over
+        the other axes of the tokens.
 
     Raises:
       ValueError: the mesh lacks the team's axes, or the team cannot split x.
@@ -87,7 +87,7 @@ def on_devices(
 
 
 def _of_all_teams(body: Body, rest: Sequence[tuple[Hashable, ...]]) -> Body:
-    """`body`, whose counts are added up over the axes `rest` that tokens lie along besides."""
+    """`body`, with counts added up over the other axes of the tokens, `rest`."""
     besides = tuple(name for entry in rest for name in entry)
 
     def added(*operands: Any) -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ def _check_split(operands: Any, specs: Any, mesh: Any) -> None:
 def _dimensions_besides(
     how: Parallel, x: jax.Array, mesh: Any, free: Collection[Hashable]
 ) -> list[tuple[Hashable, ...]]:
-    """For each dimension of x, the axes over which it is sharded besides the team's."""
+    """For each dimension of x, the axes over which it is sharded, without the team's."""
     entries: list[tuple[Hashable, ...]] = [()] * x.ndim
     if mesh.explicit_axes:
         for i, entry in enumerate(jax.typeof(x).sharding.spec[:-1]):
@@ -187,6 +187,6 @@ def _spec(how: Parallel, rest: Sequence[tuple[Hashable, ...]], split: Split) -> 
 
 
 def _only(spec: P, axes: Collection[Hashable]) -> P:
-    """`spec` of the axes among `axes` alone."""
+    """`spec` with no other axes than `axes`."""
     kept = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
     return P(*(entry or None for entry in kept))

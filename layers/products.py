@@ -1,7 +1,7 @@
 """A layer's two products on one device: into the features that a team splits, and out of them.
 
-    columns    [..., tokens / D, in]  ->  [..., tokens, out / D]    tokens come together
-    rows       [..., tokens, in / D]  ->  [..., tokens / D, out]    sums are scattered to tokens
+    columns    [..., tokens / D, in]  ->  [..., tokens, out / D]    tokens are gathered
+    rows       [..., tokens, in / D]  ->  [..., tokens / D, out]    sums are scattered
 
 Without `sequence_parallel` tokens stay whole on every device, and the sums are reduced on all.
 """
@@ -53,7 +53,7 @@ def columns(
     """`activation(all_gather(x) @ kernel + bias)`, for each of the weights; one gather serves all.
 
     Args:
-      how: the layer is spread; None without a team.
+      how: the sharding of the layer; None without a team.
       x: `[..., tokens / D, in]`.
       weights: each with a kernel `[in, out / D]` and a bias `[out / D]`.
       types: of operands and results.
@@ -100,7 +100,7 @@ def rows(how: Parallel | None, x: jax.Array, weight: Affine, types: Types) -> ja
     """`reduce_scatter(x @ kernel) + bias`; all-reduced without `sequence_parallel`.
 
     Args:
-      how: the layer is spread; None without a team.
+      how: the sharding of the layer; None without a team.
       x: `[..., tokens, in / D]`.
       weight: kernel `[in / D, out]`, and a bias `[out]` that every device has.
       types: of operands and result.
@@ -164,13 +164,13 @@ def _promoted(
 def _product(
     x: jax.Array, kernel: jax.Array, types: Types, epilogue: Epilogue | None = None
 ) -> jax.Array:
-    """As `all_gather_matmul` makes it, with nothing gathered: rounded once, after the epilogue."""
+    """The product as of `all_gather_matmul`, without a gather: rounded once, after the epilogue."""
     wide = matmul(x, kernel)
     wide = wide if epilogue is None else epilogue(wide)
     return wide.astype(types.out_dtype or x.dtype)
 
 
 def _finished(product: jax.Array, bias: jax.Array | None, activation: Epilogue | None) -> jax.Array:
-    """What follows a product that its kernel has not done."""
+    """The bias and the activation after a product, where its kernel does not apply them."""
     product = product if bias is None else product + bias
     return product if activation is None else activation(product)

@@ -12,6 +12,7 @@ import pages
 import pytest
 
 import stretto
+import stretto.flax
 from stretto.launch import cli
 from stretto.launch.commands import on_cpus
 
@@ -69,21 +70,22 @@ def test_commands_print_what_the_page_says(
     shown: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In this process, whose devices the scripts take four of."""
     OUTPUTS.write((pages.DOCS / page).read_text(), tmp_path)
     monkeypatch.chdir(tmp_path)
     program, *words = command.split()
-    if program == "python":
-        assert on_cpus.run(words[0], words[1:]) == 0
-    else:
-        devices = ["-n", str(jax.device_count())]
-        words = [*words[:1], *devices, *words[3:]] if words[1] == "-n" else words
-        assert cli.main(words) == 0
-    out, err = capsys.readouterr()
+    printed = io.StringIO()  # Of both streams, in their order on a terminal.
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        if program == "python":
+            status = on_cpus.run(words[0], words[1:])
+        else:
+            devices = ["-n", str(jax.device_count())]
+            words = [*words[:1], *devices, *words[3:]] if words[1] == "-n" else words
+            status = cli.main(words)
     jax.clear_caches()
-    assert out + err == shown, "run docs/scripts/outputs.py"
+    assert status == 0
+    assert printed.getvalue() == shown, "run docs/scripts/outputs.py"
 
 
 def test_the_commands_page_is_their_help() -> None:
@@ -95,7 +97,7 @@ def test_the_commands_page_is_their_help() -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = "".join(path.read_text() for path in (pages.DOCS / "reference" / "api").glob("*.md"))
     named = set(re.findall(r"^::: \S*?(\w+)$", text, re.MULTILINE))
-    assert not set(stretto.__all__) - named
+    assert not {*stretto.__all__, *stretto.flax.__all__} - named
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -103,3 +105,9 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE))
     found = {str(path.relative_to(pages.DOCS)) for path in pages.DOCS.rglob("*.md")}
     assert listed - {"CONTRIBUTING.md", "CHANGELOG.md"} == found
+
+
+def test_ci_builds_the_site_strictly() -> None:
+    """With `--quiet`, MkDocs counts no warnings, and a broken link passes."""
+    (line,) = re.findall(r"^step site .*$", (pages.ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert "mkdocs build --strict" in line and "--quiet" not in line

@@ -51,7 +51,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str, int, str]:
-        """What names the case among others; its measurement has the same."""
+        """The key of the case; its measurement has the same."""
         sizes = tuple(self.sizes.values())
         return (self.operation.name, sizes, self.dtype, self.devices, self.values)
 
@@ -64,7 +64,7 @@ class Case:
     def call(
         self, backend: str, config: Any = None, *, axes: AxisNames = AXIS
     ) -> Callable[..., jax.Array]:
-        """What is timed of the public operation as `call_of` has it."""
+        """The function to time: the call of `call_of`, or its derivative."""
         passed: dict[str, Any] = {n: self.sizes[n] for n in self.operation.examples.passed}
         passed |= self.operation.examples.keywords_of(self.sizes)
         call = call_of(self.operation, backend, config, axes=axes, **passed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from stretto.benchmarks.cases.case import Case
 
 LINK_GB_PER_S = 350.0
-"""What TMA copies reach over an H100's NVLink, one direction, in GB/s (1e9 bytes)."""
+"""The rate of TMA copies over an H100's NVLink, one direction, in GB/s (1e9 bytes)."""
 
 
 MEMORY_GB_PER_S = 4000.0
-"""What copies reach in an H200's memory, reads and writes together, in GB/s."""
+"""The rate of copies in an H200's memory, reads and writes together, in GB/s."""
 
 
 def communication_floor(case: Case, gb_per_s: float = LINK_GB_PER_S) -> float:

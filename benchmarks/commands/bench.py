@@ -112,7 +112,7 @@ class BenchOptions:
     check: bool = True
     """Compare our kernels' results with XLA's before timing them."""
     seed: int = 0
-    """Of the operands' values and of the order of the peers."""
+    """Seed of the operands' values and of the order of the peers."""
     commit: str = ""
     """The commit to record, where this copy of Stretto is no checkout."""
 

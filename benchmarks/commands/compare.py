@@ -19,7 +19,7 @@ from stretto.benchmarks.pages import terminal
 
 
 class Verdict(enum.Enum):
-    """What became of a peer's time."""
+    """How a peer's time changed."""
 
     EQUAL = "equal"
     FASTER = "faster"
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def percent(self) -> float | None:
-        """How much longer it takes, in percent of before."""
+        """The slowdown, in percent of the time before."""
         if self.before is None or self.after is None:
             return None
         return 100 * (self.after.time / self.before.time - 1)
@@ -124,7 +124,7 @@ def _change(old: Measurement, new: Measurement, peer: str, threshold_percent: fl
 
 
 def differences(before: Results, after: Results) -> list[str]:
-    """In words, what about the machines differs that could explain a change."""
+    """The differences between the machines that could explain a change, in words."""
     found = []
     for what in ("card", "num_devices", "layout", "driver"):
         old, new = getattr(before.machine, what), getattr(after.machine, what)

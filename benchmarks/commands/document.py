@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
 
 
 def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.Path, Results]]:
-    """Those of runs that were begun later come later."""
+    """The results in the order in which their runs began."""
     return sorted(files, key=lambda pair: (pair[1].start_time, pair[0].name, str(pair[0])))
 
 
 def _one_machine(found: list[Results]) -> list[Results]:
-    """Those of the last machine of most devices; machines with one process take precedence."""
+    """The results of one machine: one process first, then most devices, then the latest."""
     ranked = [one.machine for one in reversed(found)]
     machine = max(ranked, key=lambda one: (one.num_processes == 1, one.num_devices))
     return [
@@ -99,7 +99,7 @@ def _one_machine(found: list[Results]) -> list[Results]:
 def _draw(alike: list[Results], folder: pathlib.Path) -> None:
     """Writes the pictures of one machine's results, if matplotlib is installed."""
     if not plots.available():
-        print("no new pictures: matplotlib is not installed (stretto[plots])", file=sys.stderr)
+        print("no new pictures: matplotlib is not installed", file=sys.stderr)
         return
     kept = ("rate-", "bandwidth-", "latency-", "scaling", "share-of-floor", "roofline")
     for path in plots.write_all(results.merged(alike), folder, ("svg",), kept):

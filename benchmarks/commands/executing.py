@@ -1,4 +1,4 @@
-"""A sweep as a command runs it: what becomes of lost devices, interruptions and time limits."""
+"""Runs a sweep for a command: lost devices, interruptions, time limits."""
 
 from __future__ import annotations
 

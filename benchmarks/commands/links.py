@@ -25,8 +25,8 @@ from stretto.benchmarks.targets import machine_file
 class LinkOptions:
     """Measure the links of a job: all pairs of a node's GPUs, and nodes with their neighbours.
 
-    Start it with `stretto run` to measure between nodes. What it writes with `--machine-out` is
-    what `stretto plan --machine` takes.
+    Start it with `stretto run` to measure between nodes. `stretto plan --machine` reads
+    the file of `--machine-out`.
     """
 
     json: bool = False

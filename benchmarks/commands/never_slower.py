@@ -39,17 +39,17 @@ WIDTH = 110
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeverSlowerOptions:
-    """Draw sizes, and time `auto` beside XLA and beside configurations that are drawn as well.
+    """Draw sizes at random, and time `auto` beside XLA and beside random configurations.
 
-    Sizes are a device's, log-uniform, a third of them odd; memory that is not there is said. The
-    same command with --resume continues. Exits with status 1 if `auto` was slower than XLA
-    somewhere: where the 95% interval of the ratio is above 1.02.
+    Sizes are a device's, log-uniform, a third of them odd. Cases that do not fit in memory are
+    counted separately. The same command with --resume continues. Exits with status 1 if `auto` was
+    slower than XLA somewhere: where the 95% interval of the ratio is above 1.02.
     """
 
     random: int = 200
     """How many cases to draw, over all operations."""
     seed: int = 0
-    """Of the sizes and of the configurations; the order of turns is another one in each run."""
+    """Of sizes and configurations; the order of turns differs between runs."""
     json: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write results here, after each case."""
     resume: bool = False

@@ -66,7 +66,7 @@ class TuneOptions:
     budget: Annotated[float | None, arg(metavar="SECONDS")] = None
     """Stop after this many seconds."""
     seed: int = 0
-    """Of the operands' values."""
+    """Seed of the operands' values."""
 
 
 def main(argv: list[str]) -> int:

@@ -32,12 +32,12 @@ class Path:
 
     @property
     def there(self) -> list[tuple[int, int]]:
-        """What is sent first."""
+        """The operand that is sent first."""
         return [*self.pairs, *(self.back if self.both_ways else [])]
 
     @property
     def back(self) -> list[tuple[int, int]]:
-        """What is sent the other way."""
+        """The operand that is sent the other way."""
         return [(receiver, sender) for sender, receiver in self.pairs]
 
 

@@ -1,1 +1,1 @@
-"""What was found out: times, figures, the machine, and the files that hold them."""
+"""Times, figures, the machine, and the files that hold them."""

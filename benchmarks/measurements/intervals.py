@@ -1,4 +1,4 @@
-"""The intervals of a case's figures, from what was timed in the same rounds."""
+"""The intervals of a case's figures, from times of the same rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.benchmarks.peers.peer import MATMUL
 
 
 def fill(measurement: Measurement, timed: Timed) -> None:
-    """Gives each figure of `timed` that is there its interval, where there are enough rounds.
+    """Adds the interval of each figure of `timed`, if there are enough rounds.
 
     The figures are computed anew for each round. Where the floor is the time of a program, a share
     of it is that program's time in the same round over ours; otherwise it is of the bytes over the

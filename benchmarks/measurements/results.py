@@ -84,7 +84,7 @@ class Sized(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str, int, str]:
-        """What names the case among others."""
+        """The key of the case."""
         sizes = tuple(self.sizes.values())
         return (self.kernel, sizes, self.type, self.devices, self.values)
 
@@ -181,7 +181,7 @@ def in_order(kernels: Iterable[str]) -> list[str]:
 
 
 class Machine(msgspec.Struct, kw_only=True):
-    """Where and with what the times were taken."""
+    """The machine and the software of the times."""
 
     card: str
     platform: str
@@ -286,7 +286,7 @@ def merged(found: Sequence[Results]) -> Results:
 
 
 def _check_alike(one: Results, other: Results) -> None:
-    """Raises BenchmarkError unless what differs between the two is how many devices there were."""
+    """Raises BenchmarkError unless the two differ in the number of devices only."""
     differing = [
         what
         for what in ("card", "platform", "driver")

@@ -115,7 +115,7 @@ def _around(mean: float, variance: float, freedom: float) -> Interval:
 
 @functools.cache
 def _quantile(freedom: float) -> float:
-    """Of Student's t: thousands of intervals of one report have the same degrees of freedom."""
+    """A quantile of Student's t, cached: many intervals have the same degrees of freedom."""
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 

@@ -15,7 +15,7 @@ from stretto.kernels.operation import Operation, Sizes
 MOST_OTHERS = 64
 """The largest of a size that is neither rows nor columns nor a contraction, such as groups."""
 KINDS = {"odd": 2, "even": 2, "eights": 8}
-"""What a third each of the cases has for sizes: odd ones, and multiples of 2 and of 8."""
+"""The kinds of sizes, a third of the cases each: odd ones, multiples of 2, multiples of 8."""
 TRIES = 1000
 
 

@@ -14,7 +14,7 @@ COLUMNS = ("drawn", "timed", "XLA's program", "slower", "undecided", "beaten")
 
 
 def of(results: Results) -> str:
-    """What one draw came to: a sentence, tables by operation, rows and kind, and every mistake."""
+    """The summary of one draw: a sentence, tables by operation, rows, kind, and every mistake."""
     found = [verdict(measurement) for measurement in results.measurements]
     draw = results.draw
     parts = [f"{terminal.machine_line(results)}; {results.start_time[:10]}."]

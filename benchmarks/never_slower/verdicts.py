@@ -21,14 +21,14 @@ class Verdict:
     """One case.
 
     Attributes:
-      case: what was timed.
+      case: the timed case.
       skipped: why nothing was, "" if it was.
       over_xla: `auto`'s time over XLA's; None where one of them has no time.
       same_program: whether `auto` is XLA's program, and so cannot be slower.
       drawn: the time of the best configuration that was drawn over `auto`'s; None without one.
-      backend: what served `auto`.
+      backend: the implementation that served `auto`.
       config: of the best one drawn.
-      wrong: what is wrong with a result of ours, or "".
+      wrong: the error in a result of Stretto, or "".
     """
 
     case: Case
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def verdict(measurement: Measurement) -> Verdict:
-    """What one measurement of `auto`, XLA and the configurations that were drawn says."""
+    """The verdict of one measurement of `auto`, XLA and the drawn configurations."""
     operation = operation_named(measurement.kernel)
     case = Case(
         operation=operation,

@@ -1,4 +1,4 @@
-"""What all pictures share: a colour and a mark for each peer, axes, lines, titles, legends.
+"""The common parts of all pictures: colours and marks of peers, axes, lines, titles, legends.
 
 The colours are Okabe and Ito's, which the colour-blind can tell apart, and each peer has a mark of
 its own as well. The grey of floors is darker than theirs.
@@ -40,6 +40,18 @@ def size_axis(axes: Any, sizes: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
+def log_ticks(axis: Any) -> None:
+    """Labels 1, 2 and 5 times powers of ten as plain numbers, on a logarithmic axis.
+
+    Matplotlib's own labels of a range below two decades overlap.
+    """
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def line(axes: Any, peer: str, x: Sequence[float], y: Sequence[float | None]) -> None:
     """One peer's figures, gaps where it has none."""
     axes.plot(
@@ -74,7 +86,7 @@ def mark(peer: str) -> dict[str, Any]:
 
 
 def title(what: str, card: str, cases: Sequence[Measurement]) -> str:
-    """What is drawn, of which card, number of devices and types."""
+    """The title: the figure, the card, the number of devices and the types."""
     counts = sorted({m.devices for m in cases})
     types = ", ".join(dict.fromkeys(m.type for m in cases))
     return f"{what}: {' and '.join(map(str, counts))} x {card}, {types}"

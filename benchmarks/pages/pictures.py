@@ -1,4 +1,4 @@
-"""What the pictures show: each function draws one, or returns None without data for it."""
+"""The pictures: each function draws one, or returns None without data for it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from stretto.benchmarks.pages.drawing import (
     finish,
     label,
     line,
+    log_ticks,
     nan,
     points,
     rows,
@@ -190,6 +191,8 @@ def roofline(
                 axes.scatter(x, y, color=COLOURS[peer], marker=markers[kernel], label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    log_ticks(axes.xaxis)
+    log_ticks(axes.yaxis)
     axes.set_xlabel("floating-point operations per byte sent")
     axes.set_ylabel("TFLOP/s per device")
     finish(axes, title("Roofline", card, cases))

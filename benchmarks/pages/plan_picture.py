@@ -1,4 +1,4 @@
-"""A plan as a picture: how fast a step becomes with more GPUs, and what it goes to."""
+"""A plan as a picture: the speed of a step on more GPUs, and the parts of its time."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def print_splits(console: Console, plan: Plan, one: ForGpus) -> None:
 
 
 def none_fits(plan: Plan, one: ForGpus) -> str:
-    """That nothing fits, and what would."""
+    """States that no split fits, and what would fit."""
     if one.least_gb == float("inf"):
         return "no split is possible; pass another --batch or number of GPUs."
     return (
@@ -137,7 +137,7 @@ def scaling_cells(one: ScalingRow) -> list[str]:
 
 
 def beyond_lines(plan: Plan) -> list[str]:
-    """In what the best splits leave what was measured."""
+    """Where the best splits go beyond the measurements."""
     words: dict[str, None] = {}
     for one in plan.splits:
         for entry in one.best[:1]:

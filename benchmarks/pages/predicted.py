@@ -1,4 +1,4 @@
-"""Predicted beside measured, and planned steps: what docs/measure/planning.md shows."""
+"""Predicted beside measured, and planned steps, for docs/measure/planning.md."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FILLS = ("full", "none", "left", "top")
 FLOOR_NAME = "fastest matmul of\nthis run, or the link"
 MATMUL_SHARE = "share of the floor: the fastest matmul of this run, or the link, %"
 LINK_SHARE = "share of the floor: the link, %"
-"""What 100% is. Programs of the whole operation multiply as well, and count as matmuls."""
+"""The meaning of 100%. Programs of the whole operation multiply too, and count as matmuls."""
 
 
 def by_case(cases: Sequence[Measurement], card: str, figure: Figure) -> Figure | None:

@@ -25,7 +25,7 @@ from stretto.kernels.problem.activations import swiglu
 from stretto.kernels.xla.routing import ranks_in_groups
 
 CHUNKS = (1, 2, 4)
-"""Of each expert's entries, that are tried."""
+"""Numbers of chunks, of each expert's entries, that are tried."""
 
 
 class Plan(NamedTuple):
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 def plan(index: jax.Array, axes: tuple, num_experts: int, chunks: int) -> Plan:
-    """Of experts `[tokens, top_k]`, all of which there are."""
+    """The plan of experts `[tokens, top_k]`, none of which is -1."""
     devices, me = lax.axis_size(axes), lax.axis_index(axes)
     entries = index.reshape(-1)
     ranks, counts = ranks_in_groups(entries, num_experts)

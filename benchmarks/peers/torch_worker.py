@@ -64,7 +64,7 @@ class Rank:
         self.prepared: list[tuple[Callable[[int], None], int, int]] = []
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Does what `request` says."""
+        """Serves a `request`."""
         if request["do"] == "prepare":
             return self._prepare(request)
         if request["do"] == "visit":

@@ -36,7 +36,7 @@ class CallTime:
 
     @property
     def exposed_us(self) -> float:
-        """What the call takes longer than its matmul."""
+        """The time of the call beyond that of its matmul."""
         return max(0.0, self.time.us - self.alone.us)
 
 
@@ -46,7 +46,7 @@ def call_time(
     """The time of one call.
 
     Args:
-      model: of what happens within a node.
+      model: of calls within a node.
       case: the call.
       target: the machine.
       implementation: "fused", "xla", or "auto": what the library would choose.
@@ -83,7 +83,7 @@ def is_fused(case: Case, target: Target) -> bool:
     if obstacle is not None:
         return False
     with warnings.catch_warnings():
-        # That there is no table for a card is said where a call is made, not where one is planned.
+        # A plan does not warn that a card has no table; a call does.
         warnings.simplefilter("ignore")
         return speed.faster(case.operation, kernel, case.problem(found)).backend == "pallas"
 

@@ -47,7 +47,7 @@ class Predicted:
     Attributes:
       us: the time.
       low, high: its interval.
-      beyond: in what it leaves what was measured, in words; empty where it does not.
+      beyond: how it goes beyond the measurements, in words; empty if it does not.
     """
 
     us: float
@@ -138,7 +138,7 @@ class LeftOut:
 
     @property
     def kind(self) -> tuple[str, bool]:
-        """What errors are alike: those of a way, and of short calls or long ones."""
+        """The group of an error: the way, and whether the call is short or long."""
         return (self.sample.way, self.us < SHORT_US)
 
 

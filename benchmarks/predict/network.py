@@ -19,7 +19,7 @@ LIKELY = 0.8
 LEAST = 0.5
 """The least share that the interval allows for."""
 MEASURED = 1.2
-"""How far a transfer may be from what was measured of its link, as a factor."""
+"""The largest factor between a transfer and the measured rate of its link."""
 UNMEASURED = "transfers between nodes"
 
 
@@ -54,7 +54,7 @@ def collective(
     """A collective of XLA's over devices of which `per_node` share a node.
 
     Args:
-      model: of what happens within a node.
+      model: of calls within a node.
       name: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
       size: bytes as `Traffic.size` has them.
       devices: the team's size; for 1 the time is 0.

@@ -47,7 +47,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def case(self) -> str:
-        """What is left out together: a configuration on a mesh."""
+        """The key of samples that are left out together: a configuration on a mesh."""
         return f"{self.model}, {self.sequence} tokens, tp={self.tp}"
 
 

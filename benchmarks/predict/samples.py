@@ -1,4 +1,4 @@
-"""What was measured, as the model of time is fitted to it: a row for each time of a case.
+"""The measurements to which the model of time is fitted: a row for each time of a case.
 
 Of cases that were timed in several runs the last one counts, as in the documented tables: kernels
 change. Several peers that came to one program have one time, and `auto` is the kernel or XLA, so

@@ -41,7 +41,7 @@ BLOCK_WARPS = (4, 8, 12, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What a row of the timeline did for a while, in microseconds from the call's start."""
+    """An interval of a row of the timeline, in microseconds from the call's start."""
 
     row: str
     what: str

@@ -18,7 +18,7 @@ from stretto.benchmarks.targets.machine_file import Target
 
 REMATS = ("elementwise", "layer")
 ROUTING_US = 40.0
-"""Who goes where, a layer and direction: an estimate of the tables that a mixture needs."""
+"""The tables of a mixture, for a layer and direction: an estimate."""
 UNMEASURED = 1.5
 """How far a time may be off that is arithmetic alone, as a factor on either side; our guess."""
 
@@ -29,8 +29,8 @@ class How:
 
     Attributes:
       at_once: sequences of a group in one pass; gradients of several passes are added up.
-      remat: what the backward pass computes again, as `examples/transformer` has it.
-      shared: whether weights, moments and gradients are shared out over the groups.
+      remat: what the backward pass computes again, as in `examples/transformer`.
+      shared: whether weights, moments and gradients are split over the groups.
     """
 
     at_once: int
@@ -47,10 +47,10 @@ class Evaluated:
     """A step in one split.
 
     Attributes:
-      split, how: what was evaluated.
+      split, how: the evaluated way.
       time: of the step.
       memory: on each device.
-      parts: microseconds by what they go to; together they are the time.
+      parts: microseconds by use; together they are the time.
       exposed_us: of which nothing but communication is done.
     """
 
@@ -81,7 +81,7 @@ def share_of(decoder: Decoder, split: Split, how: How) -> Share:
 
 
 def memory_of(decoder: Decoder, split: Split, how: How) -> Memory:
-    """What a device must hold."""
+    """The memory of a device, by its use."""
     shares = _state_shares(decoder, split) if how.shared else 1.0
     share = share_of(decoder, split, how)
     return memory.memory_of(decoder, share, remat=how.remat, state_shares=shares)

@@ -18,10 +18,10 @@ from stretto.benchmarks.scaling.steps import device_weights
 from stretto.benchmarks.targets.machine_file import Card
 
 STATE_BYTES = 16
-"""Of a weight: itself, two moments, its gradient."""
+"""Bytes of a weight: itself, two moments, its gradient."""
 COPY_BYTES = 2
 USABLE = 0.9
-"""Of a card's memory; the rest is the driver's, NCCL's and XLA's own."""
+"""The usable share of a card's memory; the driver, NCCL and XLA take the rest."""
 WORKING_LAYERS = 3.0
 """What a layer's derivatives need while they are computed, in layers' worth of what is kept."""
 LAYERS_AT_ONCE = 2
@@ -68,7 +68,7 @@ def memory_of(decoder: Decoder, share: Share, *, remat: str, state_shares: float
 
 
 def _layer_bytes(decoder: Decoder, share: Share) -> float:
-    """What a layer keeps for its derivatives, with "elementwise"."""
+    """The bytes that a layer keeps for its derivatives, with "elementwise"."""
     rows, tp = share.rows, share.tp
     gathered = rows * decoder.hidden * (1 if decoder.experts else 2)
     products = rows * (decoder.qkv_columns + decoder.attention_width) / tp
@@ -81,5 +81,5 @@ def _layer_bytes(decoder: Decoder, share: Share) -> float:
 
 
 def _sums_bytes(decoder: Decoder, share: Share) -> float:
-    """What comes into a layer, and the sum between attention and feed-forward."""
+    """The bytes of a layer's input, and of the sum between attention and feed-forward."""
     return ITEMSIZE * 2 * share.rows * decoder.hidden / share.tp

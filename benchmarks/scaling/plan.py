@@ -102,7 +102,7 @@ def over(model: StepModel, decoder: Decoder, gpus: int, batch: int, target: Targ
 
 
 def _slower(one: Evaluated, best: Evaluated) -> Loser:
-    """What makes a split slower than the best: the part that grew most."""
+    """The reason why a split is slower than the best: the part that grew most."""
     grown = {name: us - best.parts.get(name, 0.0) for name, us in one.parts.items()}
     name = max(grown, key=lambda part: grown[part])
     more = 100 * (one.time.us / best.time.us - 1)

@@ -18,8 +18,8 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
       memory_gb: on a device.
       tokens_per_s: of all GPUs.
       tflops_per_gpu: of what the model asks for; what is computed twice counts once.
-      parts_s: what the time goes to.
-      beyond: in what it leaves what was measured.
+      parts_s: the parts of the time.
+      beyond: how it goes beyond the measurements.
     """
 
     split: str

@@ -1,4 +1,4 @@
-"""How long a sweep will take, roughly, before anything is run: for choosing what fits a budget."""
+"""A rough estimate of a sweep's time, before it runs, to fit it into a budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP_S = 0.15
 
 
 def seconds(case: Case, peers: Sequence[Peer], settings: Settings) -> float:
-    """Seconds that `case` is expected to take on GPUs, with its part of what is done for all."""
+    """Seconds that `case` is expected to take on GPUs, with its share of the common work."""
     peers = [peer for peer in peers if applies(peer, case)]
     call_us = floors.expected_us(case)
     run_s = max(TARGET_RUN_US, 2 * call_us) * 1e-6

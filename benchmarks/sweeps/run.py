@@ -1,4 +1,4 @@
-"""Runs sweeps: what is done already, the time limit, saving, progress."""
+"""Runs sweeps: completed cases, the time limit, saving, progress."""
 
 from __future__ import annotations
 

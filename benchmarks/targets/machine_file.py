@@ -42,7 +42,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What joins the GPUs of a node.
+    """The links between the GPUs of a node.
 
     Attributes:
       gb_per_s: sent by one GPU.
@@ -54,7 +54,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What joins nodes.
+    """The network between nodes.
 
     Attributes:
       gb_per_s: sent by one GPU to another node, while no other sends.
@@ -191,7 +191,7 @@ def _value(value: object) -> str:
 
 
 def _check_sources(target: Target, name: str) -> None:
-    """Raises BenchmarkError for a published figure of which the file does not say where."""
+    """Raises BenchmarkError for a published figure without a source in the file."""
     if target.origin != "published":
         return
     for table in ("card", "within", "between"):

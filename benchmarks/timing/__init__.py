@@ -1,1 +1,1 @@
-"""Compiles what is timed, times it in turns, and tunes."""
+"""Compiles programs, times them in turns, and tunes."""

@@ -45,7 +45,7 @@ class FoundKernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a kernel.
+    """The outcome of a kernel's compilation.
 
     Attributes:
       name: of the kernel.

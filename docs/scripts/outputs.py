@@ -37,17 +37,23 @@ def write(text: str, folder: Path) -> None:
 
 
 def output(command: str, text: str) -> str:
-    """What `command` prints in a folder with the files of the page `text`, errors last."""
+    """What `command` prints, as on a terminal, in a folder with the files of the page `text`."""
     program, *rest = command.split()
     start = [sys.executable] if program == "python" else [sys.executable, "-m", "stretto.launch"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    environment["PYTHONUNBUFFERED"] = "1"  # So that both streams keep their common order.
     environment.pop("XLA_FLAGS", None)
     with tempfile.TemporaryDirectory() as folder:
         write(text, Path(folder))
         done = subprocess.run(
-            [*start, *rest], cwd=folder, env=environment, capture_output=True, text=True
+            [*start, *rest],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    return done.stdout + done.stderr
+    return done.stdout
 
 
 def main(names: list[str]) -> None:

@@ -1,1 +1,1 @@
-"""Attention on one device, over keys that were gathered: layouts, masks, XLA's way and cuDNN's."""
+"""Attention on one device, over gathered keys: layouts, masks, and the calls of XLA and cuDNN."""

@@ -1,16 +1,16 @@
 """Attention by `jax.lax` on any platform: block by block, in memory that is linear in the tokens.
 
 Online softmax over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867; Dao, FlashAttention-2,
-arXiv:2307.08691), for one block of queries after another. Sums are of float32, or wider. Products
-of 16 bit operands are of 16 bit operands, as cuDNN's. Blocks that the mask leaves nothing of are
-passed over. A query that sees no key has a result of 0, a logsumexp of minus infinity, and
+arXiv:2307.08691), for one block of queries after another. Sums are in float32, or wider. Products
+of 16-bit operands round the weights to 16 bits too, as cuDNN does. Blocks that the mask excludes
+are skipped. A query that sees no key has a result of 0, a logsumexp of minus infinity, and
 derivatives of 0.
 
     forward: S = scale Q K^T, L = logsumexp(S), O = exp(S - L) V
     backward: P = exp(S - L), dV = P^T dO, dS = P (dO V^T - rowsum(dO O) + dL) scale,
               dQ = dS K, dK = dS^T Q
 
-`L` may be that of more keys than are given: the results are then these keys' share.
+`L` may be the logsumexp of more keys than are given. The results are then the share of these keys.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def forward(
     out_dtype: Any = None,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention and its logsumexp. Differentiable forwards; backwards, take `backward`.
+    """Attention and its logsumexp. Differentiable in forward mode; `backward` serves reverse mode.
 
     Args:
       q: `[batch, queries, heads, dim]`.
       k, v: `[batch, keys, kv_heads, dim]`.
-      queries, keys: what the mask has to know of them.
+      queries, keys: their positions and documents, for the mask.
       out_dtype: of the result; q's by default.
 
     Returns:
@@ -105,7 +105,7 @@ def backward(
 
     Args:
       out, lse: of all keys that the queries see, which may be more than are given here.
-      out_bar, lse_bar: their cotangents; None of a logsumexp that nothing depends on.
+      out_bar, lse_bar: their cotangents; None for a logsumexp that nothing depends on.
     """
     wide, kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(wide), out_bar.astype(wide))
@@ -178,7 +178,7 @@ def _share(
     weights: jax.Array,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What one block of keys adds to the derivatives of a block of queries, and the reverse."""
+    """The addends of the derivatives of a block of queries and of a block of keys."""
     weights_bar = _product("bhgqd,bhkd->bhgqk", bar, v)
     scores_bar = (weights * (weights_bar - delta[..., None]) * scale).astype(q.dtype)
     return (
@@ -191,7 +191,7 @@ def _share(
 def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     wide = accumulator_dtype(x.dtype)
     if Machine.of_mesh().platform == "cpu":
-        # XLA's CPU backend has no batched 16 bit product with a wider result (JAX 0.11.2).
+        # XLA's CPU backend has no batched 16-bit product with a wider result (JAX 0.11.2).
         x, y = x.astype(wide), y.astype(wide)
     return jnp.einsum(equation, x, y, preferred_element_type=wide, precision=lax.Precision.HIGHEST)
 
@@ -238,7 +238,7 @@ def _rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _token_blocks(tokens: Tokens, block: int) -> Tokens:
-    """The tokens of each block; what fills up the last has no position."""
+    """The tokens of each block; padding of the last block has no position."""
     positions = _cut(tokens.positions, 0, block, PADDING)
     if tokens.segments is None:
         return Tokens(positions)
@@ -247,7 +247,7 @@ def _token_blocks(tokens: Tokens, block: int) -> Tokens:
 
 
 def _cut(x: jax.Array, axis: int, block: int, fill: int = 0, edge: bool = False) -> jax.Array:
-    """`x` with this axis cut into blocks; filled up with `fill`, or with the last value."""
+    """`x` with this axis cut into blocks, padded with `fill`, or with the last value."""
     size = x.shape[axis]
     block = min(block, size)
     count = -(-size // block)

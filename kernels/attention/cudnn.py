@@ -1,12 +1,12 @@
-"""Attention of a device's queries to gathered keys, by cuDNN, on what a causal mask leaves.
+"""Attention of a device's queries to gathered keys, by cuDNN, without keys that a mask excludes.
 
 Each of the device's chunks of the sequence is a causal call on its own keys, the diagonal, and a
 call without a mask on all keys before it. The first needs nothing from other devices. How many keys
-lie before a chunk depends on the device, and one program serves all of them: the number is one that
-cuDNN reads when it runs. The two results are merged in float32 by their logsumexps.
+lie before a chunk depends on the device, and one program serves all devices, so cuDNN reads the
+number at run time. The two results are merged in float32 by their logsumexps.
 
-Derivatives are taken part by part, from the logsumexp of all keys. Those of the own keys stay apart
-from those of gathered ones, since they need not be sent.
+Derivatives are computed for each part, from the logsumexp of all keys. Those of the own keys are
+separate from those of gathered keys, since they are not sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def obstacle(
 
     Args:
       q: the queries, or their shape and type.
-      mask: what holds for all queries.
+      mask: of all queries.
       segments: whether tokens belong to documents.
       devices: that the keys are gathered from.
     """
@@ -51,14 +51,14 @@ def obstacle(
             f" {cudnn.DIM_STEP}, not {q.shape[-1]}."
         )
     if segments:
-        return "segment ids are not handed to cuDNN."
+        return "cuDNN's attention does not get segment ids here."
     if mask.window is not None and devices > 1:
-        return "a window reaches across chunks, which cuDNN has no mask for."
+        return "cuDNN has no mask for a window that reaches across chunks."
     return cudnn.obstacle()
 
 
 def _is_here() -> bool:
-    """Whether a GPU is at hand: JAX asks it what it can do when it lowers cuDNN's attention."""
+    """Whether a GPU is present: JAX reads its properties when it lowers cuDNN's attention."""
     return jax.default_backend() == "gpu"
 
 

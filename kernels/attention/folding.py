@@ -1,4 +1,4 @@
-"""The chunks of a device's tokens as a batch of their own; nothing is copied."""
+"""The chunks of a device's tokens as entries of the batch, without a copy."""
 
 from __future__ import annotations
 

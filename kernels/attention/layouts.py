@@ -2,7 +2,7 @@
 
 `contiguous`: device i of n holds the i-th of n equal parts. `zigzag`: the sequence is cut into 2n
 chunks, and device i holds chunks i and 2n - 1 - i, one from both ends. Under a causal mask the
-devices then have equally much to compute; contiguous, the last one has (2n - 1) / n of the mean.
+devices then have equal work; with `contiguous` the last one has (2n - 1) / n of the mean.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def to_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
       axis: of the tokens; may be negative.
 
     Returns:
-      The same tokens in another order: cut into `devices` equal parts, part i is device i's.
+      The same tokens in another order. Cut it into `devices` equal parts: part i is device i's.
 
     Raises:
       ValueError: the tokens are no multiple of twice the devices, or `axis` is out of range.
@@ -38,7 +38,10 @@ def to_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
 
 
 def from_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
-    """The inverse of `to_zigzag`: the tokens in their own order. Args, raises: as there."""
+    """The inverse of `to_zigzag`: tokens in the order of the sequence.
+
+    Arguments and errors are those of `to_zigzag`.
+    """
     chunks = _chunks("from_zigzag", x, devices, axis)
     order = zigzag_order(devices)
     inverse = jnp.array([order.index(chunk) for chunk in range(2 * devices)])
@@ -46,9 +49,9 @@ def from_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
 
 
 def token_positions(tokens: int, axis_name: AxisNames, *, layout: str = CONTIGUOUS) -> jax.Array:
-    """The places in the whole sequence of this device's tokens, inside `jax.shard_map`.
+    """The positions of this device's tokens in the whole sequence, inside `jax.shard_map`.
 
-    Rotary embeddings turn queries and keys by these, whatever the layout.
+    Rotary embeddings of queries and keys need them, whatever the layout.
 
     Args:
       tokens: of this device.
@@ -72,7 +75,7 @@ def zigzag_order(devices: int) -> list[int]:
 
 
 def check_layout(op: str, layout: str, **tokens: int) -> None:
-    """Raises ValueError unless `layout` is one, and can cut what is named in `tokens`."""
+    """Raises ValueError for an unknown `layout`, or numbers of `tokens` that it cannot split."""
     if layout not in LAYOUTS:
         known = ", ".join(map(repr, LAYOUTS))
         raise ValueError(f"{op}: layout={layout!r} is not one of {known}.")
@@ -91,7 +94,7 @@ class Span:
     Attributes:
       layout: "contiguous" or "zigzag".
       devices: that hold the sequence.
-      device: this one; a number, or one that is known when the program runs.
+      device: this device's number; a Python integer, or an array at run time.
     """
 
     layout: str
@@ -115,18 +118,18 @@ class Span:
         return [self.devices - 1, 2 * self.devices - 1][: self.chunks]
 
     def positions(self, tokens: int) -> jax.Array:
-        """Places of the device's tokens in the sequence, int32 `[tokens]`."""
+        """Positions of the device's tokens in the sequence, int32 `[tokens]`."""
         within = jnp.arange(tokens // self.chunks, dtype=jnp.int32)
         starts = [number * (tokens // self.chunks) for number in self.numbers]
         return jnp.concatenate([jnp.asarray(start, jnp.int32) + within for start in starts])
 
     def all_positions(self, tokens: int) -> jax.Array:
-        """Places of all devices' tokens, device by device, int32 `[devices * tokens]`."""
+        """Positions of all devices' tokens, device by device, int32 `[devices * tokens]`."""
         spans = [dataclasses.replace(self, device=i) for i in range(self.devices)]
         return jnp.concatenate([span.positions(tokens) for span in spans])
 
     def in_order(self, x: jax.Array) -> jax.Array:
-        """All devices' tokens, `[batch, tokens, ...]` device by device, in their own order."""
+        """All devices' tokens, `[batch, tokens, ...]` by device, in the order of the sequence."""
         return from_zigzag(x, self.devices) if self.chunks > 1 else x
 
     def by_device(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which keys a query sees: by place in the sequence, and by document."""
+"""Which keys a query sees: by position in the sequence, and by document."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 PADDING = -1
-"""The position of what fills up a block, and belongs to no sequence."""
+"""The position of padding, which belongs to no sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """What holds for all queries.
+    """The mask of all queries.
 
     Attributes:
-      causal: a query sees no key behind itself.
+      causal: a query sees no later key.
       window: the most keys that a query sees, itself and those right before it; None for all.
     """
 
@@ -26,11 +26,11 @@ class Mask:
 
 
 class Tokens(NamedTuple):
-    """What a mask has to know of tokens.
+    """The facts of tokens that a mask depends on.
 
     Attributes:
-      positions: int32 `[tokens]`, in the whole sequence; `PADDING` of what is none.
-      segments: int32 `[batch, tokens]`, the document of each; None where there is one only.
+      positions: int32 `[tokens]`, in the whole sequence; `PADDING` for padding.
+      segments: int32 `[batch, tokens]`, the document of each token; None for a single document.
     """
 
     positions: jax.Array

@@ -50,13 +50,13 @@ class _Chunk(NamedTuple):
     keys: jax.Array  # how many it sees of this one's
 
     def of(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Its part of what belongs to the device's queries."""
+        """The chunk's part of an array of the device's queries."""
         return jax.lax.slice_in_dim(x, self.start, self.start + self.size, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queries:
-    """A device's queries, and how they attend.
+    """A device's queries, with the mask and the implementation of their attention.
 
     Attributes:
       q: `[batch, queries, heads, dim]`.
@@ -74,7 +74,7 @@ class Queries:
     by_cudnn: bool
 
     def attend(self, keys: Keys, device: jax.Array | int | None = None) -> Share:
-        """The share of the keys that `device` holds; by default of the own ones."""
+        """The share of the keys of `device`; by default of the own keys."""
         if not self.by_cudnn:
             tokens, others = self._tokens(keys, device)
             found = blockwise.forward(

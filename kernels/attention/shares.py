@@ -1,4 +1,4 @@
-"""Attention to some of the keys, and how such shares become attention to all of them."""
+"""Shares, attention to some of the keys, and their merge to attention to all keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Share(NamedTuple):
     """Attention to some keys.
 
     Attributes:
-      out: `[batch, queries, heads, dim]`; any number where `lse` is minus infinity.
+      out: `[batch, queries, heads, dim]`; undefined where `lse` is minus infinity.
       lse: the logsumexp of these keys' scores, `[batch, heads, queries]`, float32 or wider.
     """
 
@@ -23,21 +23,21 @@ class Share(NamedTuple):
 
 
 def counted(share: Share, keys: jax.Array) -> Share:
-    """The share, if it is of any `keys`; a number that is known when the program runs."""
+    """The share, without effect if `keys`, a number at run time, is 0."""
     return Share(share.out, jnp.where(keys > 0, share.lse, -jnp.inf))
 
 
 def merged(shares: Sequence[Share], dtype: Any) -> Share:
-    """Attention to the keys of all shares, of `dtype`: one pass, in float32 or wider.
+    """Attention to the keys of all shares, in `dtype`: one pass, in float32 or wider.
 
-    A share that was rounded to 16 bits is rounded once more than attention to all keys at a time.
-    A query that no share has keys for gets 0, and a logsumexp of minus infinity.
+    A share in 16 bits is rounded once more than attention to all keys in one call. A query without
+    keys in any share gets 0, and a logsumexp of minus infinity.
     """
     lse = functools.reduce(jnp.logaddexp, (share.lse for share in shares))
     base = jnp.where(lse == -jnp.inf, 0, lse)
 
     weights = [jnp.exp(share.lse - base).transpose(0, 2, 1)[..., None] for share in shares]
-    # Without the barrier XLA compares first, and turns what it has compared: a kernel a share.
+    # Without the barrier XLA transposes after the comparison, in one kernel for each share.
     weights = jax.lax.optimization_barrier(weights)
     terms = [
         jnp.where(weight > 0, weight * share.out.astype(lse.dtype), 0)
@@ -47,7 +47,7 @@ def merged(shares: Sequence[Share], dtype: Any) -> Share:
 
 
 def joined(shares: Sequence[Share]) -> Share:
-    """The shares of one chunk of queries after the other."""
+    """The shares of all chunks of queries, joined."""
     if len(shares) == 1:
         return shares[0]
     outs, lses = zip(*shares, strict=True)

@@ -18,7 +18,8 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     inside the same `shard_map`: it prints while the program is traced.
 
     Args:
-      operation: a public operation, for example `stretto.all_gather_matmul`.
+      operation: a public operation, for example `stretto.all_gather_matmul`; or, with whole arrays,
+        a function of `stretto.sharded` or a layer of `stretto.flax`.
       *operands: arrays, or `jax.ShapeDtypeStruct`s of their shapes per device, and the mesh axis.
       **arguments: as for the operation; arrays among them may be `jax.ShapeDtypeStruct`s, too.
 

@@ -1,4 +1,4 @@
-"""Arrays of an epilogue beside the total of a tile, and pairs of products that give one result.
+"""Epilogues with arrays, and of pairs of products that give one result.
 
 An array of an epilogue has one number for each column of the result, `[n]`, or for each row,
 `[m, 1]`, or is as large as the result, `[m, n]`. The first two are *vectors*: a tile needs a few
@@ -6,11 +6,11 @@ hundred of their numbers, which are loaded once a tile, in float32. The third is
 needs as many of its numbers as it stores. Each piece is loaded, in the result's type, into the
 buffer from which the same piece of the result is stored.
 
-| object | in memory, filled up to whole tiles | loaded |
+| object | in memory, padded to whole tiles | loaded |
 |---|---|---|
 | columns | `[1, n]`, float32 | by the loading warp, after the tile's last stage |
 | rows | `[..., 1, m]`, float32 | likewise |
-| elements | as the result, and of its type | by the storing warp, as buffers come free |
+| elements | as the result, and of its type | by the storing warp, as buffers become free |
 
 For a pair of products, `gate` and `up`, a tile has `tile_n / 2` columns of each, side by side: one
 stage of the ring and one accumulator hold both (`pairs`), and the result has half as many columns.
@@ -46,7 +46,7 @@ def of(form: Form | None, arrays: Sequence[Any]) -> Beside | None:
 
 
 def kind_of(array: Any) -> Kind:
-    """How an array `[1, n]`, `[m, 1]` or `[m, n]`, or each of a tuple of such, lies."""
+    """The kind of an array: `[1, n]`, `[m, 1]` or `[m, n]`; or of each of a tuple."""
     rows, columns = (array[0] if isinstance(array, tuple) else array).shape
     if rows == 1:
         return "columns"
@@ -79,11 +79,11 @@ def in_memory(
 
     Args:
       array: floats or bools, which become 0 and 1.
-      kind: how it lies along the result.
+      kind: along which dimensions of the result it varies.
       out: the kernel's result, `[..., rows, n]`, whose parts may have more rows than `array`'s, and
         more columns.
       shape: of the result's tiles.
-      parts: equal ones that the rows of the result consist of.
+      parts: the number of equal parts of the result's rows.
     """
     *leading, rows, columns = out.shape
     if kind == "columns":
@@ -108,11 +108,11 @@ def parts_of(
     shape: TileShape,
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
 ) -> BesideParts:
-    """The parts of an epilogue with arrays, of results that lie side by side in `segments`.
+    """The parts of an epilogue with arrays, for results side by side in `segments`.
 
     Args:
       function: of one product, or two, and the arrays.
-      beside: what it is made for.
+      beside: the description of its arrays.
       arrays: refs of each array (`all_in_memory`).
       segments: columns of tiles of the results.
       shape: of the result's tiles.

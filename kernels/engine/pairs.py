@@ -14,11 +14,11 @@ from stretto.kernels.engine import stages
 from stretto.kernels.engine.parts import Ref, Stream, Tile
 from stretto.kernels.engine.tiles import TileShape
 
-SWIZZLED_ROWS = 8  # of a swizzled tile that lie together in memory
+SWIZZLED_ROWS = 8  # of a swizzled tile, contiguous in memory
 
 
 def halved(shape: Any) -> Any:
-    """Tiles of half the columns: those of either of the two, and of what is made of both."""
+    """Tiles of half the columns: of either right-hand side, and of the result of both."""
     return dataclasses.replace(shape, tile_n=shape.tile_n // 2)
 
 
@@ -30,12 +30,12 @@ def copies_of_pair(shape: TileShape, transposed: bool) -> int:
 def pair_along_n(
     refs: Sequence[Ref], shape: TileShape, transposed: bool, window: Callable[[Int, Int], tuple]
 ) -> Stream:
-    """Two right-hand sides, of each of which a stage has half its columns.
+    """Two right-hand sides; half the columns of a stage belong to each.
 
-    `window` is (tile along the contraction, column of tiles of `halved(shape)`) -> where it lies in
-    either of them. A copy fills memory that is contiguous. Of a swizzled tile `[tile_k, tile_n]`
-    that are 8 rows, so half the columns of it take a copy for each 8 rows. A stage with edges is in
-    8 x 64 tiles (`shared_memory.with_edges`), unless it is transposed.
+    `window` is (tile along the contraction, column of tiles of `halved(shape)`) -> the window in
+    either right-hand side. A copy fills contiguous memory. In a swizzled tile `[tile_k, tile_n]`
+    only 8 rows are contiguous, so half its columns take a copy for each 8 rows. A stage with edges
+    is in 8 x 64 tiles (`shared_memory.with_edges`), unless it is transposed.
     """
     columns = halved(shape).tile_n
 

@@ -3,11 +3,11 @@
 | granularity | lhs | rhs |
 |---|---|---|
 | "row" | `[1, rows]` | `[1, columns]` |
-| "block" | `[k / 128, rows]` | `[columns / 128, k / 128, SCALE_COPIES]`, each so many times |
+| "block" | `[k / 128, rows]` | `[columns / 128, k / 128, SCALE_COPIES]`, each `SCALE_COPIES` times |
 | "mx" | `[rows / 128, k / 128, 32, 16]` | `[columns / 128, k / 128, 32, 16]` |
 
-Those of lhs lie side by side for the rows of a tile, and are filled up with zeros to whole tiles: a
-copy of one row is contiguous, and would not be cut off at the edge. XLA makes them so; they are small.
+The scales of lhs are contiguous for the rows of a tile, and padded with zeros to whole tiles: a copy
+of one row is contiguous, and would continue past the edge. XLA makes these copies; they are small.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.problem.scales import BLOCK, Granularity, blocks
 
 MX_TILE = 32, 16
-"""Of 128 rows times 4 blocks of 32, the arrangement of their scales."""
+"""The arrangement of the scales of 128 rows times 4 blocks of 32."""
 
 EXPONENT_OF_ONE = 127
 
 
 def of_rows(scale: jax.Array, rows: int) -> jax.Array:
-    """`[..., m, k / 128]` or `[..., m, 1]` -> `[..., k / 128 or 1, rows]`, filled up with zeros."""
+    """`[..., m, k / 128]` or `[..., m, 1]` -> `[..., k / 128 or 1, rows]`, padded with zeros."""
     turned = scale.swapaxes(-1, -2)
     missing = rows - turned.shape[-1]
     return jnp.pad(turned, [(0, 0)] * (turned.ndim - 1) + [(0, missing)]) if missing else turned
@@ -47,7 +47,7 @@ def of_columns(
 ) -> jax.Array:
     """The scales of rhs, `[..., n, k]` in shape if `transposed`, as in the table above.
 
-    `columns` are so many that they fill tiles.
+    `columns` is a number of columns that fills tiles.
     """
     scale = scale if transposed else scale.swapaxes(-1, -2)
     if granularity == "row":
@@ -56,7 +56,7 @@ def of_columns(
 
 
 def arranged(scale: jax.Array, rows: int) -> jax.Array:
-    """Scales of "mx", `[m, k / 32]`, as in the table above, filled up with ones.
+    """Scales of "mx", `[m, k / 32]`, as in the table above, padded with ones.
 
     The arrangement is that of `jax.experimental.mosaic.gpu.tcgen05.async_copy_scales_smem_to_tmem`,
     and of PTX's `tcgen05.mma` with `scale_vec::1X`.
@@ -122,7 +122,7 @@ class Scaling:
           rows: of lhs.
           columns: of each right-hand side.
           shape: of the tiles.
-          multiple: that lhs's blocks along k are filled up to.
+          multiple: of which the number of lhs's blocks along k is one, after padding.
         """
 
         def in_tiles(size: int, tile: int) -> int:
@@ -157,7 +157,7 @@ class Scaling:
         shape: TileShape,
         leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
     ) -> Scales:
-        """What the main loop loads: `lhs`, and of rhs what `load_columns` does."""
+        """The loads of the main loop: `lhs`, and the scales of rhs by `load_columns`."""
         of_rhs = load_columns(columns, segments, shape, self.granularity, leading)
         return Scales(lhs=lhs, rhs=of_rhs)
 

@@ -1,4 +1,4 @@
-"""How a fused matmul that adds its peers' products is cut up."""
+"""The configuration of a fused matmul that adds its peers' products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.kernels.fused.obstacles import check_pull_slots, check_unfused
 from stretto.kernels.problem.problem import Problem
 
 FEW_ROWS = 1024
-"""With more rows, communication takes so long that it must be overlapped."""
+"""The most rows of an unfused call: with more, communication is long and must be overlapped."""
 OWN_LAG = 3
 NARROW_BYTES = 2  # of an element, where no problem says its type
 PIECE_ROWS = 64
@@ -28,7 +28,7 @@ PIECE_BYTES = PIECE_ROWS * SWIZZLE_BYTES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddConfig:
-    """What the kernels of every matmul with a reduction can choose.
+    """The configuration of every matmul with a reduction.
 
     Attributes:
       tiles: of the matmul.
@@ -67,7 +67,7 @@ class AddConfig:
 
     @classmethod
     def candidates(cls, problem: Problem | None = None) -> Iterator[Self]:
-        """What the tuner tries, for one problem or for all."""
+        """The configurations that the tuner tries, for one problem or for all."""
         few = problem is not None and problem.sizes["m"] <= FEW_ROWS
         itemsize = NARROW_BYTES if problem is None else problem.types.itemsize
         if problem is None or (few and problem.types.scales is None):

@@ -46,14 +46,14 @@ LEAST_ROWS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PullConfig):
-    """How the fused kernel is cut up.
+    """The configuration of the fused kernel.
 
     Attributes:
       chunk_columns: columns of a shard that the matmul waits for at once.
       gather_first: gather all rows into one matrix and multiply that, for shards smaller than a
-        tile; otherwise shard after shard, under which the gather hides (`gathering`).
-      unfused: gather with a kernel that only gathers, and multiply by XLA's matmul; all else is
-        then ignored.
+        tile; otherwise shard after shard, during the gather (`gathering`).
+      unfused: gather with a kernel that only gathers, and multiply by XLA's matmul; all other
+        fields are then ignored.
     """
 
     chunk_columns: int = 1024
@@ -75,18 +75,18 @@ class Config(PullConfig):
             )
 
     def piece_rows(self, m_shard: int) -> int:
-        """Rows of a piece, where all rows are gathered first: none reaches into another shard."""
+        """Rows of a piece, where all rows are gathered first: no piece has rows of two shards."""
         return [r for r in range(1, self.pull_rows + 1) if m_shard % r == 0][-1]
 
     def gathered_rows(self, m_shard: int) -> int:
-        """Rows of a shard as it is gathered: more than it has where they make no pieces."""
+        """Rows of a gathered shard: padded to whole pieces."""
         if self.gather_first and self.piece_rows(m_shard) < LEAST_ROWS:
             return padding.padded(m_shard, padding.ROWS)
         return m_shard
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
-        """What the tuner tries, for one problem or for all."""
+        """The configurations that the tuner tries, for one problem or for all."""
         tiles = tiles_for(problem)
         in_shards = problem is None or not _is_small(problem) or problem.types.scales is not None
         if problem is None or (_is_small(problem) and problem.types.scales is None):
@@ -116,7 +116,7 @@ def default_config(problem: Problem) -> Config:
     chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
     if not _is_small(problem) or problem.types.scales is not None:
         rows = schedule.ceil_div(m, problem.devices)
-        slots = Config.pull_slots + (problem.types.scales is not None)  # Of pieces half as large.
+        slots = Config.pull_slots + (problem.types.scales is not None)  # Pieces half as large.
         return Config(tiles=tiles.large_for(rows), chunk_columns=chunk_columns, pull_slots=slots)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
@@ -171,7 +171,7 @@ KERNEL = Kernel(
 def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
     """`run` in 8 bits, each rhs transposed: of (lhs, rhs, lhs's scales, the scales of each rhs).
 
-    The scales are as `problem.scales.checked` returns them. Nothing gathered is returned.
+    The scales are as `problem.scales.checked` returns them. Gathered operands are not returned.
     """
     lhs, rhs, lhs_scale, rhs_scale = operands
     team, shape, m_shard = Team.along(call.axes), call.config.tiles, lhs.shape[0]
@@ -203,7 +203,7 @@ def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
 
 
 SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
-"""Of operands in 8 bits with scales: lhs's travel with its rows."""
+"""The kernel for operands in 8 bits: scales of lhs are gathered with its rows."""
 
 
 def _gather(
@@ -250,7 +250,7 @@ def _gather(
 
 
 def _plan_of_scales(scaling: Scaling) -> PullPlan:
-    """How the scales of a shard are pulled: as one chunk."""
+    """The gather of a shard's scales, as one chunk."""
     along_k, rows = scaling.lhs.shape
     piece_rows, piece_columns = scale_piece(scaling.granularity)
     return PullPlan(

@@ -1,11 +1,11 @@
 """`out = epilogue(all_gather(lhs) @ rhs)`, lhs gathered along its columns, the contraction.
 
-The kernel is that of `all_gather_matmul`, and so is its protocol: the peers' shards are pulled, and
-the only signal between devices is, at the end, that a peer's operand is no longer needed. But each
-tile of the result needs all devices' columns of lhs. It begins with the device's own, times the
-rows of rhs that belong to them, and continues with its successors' on the ring. A spare warp of
-every block fetches these at the same time, one band of rows after another, in the order of the
-tiles (`gathering_by_columns`).
+Kernel and protocol are those of `all_gather_matmul`: the peers' shards are pulled, and the only signal
+between devices says, at the end, that a peer's operand is no longer needed. But each tile of the result
+needs all devices' columns of lhs. A tile begins with the device's own columns, times the matching
+rows of rhs, and continues with those of its successors on the ring. A spare warp of every block
+fetches the peers' columns meanwhile, one band of rows after another, in the order of the tiles
+(`gathering_by_columns`).
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -38,7 +38,7 @@ from stretto.kernels.problem.problem import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PullConfig):
-    """How the fused kernel is cut up; `tiles.raster_width` tiles are a band of rows."""
+    """The configuration of the fused kernel; `tiles.raster_width` tiles are a band of rows."""
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
@@ -51,7 +51,7 @@ class Config(PullConfig):
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
-        """What the tuner tries, for one problem or for all."""
+        """The configurations that the tuner tries, for one problem or for all."""
         tiles = tiles_for(problem)
         for tile in (tiles.narrow, *tiles.large_ones):
             for raster_width in (4, 8, 16):
@@ -97,7 +97,7 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
 def _in_parts(rhs: jax.Array, parts: int, often: bool, call: Call) -> jax.Array:
     """rhs with the devices' parts of the contraction as a dimension, as `by_columns` takes it.
 
-    The columns that lhs was padded by are zero, and meet zeros beyond the end of a part.
+    The padding of lhs's columns is zero, and is multiplied by zeros beyond the end of a part.
     """
     tiles = call.config.tiles
     if not call.options.rhs_transposed:

@@ -1,9 +1,9 @@
 """`out = epilogue(lhs @ all_gather(rhs))`, rhs gathered along its columns: no kernel of its own.
 
 It is the transpose of an all-gather matmul, `out^T = epilogue(all_gather(rhs^T) @ lhs^T)`, and so
-the kernel of `all_gather_matmul` serves it, with `lhs` as a right-hand side that is given
-transposed. XLA transposes the result, and the device's own shard of rhs unless that is given
-transposed; the public operation has it do so.
+the kernel of `all_gather_matmul` serves it, with `lhs` as a transposed right-hand side. XLA
+transposes the result and, unless rhs is given transposed, the device's own shard of rhs; the public
+operation requests both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def default_config(problem: Problem) -> Config:
 
 
 def transposed(problem: Problem) -> tuple[Problem, int]:
-    """The transposed problem, and bytes of what has to be transposed: the result and rhs."""
+    """The transposed problem, and the bytes that XLA transposes: the result and rhs."""
     m, k, n = (problem.sizes[name] for name in "mkn")
     moved = m // problem.devices * n + k * n // problem.devices
     other = dataclasses.replace(problem.resized(m=n, n=m), operation="all_gather_matmul")

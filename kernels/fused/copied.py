@@ -1,4 +1,4 @@
-"""What a fused matmul has XLA copy because of a problem's sizes: nothing of most (`padding`)."""
+"""Bytes that XLA copies for a fused matmul because of its sizes (`padding`); 0 for most sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ type Shape = tuple[int, int]
 
 
 def of_matrices(problem: Problem, config: Any, lhs: Shape, rhs: Shape, out: Shape) -> int:
-    """Bytes of the operands that are filled up, and of the result that is cut out of a larger one.
+    """Bytes of the operands that are padded, and of the result that is cut out of a larger one.
 
     Args:
       problem: whose types the matrices have.
@@ -61,7 +61,7 @@ def by_rows(problem: Problem, config: Any) -> int:
 
 
 def by_contraction(problem: Problem, config: Any) -> int:
-    """The same of one by the contraction: `[m, k / D]`, `[k, n / D]` -> `[m, n / D]`."""
+    """The same for a gather along the contraction: `[m, k / D]`, `[k, n / D]` -> `[m, n / D]`."""
     m, k, n = (problem.sizes[name] for name in "mkn")
     part, columns = ceil_div(k, problem.devices), ceil_div(n, problem.devices)
     return of_matrices(problem, config, (m, part), (k, columns), (m, columns))
@@ -84,7 +84,7 @@ def everywhere(problem: Problem, config: Any) -> int:
 
 
 def one_device(problem: Problem, config: Any) -> int:
-    """The same of rows in groups, which are filled up to whole tiles: `[m, k]`, `[g, k, n]`."""
+    """The same of rows in groups, which are padded to whole tiles: `[m, k]`, `[g, k, n]`."""
     m, k, n, groups = (problem.sizes[name] for name in "mkng")
     new = [padding.padded(m, padding.ROWS), *(padding.padded(x, padding.COLUMNS) for x in (k, n))]
     itemsize = problem.types.itemsize

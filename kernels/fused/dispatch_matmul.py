@@ -52,7 +52,7 @@ MAX_COLUMNS = 256  # of the copy engine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut up.
+    """The configuration of the kernel.
 
     Attributes:
       tiles: of the matmul.
@@ -76,14 +76,14 @@ class Config:
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
-        """What the tuner tries, the likely ones first."""
+        """The configurations that the tuner tries, likely ones first."""
         del problem
         for tiles in (tile_config.LARGE, tile_config.WIDE_RESULT):
             yield Config(tiles=tiles)
 
 
 class Rows(NamedTuple):
-    """A row of `x` as `[parts, columns]`, which a piece has `piece` parts of."""
+    """A row of `x` as `[parts, columns]`; a piece has `piece` parts of it."""
 
     parts: int
     columns: int
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, width: int, tile_k: int) -> Rows:
-        """Columns that tiles along the contraction divide; `width` must be a multiple of them."""
+        """A row of `width` elements, a multiple of `tile_k`, in parts that are, too."""
         columns = max(c for c in range(tile_k, MAX_COLUMNS + 1, tile_k) if width % c == 0)
         parts = width // columns
         most = PIECE_BYTES // (2 * columns)
@@ -99,7 +99,7 @@ class Rows(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Of a row."""
+        """The pieces of a row."""
         return self.parts // self.piece
 
 
@@ -129,14 +129,14 @@ def dispatch_matmul(
 
     Args:
       x: the device's own tokens.
-      sources: int32 `[r]`, where each row is from: `token * D + device`, the latter as its offset
-        on the ring; 0 for rows that belong to no expert.
+      sources: int32 `[r]`, the origin of each row: `token * D + device`, with the device as an
+        offset on the ring; 0 for rows of no expert.
       sizes: int32 `[e]`, rows of each expert.
       rhs: a matrix for each expert.
       team: the devices.
       config: of the kernel.
-      rhs_transposed: how rhs is given.
-      interpret: as `fuse` takes it.
+      rhs_transposed: whether rhs is `[e, n, d]`.
+      interpret: as of `fuse`.
 
     Rows of no expert have undefined values, and are zero in the product.
     """
@@ -195,7 +195,7 @@ class _Pull:
     Attributes:
       refs: of the kernel.
       team: the devices.
-      row: how a row is cut up.
+      row: the division of a row into pieces.
       tile_m: rows that `received` counts together.
     """
 

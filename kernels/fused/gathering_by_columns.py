@@ -1,9 +1,9 @@
 """Gathering columns of lhs, the contraction, under the matmul.
 
-Every tile needs all columns of its rows, so no tile is free of what the peers send: each begins
-with the device's own columns, and the peers' follow in the order of the ring. So that the first
-tiles need few rows, the peers' columns are fetched in bands of rows, as high as those of the tiles'
-raster.
+Every tile needs all columns of its rows, so every tile depends on the peers. Each tile begins with
+the device's own columns, and continues with the peers' in the order of the ring. The peers' columns
+are fetched in bands of rows, as high as those of the tiles' raster, so that the first tiles need
+few rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def by_columns(
     `plan` cuts the peers' columns into pieces; a chunk of it has the rows of a tile. `by_shard`
     keeps the gathered columns in the order of the shards (`Kept`), each of which has room for
     `columns`. The step of a tile is 0.
+
     Each of rhs is `[devices, k_shard, n_i]`, or `[n_i, devices, k_shard]`: the last tile of a
-    device's part of the contraction is filled up with zeros.
+    device's part of the contraction is padded with zeros.
     """
     kept = Kept(team, by_shard)
     tiles_of_shard = schedule.ceil_div(plan.columns, shape.tile_k)
@@ -76,7 +77,7 @@ def _step(k: Int, tiles_of_shard: int) -> tuple[Int, Int]:
 
 
 def _stream(refs: Refs, plan: BandedPullPlan, kept: Kept, shape: TileShape) -> Stream:
-    """The device's own columns, then gathered ones, shard by shard."""
+    """The device's own columns, then the gathered columns, shard by shard."""
 
     tiles_of_shard = schedule.ceil_div(plan.columns, shape.tile_k)
 

@@ -38,8 +38,8 @@ def by_shards(
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
     `by_shard` keeps the gathered rows in the order of the shards (`Kept`); they have room for
-    `columns`. The step of a tile is how many places further the device is whose rows it takes.
-    `scales` cuts the scales of a shard, if it has some, `[k / 128 or 1, rows]`: they are pulled
+    `columns`. The step of a tile is the offset, on the ring, of the device whose rows it takes.
+    `scales` cuts the scales of a shard, `[k / 128 or 1, rows]`, if it has any. They are pulled
     before its rows, and count as its first chunk.
     """
     kept = Kept(team, by_shard)
@@ -67,7 +67,7 @@ def by_shards(
 
 
 def _gathered_scales(team: Team, plan: PullPlan, kept: Kept, shape: TileShape) -> GatheredScales:
-    """The scales of the device's own rows at step 0, then gathered ones."""
+    """The scales of the device's own rows at step 0, later the gathered scales."""
 
     def load_from(refs: Refs) -> Load:
         own = load_rows(lambda tile: refs.lhs_scales, shape)
@@ -85,9 +85,9 @@ def _gathered_scales(team: Team, plan: PullPlan, kept: Kept, shape: TileShape) -
 
 
 def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape, scales: int) -> Stream:
-    """The device's own rows at step 0, then gathered ones, chunk of columns by chunk.
+    """The device's own rows at step 0, later the gathered rows, chunk of columns by chunk.
 
-    So many pieces of `scales` of each shard count as its first chunk.
+    The pieces of `scales` of each shard count as its first chunk.
     """
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
@@ -105,7 +105,7 @@ def _stream(refs: Refs, plan: PullPlan, kept: Kept, shape: TileShape, scales: in
     def wait(tile: Tile, chunk: Int) -> None:
         @pl.when(tile.step > 0)
         def _():
-            # All blocks' pieces of this chunk of the shard are in place, and of its scales.
+            # All blocks' pieces of this chunk, and of the shard's scales, are in place.
             pieces = plan.pieces_in_chunk(chunk)
             if scales:
                 pieces += schedule.where(chunk == 0, scales, 0)
@@ -122,7 +122,7 @@ class _Fetch(PlannedFetch[PullPlan]):
 
     @property
     def num_pieces(self) -> int:
-        """Of all peers' shards."""
+        """The places of all peers' shards."""
         return (self.team.size - 1) * self.plan.pieces
 
     def place(self, index: Int) -> copies.Place:

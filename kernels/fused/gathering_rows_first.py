@@ -3,9 +3,9 @@
 A shard smaller than a tile would leave most of the tile empty, and every block would load rhs
 once for each shard. While the rows arrive, the ring of stages fills with rhs.
 
-The device copies its own rows as well. They also fill up the last tile: where a tile reaches beyond
-its array, the copy engine makes up zeros, which took longer than rows that are there (64 x 8192 x
-28672 on 4 H200s, in a trial with an array of whole tiles: 82 us and 56).
+The device copies its own rows as well. They also pad the last tile: where a tile reaches beyond its
+array, the copy engine fills in zeros, which took longer than existing rows (64 x 8192 x 28672 on
+4 H200s: 82 us, and 56 in a trial with an array of whole tiles).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def rows_first(
 ) -> Gather:
     """Shards of `m_shard` rows, for a result of `n` columns.
 
-    `plan` cuts the matrix of all rows, and of those that fill up its last tile, into pieces, none
-    of which lies in two shards. The step of a tile is 0.
+    `plan` cuts the matrix of all rows and the padding of its last tile into pieces, each within
+    one shard. The step of a tile is 0.
     """
     rows = team.size * m_shard
     return Gather(
@@ -50,7 +50,7 @@ def rows_first(
 
 
 def rows_that_fill_tiles(rows: int, m_shard: int, tile_m: int) -> int:
-    """The least number of rows in whole shards that is enough for the tiles of `rows` rows."""
+    """The least number of rows in whole shards that fills the tiles of `rows` rows."""
     in_tiles = schedule.ceil_div(rows, tile_m) * tile_m
     return schedule.ceil_div(in_tiles, m_shard) * m_shard
 
@@ -75,13 +75,13 @@ class _Fetch(PlannedFetch[PullPlan]):
     m_shard: int
 
     def place(self, index: Int) -> copies.Place:
-        """A piece of the rows at `row`, whose device is as many shards further."""
+        """A piece of the rows at `row`, from the device as many shards further."""
         row, column, chunk = self.plan.locate(index)
         source = schedule.div(row, self.m_shard)
         return copies.Place(source, row - source * self.m_shard, column, (chunk,))
 
     def sources(self, lhs: Ref) -> list[Ref]:
-        """One's own shard, the peers', and one's own for what fills up."""
+        """The places of the own shard, of the peers', and of the padding from the own shard."""
         filling = self.plan.rows // self.m_shard - self.team.size
         return [lhs, *transfers.on_peers(lhs, self.team), *[lhs] * filling]
 

@@ -1,7 +1,7 @@
 """`lhs^T @ rhs` of each group's rows: the derivative of `grouped_matmul` by its matrices.
 
-The contraction of a tile is the rows of its group: whole tiles of them in place, and the rows
-before and after these from a copy that is filled up with zeros (`group_tables.k_tiles_of`).
+The contraction of a tile runs over the rows of its group: whole tiles of rows in place, and the
+rows before and after these from a copy that is padded with zeros (`group_tables.k_tiles_of`).
 """
 
 from __future__ import annotations

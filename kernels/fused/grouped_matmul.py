@@ -6,11 +6,11 @@ computes from the sizes list the tiles (`group_tables`):
 | product | a tile is | its contraction | its edge |
 |---|---|---|---|
 | `grouped` | rows of one group | k | rows of other groups are not stored (`Sink.rows`) |
-| `grouped_contraction`, `lhs^T @ rhs` of each group | any of the group's result | the group's rows | rows that fill no tile are copied, and filled up with zeros |
+| `grouped_contraction`, `lhs^T @ rhs` of each group | any of the group's result | the group's rows | rows that fill no tile are copied, and padded with zeros |
 
-The copy engine takes swizzled tiles from every eighth row on (Mosaic GPU, JAX 0.11.2), so tiles begin
-there, and may begin with rows of the group before. There are no semaphores: nothing waits for another
-block. Rows that belong to no group are zero: they are a group without a contraction.
+The copy engine loads swizzled tiles from rows that are multiples of 8 (Mosaic GPU, JAX 0.11.2). So
+tiles begin at such rows, and may begin with rows of the previous group. There are no semaphores: no
+block waits for another. Rows that belong to no group are zero: they form a group without a contraction.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MANY_ROWS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernel is cut up.
+    """The configuration of the kernel.
 
     Attributes:
       tiles: of the matmul.
@@ -73,7 +73,7 @@ class Config:
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
-        """What the tuner tries, the likely ones first."""
+        """The configurations that the tuner tries, likely ones first."""
         tiles = tiles_for(problem)
         for tile in dict.fromkeys((*tiles.large_ones, tiles.narrow)):
             for raster_width in (16, 4, 8):
@@ -109,8 +109,8 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
 def scaled(operands: Any, call: Call) -> jax.Array:
     """`run` in 8 bits, rhs transposed: of (lhs, rhs, sizes, lhs's scales, rhs's scales).
 
-    The scales are as `problem.scales.checked` returns them. Rows that belong to no group have those
-    of one more group, zeros: whatever theirs are, their results are zero.
+    The scales are as `problem.scales.checked` returns them. Rows that belong to no group get the
+    scales of one more group, zeros, so their results are zero whatever they contain.
     """
     lhs, rhs, sizes, lhs_scale, rhs_scale = operands
     m, n = lhs.shape[0], rhs.shape[1]
@@ -153,7 +153,7 @@ def grouped(
 ) -> jax.Array:
     """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`.
 
-    With `scaling`, rhs's of one group more.
+    With `scaling`, rhs's scales have one more group.
     """
     m = lhs.shape[0]
     grouped = GroupedRows.of(m, rhs, tiles, rhs_transposed)
@@ -191,16 +191,16 @@ def grouped(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedRows:
-    """Rows in groups times the matrix of their group, as parts: all but where the rows come from.
+    """Rows in groups times the matrix of their group, as parts without the source of the rows.
 
     The kernel's refs have `table` (`row_tiles`), `rhs` and `out`.
 
     Attributes:
-      most: row tiles that there are at most.
+      most: the largest number of row tiles.
       k, n: of a group's matrix, padded.
       groups: their number.
       tiles: of the matmul.
-      rhs_transposed: how rhs is given.
+      rhs_transposed: whether rhs is `[g, n, k]`.
     """
 
     most: int
@@ -212,17 +212,17 @@ class GroupedRows:
 
     @classmethod
     def of(cls, m: int, rhs: jax.Array, tiles: TileConfig, rhs_transposed: bool) -> GroupedRows:
-        """Of `m` rows and a padded rhs, `[g, k, n]` or transposed."""
+        """The parts for `m` rows and a padded rhs, `[g, k, n]` or transposed."""
         groups, k, n = rhs.shape[0], *(rhs.shape[:0:-1] if rhs_transposed else rhs.shape[1:])
         return cls(ceil_div(m, tiles.tile_m) + groups + 1, k, n, groups, tiles, rhs_transposed)
 
     @property
     def num_tiles(self) -> int:
-        """Tiles that there are at most."""
+        """The largest number of tiles."""
         return self.most * ceil_div(self.n, self.tiles.tile_n)
 
     def lhs_window(self, tile: Tile, k: Int) -> tuple:
-        """Where the rows of a tile lie in `[m, k]`."""
+        """The window of a tile's rows in `[m, k]`."""
         tiles = self.tiles
         return pl.ds(_first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
 
@@ -261,7 +261,7 @@ class GroupedRows:
         )
 
     def scales(self, refs: Refs, scaling: Scaling) -> Scales:
-        """What loads the scales of the rows and of their group's matrix."""
+        """The loads of the scales of the rows and of their group's matrix."""
 
         def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
             window = refs.lhs_scales.at[k, pl.ds(_first_row(tile), self.tiles.tile_m)]

@@ -1,6 +1,6 @@
-"""`out = lhs @ rhs` on one device: the shared matmul with nothing to move between devices.
+"""`out = lhs @ rhs` on one device: the matmul of the fused kernels, without communication.
 
-What a fused kernel would take if communication were free. Benchmarks time it beside cuBLAS: the
+Its time is that of a fused kernel if communication were free. Benchmarks time it beside cuBLAS: the
 faster of the two is the arithmetic part of a fused kernel's floor.
 """
 
@@ -52,7 +52,7 @@ def local_matmul(
       config: the tiles; by default, large ones for the devices' architecture.
       rhs_transposed: rhs is given as `[n, k]`.
       lhs_scale, rhs_scale: float32, or on Blackwell float8_e8m0fnu, as `problem.scales` has them.
-      mainloop: makes what loads, multiplies and stores them.
+      mainloop: creates the main loop, which loads, multiplies and stores tiles.
       interpret: `simulator.SimulatorParams()` to run in the simulator.
 
     Raises:
@@ -113,9 +113,9 @@ def local_matmul(
 def _as_loaded(
     of_lhs: jax.Array, of_rhs: jax.Array, granularity: scales.Granularity, config: TileShape
 ) -> dict[str, jax.Array]:
-    """The scales of lhs, and of transposed rhs, in the form that the kernel loads them in."""
+    """The scales of lhs and of transposed rhs, in the form that the kernel loads."""
     rows = ceil_div(of_lhs.shape[0], config.tile_m) * config.tile_m
-    columns = ceil_div(of_rhs.shape[0], config.tile_n) * config.tile_n  # "block" has no use of it.
+    columns = ceil_div(of_rhs.shape[0], config.tile_n) * config.tile_n  # "block" does not use it.
     if granularity == "mx":
         of_lhs = engine_scales.arranged(of_lhs, rows)
         of_rhs = engine_scales.arranged(of_rhs, columns)
@@ -128,7 +128,7 @@ def _as_loaded(
 def _loads(
     refs: Refs, segments: Segments, config: TileShape, granularity: scales.Granularity
 ) -> Scales:
-    """What loads the scales of `_as_loaded`."""
+    """The loads of the scales of `_as_loaded`."""
     if granularity == "mx":
         return Scales(
             lhs=engine_scales.load_arranged(

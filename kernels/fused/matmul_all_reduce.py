@@ -4,8 +4,8 @@
 a two-shot all-reduce. All devices hold bitwise the same result, since each element is summed once,
 by its owner. Protocol and device code are in `matmul_reduce_scatter.py`.
 
-Own tiles stand between those for peers. If all of them were last, a device would send all of its
-result in the last part of its time, faster than the links can.
+Own tiles alternate with those for peers. If all own tiles were last, a device would have to send
+its whole result in the last part of its time, faster than the links allow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stretto.kernels.problem.problem import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """Configuration of the fused kernel; by default own tiles stand between those for peers."""
+    """Configuration of the fused kernel; by default own tiles alternate with those for peers."""
 
     own_last: bool = False
 

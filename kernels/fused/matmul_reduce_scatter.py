@@ -2,8 +2,8 @@
 
 Each device computes the tiles of its peers' rows, and keeps these products in its own memory. A
 spare warp of every block pulls the peers' products for this device's rows as they are finished.
-The own rows are last, or each own tile some waves after the same tile for the peers
-(`orders.OwnersOrder`). Between its products the device adds, in float32, what was pulled
+The own rows are last, or each own tile follows the same tile for the peers by some waves
+(`orders.OwnersOrder`). To its own products the device adds the pulled products in float32
 (`parts.Addends`), and stores the sum: in its own memory, or for an all-reduce on every device.
 (`reducing` has these parts.)
 
@@ -16,10 +16,10 @@ The own rows are last, or each own tile some waves after the same tile for the p
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
 | `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles x blocks of a tile | all of `out` is in place (all-reduce) |
 
-Tiles for peers are made before the peers have started; pulling and storing warps wait for them
+Tiles for peers are computed before the peers have started. Pulling and storing warps wait for the peers
 (`handshake`) before they signal. A store is complete, not only read, before its signal. All devices
-make tiles wave by wave in the same order, and what a tile waits for belongs to the same wave or an
-earlier one. The blocks of a wave work side by side and only own tiles wait, so that the devices
+compute tiles wave by wave in the same order, and a tile waits only for tiles of the same wave or an
+earlier one. The blocks of a wave run at the same time and only own tiles wait, so that devices
 never wait for each other in a circle.
 """  # noqa: E501
 
@@ -71,7 +71,7 @@ def default_config(problem: Problem) -> Config:
 def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
 
-    Where m is no multiple of D, the last devices' rows are of padding: `[ceil(m / D), n]`.
+    If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
     if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
@@ -84,9 +84,9 @@ def sharded(
     *,
     everywhere: bool = False,
 ) -> jax.Array:
-    """The sum of `[m, k_i] @ [k_i, n]` as `[shards, m_shard, n]`: what this device holds of it.
+    """The sum of `[m, k_i] @ [k_i, n]`, this device's part, as `[shards, m_shard, n]`.
 
-    The rows are dealt out in equal shards, the last ones of padding where they do not divide.
+    The rows are divided into equal shards, the last ones padded if D does not divide m.
     """
     lhs, rhs, _ = with_arrays(operands)
     team, tiles = Team.along(call.axes), call.config.tiles
@@ -171,7 +171,7 @@ SCALED = dataclasses.replace(
     obstacle=obstacles.scaled,
     untried=True,
 )
-"""Of operands in 8 bits with scales, which lie beside them: nothing more is moved."""
+"""The kernel for operands in 8 bits: scales are the device's own, and are not sent."""
 
 
 def launch(
@@ -204,7 +204,7 @@ def launch(
 
     def parts(refs: Refs) -> Parts:
         order = OwnersOrder(shard, team.size, refs.num_clusters, lag=config.own_lag)
-        # Named once: the copy engine gets a descriptor for each naming of a peer.
+        # Once for each peer: every `remote` creates a descriptor of the copy engine.
         outs = [refs.out, *(transfers.on_peers(refs.out, team) if everywhere else [])]
         products = Products(team, order, refs, everywhere, outs)
         return Parts(
@@ -277,8 +277,8 @@ def _product(
 def _lhs_window(team: Team, shape: TileShape, m_shard: int | None, tile: Tile, k: Int) -> tuple:
     """The tile of lhs, in the rows of the device whose result the tile belongs to.
 
-    `m_shard` are a device's rows of lhs where that is one matrix. A tile then has rows of the next
-    device at its end, which are not stored.
+    `m_shard` is a device's number of rows, if lhs is one matrix. A tile then ends with rows of the
+    next device, which are not stored.
     """
     rows, columns = tiles.lhs_window(shape, tile.m, k)
     if m_shard is None:
@@ -287,7 +287,7 @@ def _lhs_window(team: Team, shape: TileShape, m_shard: int | None, tile: Tile, k
 
 
 def _owner(team: Team, tile: Tile) -> Int:
-    """The device whose result the tile belongs to; last, oneself."""
+    """The device whose result the tile belongs to; this device is the last."""
     return schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)
 
 

@@ -1,4 +1,4 @@
-"""What no fused matmul serves, and what none is built with."""
+"""The problems and the options that no fused matmul supports."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from stretto.kernels.problem.scales import FP8
 
 
 def check_pull_slots(pull_slots: int) -> None:
-    """Raises ValueError for too few slots: a piece is stored while the next one is fetched."""
+    """Raises ValueError for too few slots: one piece is stored while the next one is fetched."""
     if pull_slots < 2:
         raise ValueError(f"pull_slots={pull_slots} must be at least 2.")
 
 
 def check_unfused(unfused: bool, problem: Problem) -> None:
-    """Raises ValueError for a product with scales beside a kernel that only sends."""
+    """Raises ValueError for `unfused` with scales."""
     if unfused and problem.types.scales is not None:
         raise ValueError("unfused=True is not built for operands with scales; leave it out.")
 

@@ -1,4 +1,4 @@
-"""How a fused matmul that pulls its peers' operands is cut up."""
+"""The configuration of a fused matmul that pulls its peers' operands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scale_piece(granularity: Granularity) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PullConfig:
-    """What the kernels of every all-gather matmul can choose.
+    """The configuration of every all-gather matmul.
 
     Attributes:
       tiles: of the matmul.
@@ -63,7 +63,7 @@ class PullConfig:
         return self.tiles.smem_bytes(itemsize) + pieces
 
     def padded(self, lhs: jax.Array, columns: int) -> jax.Array:
-        """lhs, of a result of `columns`, as pieces of it can be fetched (`padding.pad`)."""
+        """lhs, padded to whole pieces (`padding.pad`), for a result of `columns`."""
         if self.pull_rows == 1:  # One row alone has whole pieces.
             return padding.pad_to_tiles(lhs, padding.ROWS)
         return padding.pad(lhs, self.tiles, copied=columns >= padding.REUSE["lhs"])
@@ -71,8 +71,8 @@ class PullConfig:
     def piece_columns(self, columns: int, row_stride: int) -> int:
         """Columns of a piece of arrays of `columns`, to be stored to rows `row_stride` apart.
 
-        A piece that is contiguous where it is stored must not reach over an edge: it would not be
-        cut off there (`distributed.windows`).
+        A piece whose destination is contiguous must not reach past an edge: it would not be cut off
+        there (`distributed.windows`).
         """
         if self.pull_rows == 1:
             return math.gcd(self.pull_columns, columns)

@@ -1,4 +1,4 @@
-"""How products reach the devices that own their rows, and become sums there.
+"""The transfer of products to the owners of their rows, and the sums there.
 
 The protocol is that of `matmul_reduce_scatter`, whose table names the memory and the semaphores.
 """
@@ -24,12 +24,12 @@ from stretto.kernels.engine.parts import Addends, Ref, Tile
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """The products of a device: where they are stored, who fetches them, where they are added.
+    """The stores, the fetches and the sums of a device's products.
 
     Attributes:
       team, order, refs: of the kernel.
-      everywhere: each sum goes to all devices.
-      outs: the own result, and that of each device that a sum goes to.
+      everywhere: whether each sum is stored on all devices.
+      outs: this device's result, and the result of each device that gets its sums.
     """
 
     team: Team
@@ -44,7 +44,7 @@ class Products:
         return self.team.size - 1
 
     def addends(self) -> Addends:
-        """What is added to the products of the own rows: the peers' products for them."""
+        """The addends of the own rows: the peers' products."""
 
         def wait(tile: Tile) -> None:
             # All peers' products of the tile have been fetched.
@@ -60,7 +60,7 @@ class Products:
         )
 
     def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
-        """Stores a piece: for its owner to fetch, or, with the peers' added, as the result."""
+        """Stores a piece: of a product for its owner to fetch, or of a sum as the result."""
         rows, columns = piece.shape
 
         @pl.when(tile.step < self.peers)
@@ -96,8 +96,8 @@ class Products:
 
         All devices go through the tiles in one order, but for the rotation within a wave
         (`orders.OwnersOrder`), so the peers' tiles for this device arrive in the order of its own
-        list. A tile is in place before the next one is waited for: a device that made the next one
-        only after it had got this one would never make it.
+        list. A tile is complete before this warp waits for the next one: a peer may compute the
+        next tile only after it has received this one.
         """
         block, num_blocks = kernel.block_id(), self.refs.num_blocks
         sources = [
@@ -107,7 +107,7 @@ class Products:
 
         def fetch_tile(i: jax.Array, _: None) -> None:
             tile = self.order.locate_for_peers(block + i * num_blocks)
-            # The peer's stores of its product are in place, those of all blocks that make a tile.
+            # The stores of all the peer's blocks that compute this tile are in place.
             blocks = self.order.shard.shape.blocks
             self.refs.produced.at[tile.step, self._number(tile)].wait(blocks)
             self._fetch_tile(tile, sources)
@@ -141,7 +141,7 @@ class Products:
         ).run()
 
     def finish(self) -> None:
-        """In block 0: returns once the peers have stored all their sums here, if they do."""
+        """In block 0: returns once the peers have stored all their sums here, in an all-reduce."""
         if self.everywhere:
             shard = self.order.shard
             self.refs.finished.wait(self.peers * shard.tiles_per_shard * shard.shape.blocks)

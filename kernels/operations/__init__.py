@@ -49,7 +49,7 @@ SCALED: dict[str, Operation] = {
     )
     for record in records.values()
 }
-"""The same operations of operands in 8 bits with scales, by the granularity of these: what tables,
-`stretto bench` and `stretto tune` know by a name of its own. They are no more public functions."""
+"""The operations on operands in 8 bits, by the granularity of their scales. Tables, `stretto bench`
+and `stretto tune` have a name for each; their public functions are those of `OPERATIONS`."""
 
 KNOWN: Mapping[str, Operation] = ChainMap(SCALED, OPERATIONS)

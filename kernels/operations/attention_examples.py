@@ -1,6 +1,6 @@
 """Sizes, operands and work of `context_parallel_attention`, for tests, benchmarks and the tuner.
 
-Tokens (`t`, `kv_t`) are those of all devices together. `masking` says what a query sees, and how
+Tokens (`t`, `kv_t`) are those of all devices together. `masking` is the mask of a query, and how
 the tokens are split: `FULL`, `ZIGZAG` or `CONTIGUOUS`, the last two under a causal mask. `passes`
 is `FORWARD`, or `BOTH` where benchmarks time the derivative as well.
 """
@@ -42,7 +42,7 @@ def sizes_of(q: Any, k: Any, devices: int, *, causal: bool, layout: str) -> dict
 
 
 def shapes(name: str, devices: int) -> Sequence[Sizes]:
-    """2k, 8k and 32k tokens a device, of grouped heads and of as many of keys."""
+    """2k, 8k and 32k tokens a device, with grouped heads of keys and with as many as of queries."""
     if name == "tiny":
         given = (2 * devices, devices, 16)
         return [
@@ -75,20 +75,20 @@ def operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
 
 
 def needs(sizes: Sizes, devices: int) -> list[tuple[str, int, int]]:
-    """What the devices share out, in zigzag a chunk from both ends."""
+    """The sizes that are divided among the devices, in zigzag a chunk from both ends."""
     parts = 2 * devices if sizes["masking"] == ZIGZAG else devices
     heads = ("heads", sizes["heads"], sizes["kv_heads"])
     return [("t", sizes["t"], parts), ("kv_t", sizes["kv_t"], parts), heads]
 
 
 def keywords_of(sizes: Sizes) -> Mapping[str, Any]:
-    """What the public function is told of the mask and the layout."""
+    """The keyword arguments for the mask and the layout."""
     layout = layouts.ZIGZAG if sizes["masking"] == ZIGZAG else layouts.CONTIGUOUS
     return dict(causal=sizes["masking"] != FULL, layout=layout)
 
 
 def timed(sizes: Sizes, call: Callable) -> Callable:
-    """The call or, by `passes`, its derivative as well, of a cotangent that is the result."""
+    """The call or, by `passes`, also its derivative, with the result as the cotangent."""
     if sizes["passes"] == FORWARD:
         return call
 
@@ -100,9 +100,10 @@ def timed(sizes: Sizes, call: Callable) -> Callable:
 
 
 def work(problem: Problem) -> Work:
-    """Products for every key that a query sees, shared out evenly; keys and values cross.
+    """Products for every key that a query sees, divided evenly; keys and values are sent.
 
-    Two products forward and five backward; there, keys and values again and their derivatives.
+    Two products forward and five backward. Backward, keys and values are sent again, and their
+    derivatives.
     """
     sizes, devices = problem.sizes, problem.devices
     pairs = sizes["b"] * sizes["t"] * sizes["kv_t"] // (1 if sizes["masking"] == FULL else 2)

@@ -1,9 +1,9 @@
 """Attention by heads: every device computes some heads for all tokens, and sends the results back.
 
 DeepSpeed-Ulysses (S. A. Jacobs et al., arXiv:2309.14509). A device needs the keys and
-values of its heads of queries, so kv_heads that the devices do not divide are sent several times:
+values of its heads of queries. So kv_heads that the devices do not divide are sent several times:
 
-    kv_heads of 8 on 16 devices: each twice, two devices have the same one
+    8 kv_heads on 16 devices: each is sent twice, and two devices have the same one
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TOKENS, OF_HEADS = 1, 2  # dimensions of `[batch, tokens, heads, dim]`
 
 
 def copies(kv_heads: int, devices: int) -> int:
-    """How often each head of keys is sent, so that all devices get as many."""
+    """How often each head of keys is sent, so that all devices get equally many."""
     return devices // math.gcd(kv_heads, devices)
 
 
 def obstacle(heads: int, kv_heads: int, devices: int) -> str | None:
-    """Why the heads cannot be shared out; None if they can."""
+    """Why the devices cannot divide the heads; None if they can."""
     if heads % devices:
         return f"heads={heads} of q must be a multiple of the {devices} devices."
     sent = kv_heads * copies(kv_heads, devices)
@@ -63,7 +63,7 @@ def attend(local: Any, call: Call) -> Share:
 
 
 def attend_by_lax(local: Any, call: Call) -> Share:
-    """The same by `jax.lax`, differentiable forwards, of q's type."""
+    """The same by `jax.lax`, differentiable in forward mode, in q's type."""
     found = attend(local, call.with_options(by_cudnn=False))
     return Share(found.out.astype(local.q.dtype), found.lse)
 
@@ -107,7 +107,7 @@ def _queries(local: Any, call: Call) -> Queries:
 
 
 def _without_copies(bar: jax.Array, call: Call) -> jax.Array:
-    """The sum over a head's copies, in float32 or wider, of the type that crossed."""
+    """The sum over a head's copies, in float32 or wider, rounded to the type of what was sent."""
     batch, tokens, sent, dim = bar.shape
     count = call.options.copies
     wide = bar.astype(accumulator_dtype(bar.dtype))
@@ -128,7 +128,7 @@ def _exchange(x: jax.Array, call: Call, split: int, concat: int) -> jax.Array:
 
 
 def _ordered(x: jax.Array, call: Call, axis: int = TOKENS) -> jax.Array:
-    """All devices' tokens in the order of the sequence, where the mask is of places."""
+    """All devices' tokens, in the order of the sequence if the mask depends on positions."""
     devices = axis_size(call.axes)
     is_cut = call.options.mask.causal and call.options.span(call.axes).chunks > 1
     return from_zigzag(x, devices, axis=axis) if is_cut else x

@@ -35,7 +35,7 @@ from stretto.kernels.problem.problem import Problem
 from stretto.kernels.xla.matmul import accumulator_dtype
 
 MERGED_AT_ONCE = 4
-"""Shares that wait to be merged: each is as large as the result."""
+"""The most shares that are in memory before they are merged; each is as large as the result."""
 TYPES = ("bfloat16", "float16", "float32")
 
 
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of a call.
+    """The options of a call.
 
     Attributes:
       method: "gather" or "heads".
@@ -89,7 +89,7 @@ class Config:
     by_peer: bool = True
 
     def check(self, problem: Problem | None = None) -> None:
-        """Every problem can be served so."""
+        """Raises nothing: every problem can be served."""
 
 
 def apply(operands: Operands, call: Call) -> Any:
@@ -98,9 +98,9 @@ def apply(operands: Operands, call: Call) -> Any:
 
 
 def forward(operands: Operands, call: Call) -> tuple[Any, Any]:
-    """(results, what the derivative needs).
+    """(results, residuals of the derivative).
 
-    What a device holds of the result and of its logsumexp has the name "attention" for
+    A device's part of the result and of its logsumexp has the name "attention" for
     `jax.checkpoint`.
     """
     if call.options.method == HEADS:
@@ -267,7 +267,7 @@ def _peers(own: Keys, call: Call) -> Iterator[tuple[int, jax.Array, Keys]]:
 
 
 def shifted(x: Any, axes: Axes, distance: int) -> Any:
-    """Every device's `x` on the device that is so much further on; a tree of arrays."""
+    """`x`, a tree of arrays, on the device that is `distance` further on."""
     devices = axis_size(axes)
     to = [(i, (i + distance) % devices) for i in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, axes, to), x)
@@ -329,4 +329,4 @@ XLA = dataclasses.replace(
     default=lambda problem: None,
     candidates=lambda problem: iter(()),
 )
-"""Keys and values gathered together, by what serves `all_gather`."""
+"""Keys and values gathered together, by the implementation that serves `all_gather`."""

@@ -54,6 +54,7 @@ def context_parallel_attention(
     in memory linear in the tokens.
 
     Args:
+      q, k, v: the device's own tokens.
       axis_name: mesh axis, or tuple of axes, that the tokens are split along.
       causal: a query attends to no later key; k and v must be as long as q.
       scale: of the scores; `dim ** -0.5` by default.
@@ -69,8 +70,8 @@ def context_parallel_attention(
         only one that cuDNN supports; `stretto.explain` prints the choice and its reason.
       config: for "gather": whether keys are sent peer by peer; chosen by default.
       backend: "xla" (XLA gathers all keys together), "pallas" (as `config` selects; Stretto's
-        collectives move arrays that are gathered together), "auto", "simulator"; as of
-        `all_gather`.
+        collectives move arrays that are gathered together), "auto" (the fastest by a tuned table;
+        without one as "xla"), "simulator" (Stretto's collectives, simulated).
 
     Raises:
       ValueError: operands that do not match, an unknown layout, method, axis or backend, an odd

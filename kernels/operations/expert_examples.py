@@ -60,12 +60,12 @@ def _some(sizes: Sizes, *names: str) -> Sizes:
 
 
 def needs(sizes: Sizes, devices: int) -> list[tuple[str, int, int]]:
-    """What the devices share out."""
+    """The sizes that are divided among the devices."""
     return [(name, sizes[name], devices) for name in ("t", "rows", "num_experts") if name in sizes]
 
 
 def dispatch_operands(sizes: Sizes, devices: int, skew: float = 0.0) -> tuple[Operand, ...]:
-    """Tokens, and different experts for each, all as likely unless there is a `skew`."""
+    """Tokens, and different experts for each; equally likely experts without a `skew`."""
     tokens = sizes["t"] // devices
     shape = tokens, sizes["top_k"]
     draw = functools.partial(chosen, shape=shape, num_experts=sizes["num_experts"], skew=skew)
@@ -73,14 +73,14 @@ def dispatch_operands(sizes: Sizes, devices: int, skew: float = 0.0) -> tuple[Op
 
 
 def routed_rows(results: tuple[jax.Array, Routing]) -> tuple[jax.Array, Routing]:
-    """What `expert_dispatch` gave, with zeros in the rows beyond those of the experts."""
+    """The results of `expert_dispatch`, with zeros in the undefined rows."""
     rows, routing = results
     is_routed = jnp.arange(rows.shape[0]) < routing.group_sizes.sum()
     return jnp.where(is_routed[:, None], rows, jnp.zeros((), rows.dtype)), routing
 
 
 def combine_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
-    """Rows, weights, and places of the entries: any, each once."""
+    """Rows, weights, and positions in random order, each once."""
     tokens, rows = sizes["t"] // devices, sizes["rows"] // devices
     shape = tokens, sizes["top_k"]
     draw = functools.partial(_places, shape=shape, places=rows * devices)
@@ -94,7 +94,7 @@ def combine_operands(sizes: Sizes, devices: int) -> tuple[Operand, ...]:
 def chosen(
     key: jax.Array, *, shape: tuple[int, int], num_experts: int, skew: float = 0.0
 ) -> jax.Array:
-    """Different experts for each token, expert `i` with a chance as of `1 / (i + 1)^skew`."""
+    """Different experts for each token; expert `i` has a weight of `1 / (i + 1)^skew`."""
     tokens, top_k = shape
     likely = -skew * jnp.log(jnp.arange(1.0, num_experts + 1))
     scores = likely + jax.random.gumbel(key, (tokens, num_experts))
@@ -108,7 +108,7 @@ def _places(key: jax.Array, *, shape: tuple[int, int], places: int) -> jax.Array
 
 
 def dispatched(problem: Problem) -> Work:
-    """Tokens that come here are read once, and each of their rows is written."""
+    """Each arriving token is read once, and each of its rows is written."""
     return dataclasses.replace(moved(problem), memory_bytes=_bytes(problem, _reached(problem)))
 
 
@@ -119,19 +119,19 @@ def combined(problem: Problem) -> Work:
 
 
 def _bytes(problem: Problem, tokens: float) -> float:
-    """Of so many tokens, and of the rows that a device gets where all get as many."""
+    """The bytes of so many tokens, and of the rows of a device where all have equally many."""
     rows = problem.sizes["t"] * problem.sizes["top_k"] / problem.devices
     return (tokens + rows) * problem.sizes["d"] * problem.types.itemsize
 
 
 def _reached(problem: Problem) -> float:
-    """Tokens that choose an expert of one device, where all experts are as likely."""
+    """Tokens that choose an expert of one device, where all experts are equally likely."""
     share = 1 - (1 - 1 / problem.devices) ** problem.sizes["top_k"]
     return problem.sizes["t"] * share
 
 
 def moved(problem: Problem) -> Work:
-    """Each token crosses once to every device that has an expert of its: of all as likely ones."""
+    """Each token is sent once to every device with one of its experts, which are equally likely."""
     return Work(
         traffic=Traffic(
             collective="all_to_all",
@@ -143,7 +143,7 @@ def moved(problem: Problem) -> Work:
 
 
 def layer(problem: Problem) -> Work:
-    """The products of the rows that are routed, and their way there and back."""
+    """The products of the dispatched rows, and the traffic of dispatch and combine."""
     sizes, devices = problem.sizes, problem.devices
     traffic = moved(problem).traffic
     if traffic is not None:
@@ -177,6 +177,6 @@ def layer_operands(sizes: Sizes, devices: int, skew: float = 0.0) -> tuple[Opera
     )
 
 
-ZIPF = 1.0  # As of words: expert `i` is chosen `i` times as rarely as the first.
+ZIPF = 1.0  # As of words: expert `i` is chosen `1 / i` times as often as the first.
 DISPATCHES = {"zipf": functools.partial(dispatch_operands, skew=ZIPF)}
 LAYERS = {"zipf": functools.partial(layer_operands, skew=ZIPF)}

@@ -20,7 +20,7 @@ type Arguments = Mapping[str, Any]
 
 
 def of_dispatch(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> tuple[P, Routing]:
-    """Rows lie along what the tokens lie along: of each team one device after the other."""
+    """The rows' axes are those of the tokens: each team's devices one after the other."""
     del arguments
     x, index = specs[:2]
     _check_tokens("expert_dispatch", {"x": x, "expert_index": index}, axes)
@@ -28,7 +28,7 @@ def of_dispatch(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> tuple
 
 
 def of_combine(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> P:
-    """Tokens, as their tables lie."""
+    """The specs of tokens, from those of their tables."""
     del arguments
     rows, weights, positions = specs[:3]
     _check_tokens(
@@ -38,7 +38,7 @@ def of_combine(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> P:
 
 
 def of_layer(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> tuple[P, Routing]:
-    """Tokens, as they lie."""
+    """The specs of tokens, unchanged."""
     x, index, weights, w_in, w_out = specs[:5]
     _check_tokens("mixture_of_experts", {"x": x, "expert_index": index, "weights": weights}, axes)
     sides = (w_in,) if isinstance(w_in, P) else tuple(w_in)
@@ -57,7 +57,7 @@ def of_layer(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> tuple[P,
 
 
 def whole_counts(results: Any, operands: Any, specs: Sequence[Any], axes: Axes) -> Any:
-    """The results of a dispatch, whose counts are those of all tokens."""
+    """The results of a dispatch, with counts of all tokens."""
     del operands
     rows, routing = results
     return rows, _over_all_tokens(routing, specs[1], axes)

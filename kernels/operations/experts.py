@@ -59,7 +59,7 @@ def expert_dispatch(
     config: dispatch_kernel.Config | None = None,
     backend: str = "auto",
 ) -> tuple[jax.Array, Routing]:
-    """Each token to the devices of the experts that it chose, inside `jax.shard_map`.
+    """Sends each token to the devices of its chosen experts, inside `jax.shard_map`.
 
     | operand | shape per device | type |
     |---|---|---|
@@ -68,24 +68,25 @@ def expert_dispatch(
     | rows | `[capacity, d]` | x's |
 
     The experts lie along the axis in blocks: of D devices, device i has experts `i * e` to
-    `(i + 1) * e - 1`, where `e = num_experts / D`. `rows` are those of the own experts, expert by
-    expert (`routing.group_sizes`), as `grouped_matmul` takes them; of one expert device by device,
-    in the order of tokens and of a token's choices. A token that chose an expert twice has two
-    rows. Rows beyond the sum of `group_sizes` hold anything.
+    `(i + 1) * e - 1`, where `e = num_experts / D`. A device's `rows` belong to its own experts.
+    They are ordered by expert (`routing.group_sizes`), as `grouped_matmul` takes them; within an
+    expert by the device of the token, then by token, then by choice. A token that chose an expert
+    twice has two rows. Rows beyond the sum of `group_sizes` are undefined.
 
-    An index of -1 chooses no expert. Neither does one that is out of range; those are counted.
-    Differentiable by x.
+    An index of -1 chooses no expert. An index out of range chooses none either, and is counted in
+    `routing.out_of_range`. Differentiable by x.
 
     Args:
       x: the device's own tokens; the kernel takes bfloat16, float16 and float32.
       expert_index: the experts that each token goes to.
       axis_name: mesh axis, or tuple of axes, that the experts lie along.
       num_experts: over all devices.
-      capacity: rows that a device has room for. By default enough for every token of every device
-        to choose experts of one device only: `D * tokens * top_k`, rounded up. With fewer, the
-        entries of one expert and one device of tokens are cut off at a limit, the same for all, the
-        largest at which they fit; what room that leaves goes to the first that are cut off, by
-        expert and device, one row to each. `routing.dropped` counts what is left out.
+      capacity: the number of rows of a device. The default is enough for all tokens of all
+        devices to choose experts of one device: `D * tokens * top_k`, rounded up. With a smaller
+        capacity rows may be dropped. The rows from one device for one expert form a group. All
+        groups are cut off at the same limit, the largest at which they fit. The remaining room goes
+        to the first longer groups, by expert and device, one row each. `routing.dropped` counts the
+        dropped rows.
       config: of the fused kernel; chosen by default.
       backend: "auto" (the fused kernel where a table of this GPU says that it is faster), "pallas"
         (the fused kernel, or an error), "xla", "simulator" (the fused kernel, simulated).
@@ -99,9 +100,9 @@ def expert_dispatch(
         call outside `shard_map`, or a backend that cannot serve.
 
     Memory: rows take `capacity * d` elements on each device: by default D * top_k times x. XLA's
-    way gathers all tokens besides, D times x.
+    implementation also gathers all tokens, D times x.
 
-    Synchronisation: every device of the team must make the call, with as many tokens.
+    Synchronisation: every device of the team must make the call, with the same number of tokens.
     """
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)
@@ -126,7 +127,7 @@ def expert_combine(
     config: combine_kernel.Config | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`out[t] = sum_j weights[t, j] * rows[where t went by its choice j]`, inside `jax.shard_map`.
+    """`out[t] = sum_j weights[t, j] * rows[row of t's choice j]`, inside `jax.shard_map`.
 
     | operand | shape per device | type |
     |---|---|---|
@@ -135,27 +136,27 @@ def expert_combine(
     | positions | `[tokens, top_k]`, `routing.positions` of `expert_dispatch` | int32 |
     | out | `[tokens, d]` | the rows' |
 
-    Products are summed in float32: first over the choices of one device's experts, in their order,
-    on that device; then over the devices, in their order. In between a sum is rounded once, to
+    Products are summed in float32: first on each device, over the choices of its experts in their
+    order; then over the devices in their order. Each device's sum is rounded once, to
     `wire_dtype`, and the result once, to the type of the rows. So results have the same bits in
-    every run. Choices that went nowhere add nothing. Differentiable by rows and weights.
+    every run. Choices without a row add zero. Differentiable by rows and weights.
 
     Args:
-      rows: what the experts made of the rows that were dispatched.
+      rows: the experts' results for the dispatched rows.
       weights: of each choice; used in float32.
-      positions: where each choice went.
-      axis_name: as of the dispatch.
-      wire_dtype: of the sums that cross between devices, by default the rows'. float32 makes the
-        sum exact up to rounding in float32, and twice as many bytes cross.
+      positions: the row of each choice.
+      axis_name: that of the dispatch.
+      wire_dtype: the type of the sums that are sent between devices; by default the rows'. With
+        float32 the sum is rounded in float32 only, and twice as many bytes are sent.
       config, backend: as for `expert_dispatch`.
 
     Raises:
       ValueError: operands that do not fit each other, and as for `expert_dispatch`.
 
-    Memory: the kernel holds D times `out` in `wire_dtype`; XLA's way as much twice, and D times
-    `out` in float32.
+    Memory: the kernel holds D times `out` in `wire_dtype`. XLA's implementation holds twice as
+    much, and D times `out` in float32.
 
-    Synchronisation: every device of the team must make the call, with as many tokens.
+    Synchronisation: every device of the team must make the call, with the same number of tokens.
     """
     axes = canonical_axes(axis_name)
     check_combine(rows, weights, positions)

@@ -1,7 +1,7 @@
 """`stretto.fp8`: differentiable matmuls that quantise their operands themselves, for training.
 
-`Recipe` says how. Operands come in as they are (weights in float32 or bfloat16 are not touched), are
-scaled by their own numbers ("current scaling"), and each product of a step is one of 8 bits:
+`Recipe` selects types and scales. Operands are in float32 or bfloat16. They are quantised by scales of
+their own current values ("current scaling"), and each product of a step has operands in 8 bits:
 
 | product | quantised along | operands |
 |---|---|---|
@@ -11,7 +11,7 @@ scaled by their own numbers ("current scaling"), and each product of a step is o
 
 The copies are made by XLA in the passes that quantise. The names `act_qtype`, `weight_qtype` and
 `bwd_qtype` are qwix's. float8_e4m3fn forward and float8_e5m2 backward is TransformerEngine's
-`Format.HYBRID`; "block" with float8_e4m3fn for all is DeepSeek-V3's recipe.
+`Format.HYBRID`; "block" with float8_e4m3fn for all operands is DeepSeek-V3's recipe.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def all_gather_matmul(
 ) -> Any:
     """`all_gather(x) @ w` in 8 bits, inside `jax.shard_map`; differentiable in reverse.
 
-    Per device x `[..., k]`, gathered along `axis`, and w `[k, n]`, or several in a tuple; as
-    `stretto.all_gather_matmul` has them. Values and scales of x are gathered. The backward pass
-    keeps those of the device's own x, and gathers them again.
+    Per device x is `[..., k]`, gathered along `axis`, and w `[k, n]`, or a tuple of such matrices,
+    as for `stretto.all_gather_matmul`. Values and scales of x are gathered. Those of the device's
+    own x are kept for the backward pass, which gathers them again.
 
     Args:
       x: floating-point.
@@ -99,8 +99,8 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """`reduce_scatter(x @ w)` in 8 bits, inside `jax.shard_map`; differentiable in reverse.
 
-    Per device x `[..., k_shard]` and w `[k_shard, n]`. The products are summed over the devices in
-    `out_dtype`, as `stretto.matmul_reduce_scatter` does it. Arguments and errors are those of
+    Per device x is `[..., k_shard]` and w `[k_shard, n]`. The products are summed over the devices
+    in `out_dtype`, as by `stretto.matmul_reduce_scatter`. Arguments and errors are those of
     `all_gather_matmul`.
     """
     axes, op = canonical_axes(axis_name), "fp8.matmul_reduce_scatter"
@@ -213,7 +213,7 @@ def _reduce_backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Arra
     (kept, like), w = residuals
     recipe = how.recipe
     if how.axis is None:
-        # A replicated sum's: where types do not say so, each device has a share of it.
+        # The cotangent of a replicated sum: without types, each device has a share of it.
         whole = make_varying(bar, how.axes) if how.typed else collectives.all_reduce(bar, how.axes)
         dx = products.times_transposed(recipe, whole, w, like.dtype)
         dw = products.weight_gradient(recipe, products.wide(kept, like.dtype), whole)

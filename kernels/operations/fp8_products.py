@@ -54,7 +54,7 @@ class Recipe:
                 raise ValueError(f"{name}={value!r} must be {' or '.join(scales.FP8)}.")
 
     def quantised(self, x: jax.Array, qtype: str, axis: int, *, weight: bool = False) -> Quantised:
-        """`x`, whose contraction is `axis`, in 8 bits."""
+        """`x` in 8 bits, for a contraction along `axis`."""
         return quantise(
             x,
             self.granularity,
@@ -72,7 +72,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class How:
-    """What a product is besides its operands; `axis` is of x, None for a sum on every device."""
+    """The facts of a product but its operands; `axis` is of x, None for a sum on every device."""
 
     recipe: Recipe
     out_dtype: Any
@@ -143,7 +143,7 @@ def weight_gradient(recipe: Recipe, x: jax.Array, bar: jax.Array) -> jax.Array:
     """`x^T @ bar` over all tokens, `[..., k]` and `[..., n]`, in float32."""
     x, bar = batches.as_rows(x), batches.as_rows(bar)
     if recipe.bwd_qtype is None or recipe.granularity == "block":
-        # Tokens of both in blocks of 1 x 128 are a product that no main loop has.
+        # No main loop multiplies two operands with blocks of 1 x 128 along tokens.
         return matmul_of_columns(x, bar.astype(x.dtype)).astype(jnp.float32)
     columns = recipe.quantised(x, recipe.act_qtype, 0), recipe.quantised(bar, recipe.bwd_qtype, 0)
     return product(*(Quantised(q.qvalue.T, q.scale.T) for q in columns))
@@ -158,12 +158,12 @@ def kept(recipe: Recipe, x: jax.Array, values: Quantised) -> tuple[Any, jax.Arra
 
 
 def wide(kept: Any, dtype: Any) -> jax.Array:
-    """What `kept` kept, in `dtype`."""
+    """The array that `kept` saved, dequantised to `dtype`."""
     return dequantise(*kept, dtype) if isinstance(kept, Quantised) else kept
 
 
 def gathered(how: How, kept: Any) -> jax.Array:
-    """All devices' tokens of what was kept, or of a gradient, along `how.axis`; dequantised."""
+    """All devices' tokens of a saved operand or of a gradient, along `how.axis`; dequantised."""
     gather = functools.partial(
         all_gather, axis_name=how.axes, axis=how.token_axis, backend=how.backend
     )

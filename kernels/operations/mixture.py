@@ -58,34 +58,34 @@ def mixture_of_experts(
     | out | `[tokens, d]` | x's |
 
     Products are summed in float32 and rounded to x's type once; the activation gets float32. Tokens
-    move as by `expert_dispatch` and `expert_combine`. Where the experts' `f` lies along another
+    are sent as by `expert_dispatch` and `expert_combine`. If the experts' `f` is split over another
     axis of the mesh (tensor parallelism), `out` is one device's addend: sum it over that axis, and
-    give b_out to one device of it only.
+    pass b_out on one device of that axis only.
 
     Args:
       x, expert_index, weights: the device's own tokens.
       w_in, w_out: of the device's own experts.
       axis_name: mesh axis, or tuple of axes, that the experts lie along.
-      activation: of float32 arrays, elementwise: `activation(z)`, by default `jax.nn.gelu`; or of
-        gated experts `activation(gate, up)`, by default `silu(gate) * up`. `ClampedSwiglu`
-        (`stretto.kernels.problem.activations`) is that of gpt-oss.
+      activation: elementwise function of float32 arrays: `activation(z)`, by default
+        `jax.nn.gelu`; of gated experts `activation(gate, up)`, by default `silu(gate) * up`.
+        `ClampedSwiglu` (`stretto.kernels.problem.activations`) is the activation of gpt-oss.
       b_in, b_out: biases; none by default.
       capacity, backend: as of `expert_dispatch`.
       wire_dtype: as of `expert_combine`.
       config: of the kernels that move tokens; chosen by default.
 
     Returns:
-      (out, routing): `routing.tokens_per_expert` is what a load-balancing loss needs, and
-      `routing.dropped` counts what did not fit a capacity.
+      (out, routing): `routing.tokens_per_expert` serves a load-balancing loss, and
+      `routing.dropped` counts the rows that did not fit the capacity.
 
     Raises:
       ValueError: operands that do not fit each other, and as for `expert_dispatch`.
 
-    Memory: of R = capacity rows (by default D * tokens * top_k) `R * d` elements of dispatched
-    rows and `R * n` of the first product, for w_in's n columns, are kept for the backward pass;
-    `jax.checkpoint` makes them anew. The second product's `R * d` are not kept.
+    Memory: for R = capacity rows (by default D * tokens * top_k) and w_in's n columns, the forward
+    pass keeps `R * d` elements of dispatched rows and `R * n` of the first product for the backward
+    pass; `jax.checkpoint` computes them again. The `R * d` of the second product are not kept.
 
-    Synchronisation: every device of the team must make the call, with as many tokens.
+    Synchronisation: every device of the team must make the call, with the same number of tokens.
     """
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)

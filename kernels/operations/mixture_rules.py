@@ -1,4 +1,4 @@
-"""What `mixture_of_experts` computes, and its derivative, of whatever moves the tokens.
+"""The computation of `mixture_of_experts` and its derivative, whatever moves the tokens.
 
 With y = h @ w_out, out = sum of weight * y, and dy the dispatched cotangent of out:
 
@@ -72,7 +72,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the kernels that move tokens are cut up.
+    """The configuration of the kernels that move tokens.
 
     Attributes:
       dispatch, combine: of the two.
@@ -94,7 +94,7 @@ class Config:
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
-        """What the tuner tries, the likely ones first."""
+        """The configurations that the tuner tries, likely ones first."""
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for dispatch in dispatch_kernel.Config.candidates(problem):
@@ -218,7 +218,7 @@ def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
 
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
-    """That of the composition, of kernels that have derivatives themselves."""
+    """The tangent of the composition; its kernels have derivatives themselves."""
     operands, _, _ = residuals
     if call.config is not None:
         plain = dataclasses.replace(call.config, under_product=False)
@@ -227,7 +227,7 @@ def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
 
 
 def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
-    """As the table above has it."""
+    """The cotangents, by the table above."""
     operands, rows, zs = residuals
     layer = _Layer(operands, call)
     dtype = operands.x.dtype

@@ -76,9 +76,9 @@ def decide(
 
 
 def perform(operands: Arrays, call: Call, by: Callable[..., Arrays] | None = None) -> Arrays:
-    """The results of a call that a kernel serves, by `run`; differentiable in every direction.
+    """The results of a call that a kernel serves; differentiable in every direction.
 
-    Another `by` may take its place, which is (operands, call) -> results, too.
+    `by`, (operands, call) -> results, replaces the launch of the kernel if it is given.
 
     Operands are typed as varying over the team's axes, and over what any of them varies over: the
     transpose of this cast is the sum that a replicated operand's gradient needs.

@@ -53,10 +53,10 @@ def grouped(
 
 
 def grouped_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.Array:
-    """`lax.ragged_dot` of the values, or of what was dequantised, with rows of no group zero."""
+    """`lax.ragged_dot` of the values, or of dequantised operands; rows of no group are zero."""
     del axes
     lhs, rhs, sizes, lhs_scale, rhs_scale = operands
-    kind: Any = options.scales  # There are some, or the record would be another.
+    kind: Any = options.scales  # Scales are there: the record without scales serves other calls.
     out = scaled_ragged_matmul(
         lhs,
         rhs,

@@ -26,8 +26,8 @@ from stretto.kernels.problem.work import Work
 def record(kind: scales.Granularity, public: Callable[..., Any], plain: Operation) -> Operation:
     """The record of `public` with scales of a granularity: "row" (one of a tensor too) or "block".
 
-    Tables know it by its own name, such as "all_gather_matmul_fp8_block". `plain` is the record of
-    the same operation without scales, which it takes its sizes from.
+    In tables it has its own name, such as "all_gather_matmul_fp8_block". `plain` is the record of
+    the same operation without scales; it has the sizes.
     """
     kernels = {
         "all_gather_matmul": gather_kernel.SCALED,
@@ -67,7 +67,7 @@ def record(kind: scales.Granularity, public: Callable[..., Any], plain: Operatio
 
 
 def _work(problem: Problem, *, plain: Operation) -> Work:
-    """As without scales, and with a gathered operand its scales."""
+    """The work without scales, plus the scales of a gathered operand."""
     work = plain.work(problem)
     traffic = work.traffic
     if traffic is None or not traffic.gathers:

@@ -80,13 +80,13 @@ def scatter_reference(operands: Any, axes: Axes, options: ScatterOptions) -> jax
 
 
 def reduce_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.Array:
-    """`epilogue(all_reduce(sum of scaled products))`, likewise."""
+    """`epilogue(all_reduce(sum of scaled products))`; the sum is in the result's type."""
     return _finished(collectives.all_reduce(_sum(operands, options), axes), operands, options)
 
 
 def _sum(operands: Any, options: MatmulOptions) -> jax.Array:
     lhs, rhs, lhs_scale, rhs_scale, *_ = operands
-    kind: Any = options.scales  # There are some, or the record would be another.
+    kind: Any = options.scales  # Scales are there: the record without scales serves other calls.
     total = sum_of_scaled_products(
         lhs, rhs, lhs_scale, rhs_scale, kind, rhs_transposed=options.rhs_transposed
     )

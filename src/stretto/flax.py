@@ -1,7 +1,7 @@
 """Layers of Flax NNX that overlap a model's communication with its products.
 
-`pip install 'stretto[flax]'` brings Flax. docs/models/from_your_model.md has the way from a
-model's own layers to these.
+The layers need Flax: `pip install 'flax>=0.12'`. docs/models/from_your_model.md shows how these
+layers replace those of a model.
 """
 
 try:
@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
     raise ModuleNotFoundError(
-        "stretto.flax needs Flax, which is not installed: pip install 'stretto[flax]'.",
+        "stretto.flax needs Flax, which is not installed: pip install 'flax>=0.12'.",
         name="flax",
     ) from error
 

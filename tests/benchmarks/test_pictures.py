@@ -22,12 +22,23 @@ def drawn(make_results):
     return figures
 
 
-def test_no_two_labels_of_an_axis_overlap(drawn):
-    for name, figure in drawn.items():
+@pytest.fixture(scope="module")
+def narrow(make_results):
+    """The roofline of a CPU, whose intensities span one decade."""
+    figure = plots.draw(make_results(kernels=KERNELS[:1], speed=False))["roofline"]
+    figure.axes[0].set_xlim(18, 400)
+    figure.draw_without_rendering()
+    return {"narrow": figure}
+
+
+def test_no_two_labels_of_an_axis_overlap(drawn, narrow):
+    for name, figure in (drawn | narrow).items():
         (axes,) = figure.axes
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
-            ticks = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+            places = [*axis.get_ticklocs(), *axis.get_ticklocs(minor=True)]
+            texts = [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]
+            ticks = sorted(zip(places, texts, strict=True), key=lambda tick: tick[0])
             shown = [text for at, text in ticks if low <= at <= high and text.get_text()]
             if any(text.get_rotation() for text in shown):
                 continue  # Boxes of slanted labels overlap where the labels do not.

@@ -12,10 +12,11 @@ import tutorial
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from stretto.kernels.operations import OPERATIONS
 from stretto.launch.commands import on_cpus
 from stretto.launch.commands.simulate import simulate
 
-CLEAN, RACE, COMPILED, FALLBACK, SIMULATED = tutorial.outputs()
+CLEAN, RACE, COMPILED, FALLBACK, SIMULATED, LISTED = tutorial.outputs()
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def without(line: str) -> None:
 
 def test_the_files_are_those_of_the_table():
     assert list(tutorial.files()) == [
-        *("halo.py", "check_halo.py", "halo_operation.py", "check_operation.py")
+        *("halo.py", "check_halo.py", "halo_operation.py", "check_operation.py", "time_halo.py")
     ]
 
 
@@ -86,6 +87,12 @@ def test_the_operation_and_its_gradient_in_the_simulator(folder, capsys):
     assert simulate("check_operation.py", devices=jax.device_count()) == 0
     out, err = capsys.readouterr()
     assert (out + err).startswith(SIMULATED)
+
+
+def test_the_bench_lists_the_operation(folder, capsys, monkeypatch):
+    monkeypatch.setitem(OPERATIONS, "halo_exchange", OPERATIONS["all_gather"])  # Restored later.
+    assert on_cpus.run("time_halo.py", ("--list", "--devices", "4")) == 0
+    assert capsys.readouterr().out == LISTED
 
 
 def test_what_the_operation_refuses(folder, monkeypatch):

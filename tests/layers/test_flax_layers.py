@@ -262,4 +262,4 @@ def test_flax_is_needed_for_the_layers_alone():
         check=False,
     )
     assert "ModuleNotFoundError: stretto.flax needs Flax" in done.stderr
-    assert "pip install 'stretto[flax]'" in done.stderr
+    assert "pip install 'flax>=0.12'" in done.stderr

@@ -14,8 +14,8 @@ SECTIONS = dict(re.findall(r"\n## ([^\n]+)\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL)
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_swap(title: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The gradients' section goes on with the model of the first."""
-    first = next(iter(SECTIONS)) if title == "Gradients" else title
+    """The section on training goes on with the model of the first."""
+    first = next(iter(SECTIONS)) if title == "Training" else title
     blocks = [
         block
         for name in dict.fromkeys((first, title))

@@ -3,12 +3,12 @@
 | barrier | arrives | waits | count | proves |
 |---|---|---|---|---|
 | `beside_full` | the copy of each vector | multiplying warpgroups | vectors | the tile's vectors are there |
-| `beside_empty` | multiplying warpgroups | loading warp | 2 | they have read them |
+| `beside_empty` | multiplying warpgroups | loading warp | 2 | both have read the vectors |
 | `beside_loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | a buffer of the store holds a piece of the matrix |
 
 A piece of the matrix is loaded into the buffer from which the same piece of the result is stored: the
 warpgroup reads it, and overwrites it with the result. The storing warp loads the first pieces of a
-tile as soon as the previous tile's stores have read the buffers, and so during the products.
+tile once the previous tile's stores have read the buffers: during the products.
 
 Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 """  # noqa: E501
@@ -35,10 +35,10 @@ FULL, EMPTY, LOADED = "beside_full", "beside_empty", "beside_loaded"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Applying:
-    """The epilogue, with the memory and the barriers of what it takes beside the total.
+    """The epilogue, with the memory and the barriers of its arrays.
 
     Attributes:
-      beside, parts: what it takes, and the function.
+      beside, parts: the description of its arrays, and the function.
       pieces: of the result.
       vectors: in shared memory, `[tile_m]` of rows and the result's `[tile_n]` of columns.
       full, empty: barriers of the vectors; None where there are none.
@@ -66,7 +66,7 @@ class Applying:
     def load_piece(self, tile: Tile, index: int) -> None:
         """Called in the storing warp: loads a piece of the matrix to its buffer, in both halves.
 
-        The matrix has the result's shape and type, and so comes the way that a piece of it leaves.
+        The matrix has the result's shape and type, so a piece is loaded as it is stored.
         """
         pieces, buffer = self.pieces, index % self.pieces.num_buffers
         for half in range(MULTIPLYING_WARPGROUPS):
