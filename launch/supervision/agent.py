@@ -16,7 +16,6 @@ Messages from it: ``hello``, ``prepared``, ``probed``, ``refused``, ``output``, 
 import base64
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import selectors
@@ -33,6 +32,7 @@ from stretto.launch.supervision import descendants, host_checks, stillness
 from stretto.launch.supervision.child import STACKS_SIGNAL, Child, Pipe, StateChange
 from stretto.launch.supervision.gpu_checks import take_gpus
 from stretto.launch.supervision.outlet import STREAMS
+from stretto.launch.supervision.records import parse_record
 from stretto.launch.supervision.stdin import Sink
 from stretto.launch.supervision.wire import Channel, Flow, Message
 
@@ -225,8 +225,7 @@ class Agent:
         if pipe_name == "stacks":
             self._channel.send("stacks", text=line)
             return
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
+        if (record := parse_record(line)) is not None:
             kind = next((k for k in ("program", "alone", "finished") if k in record), "failure")
             self._channel.send(kind, record=record, progress=self._progress())
 

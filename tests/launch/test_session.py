@@ -168,7 +168,7 @@ def test_failure_of_a_process_that_was_told_to_end_is_none():
 
 def test_failure_is_told_once():
     one = member(0)
-    record = {"status": 1, "summary": "x", "traceback": "t"}
+    record = {"status": 1, "traceback": "t"}
     failure = one.update({"kind": "failure", "record": record})
     assert failure is not None and failure.traceback == "t"
     assert one.update({"kind": "ended", "state": "exited", "number": 1, "age_s": 0.0}) is None
