@@ -45,7 +45,7 @@ def explained(options: ExplainOptions) -> str:
     record = OPERATIONS.get(options.operation)
     names = record.sizes if record is not None else ()
     words = options.sizes.split("x")
-    if record is not None and (len(words) != len(names) or not all(map(str.isdigit, words))):
+    if record is not None and (len(words) != len(names) or not all(map(str.isdecimal, words))):
         wanted = "x".join(names)
         raise ValueError(f"sizes {options.sizes!r} are not like {wanted}, in numbers.")
     sizes: dict[str, Any] = {}

@@ -70,6 +70,6 @@ def _name_and_count(word: str, where: str) -> tuple[str, int | None]:
 
 
 def _positive(text: str, word: str, where: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise LaunchError(f"{where}: {word!r} needs a number of at least 1")
     return int(text)
