@@ -23,7 +23,6 @@ from stretto.launch.supervision.logs import run_folder
 from stretto.launch.supervision.report import TIMEOUT_STATUS
 from stretto.launch.supervision.session import Interrupted
 
-
 _LONGEST_SILENCE_S = 86_400  # Linux waits up to 32,767 s between two probes of a connection
 _LONGEST_GRACE_S = 1_000_000  # and up to 2,147,483 s for an event
 

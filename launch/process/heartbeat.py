@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 
 from stretto.launch import environment
 
@@ -49,6 +50,14 @@ def decode(record: bytes) -> str:
     return record.partition(b"\0")[0].decode("utf-8", "replace")
 
 
+def tell_that_it_joins() -> None:
+    """Report to the agent that this process joins the others, who will wait for it.
+
+    Does nothing in a script that ``stretto run`` did not start.
+    """
+    _tell(environment.target(environment.RECORD), {"joins": True})
+
+
 def tell_programs() -> None:
     """Report to the agent every program that this process compiles together with others.
 
@@ -60,10 +69,10 @@ def tell_programs() -> None:
         return
     from stretto.distributed.private_jax import programs
 
-    def tell(program: programs.Program) -> None:
-        record = json.dumps({"program": dataclasses.asdict(program)})
-        if target.is_open:
-            with contextlib.suppress(OSError):
-                os.write(target.fd, record.encode("ascii") + b"\n")
+    programs.watch(lambda program: _tell(target, {"program": dataclasses.asdict(program)}))
 
-    programs.watch(tell)
+
+def _tell(target: environment.Target, record: Mapping[str, object]) -> None:
+    if target.is_open:
+        with contextlib.suppress(OSError):
+            os.write(target.fd, json.dumps(record).encode("ascii") + b"\n")

@@ -9,7 +9,7 @@ network is cut ends on both sides of the cut.
 Messages to the agent: ``prepare``, ``probe``, ``start``, ``stdin``, ``stop``, ``stacks``, ``look``,
 ``ping``, ``taken``, ``done``.
 Messages from it: ``hello``, ``prepared``, ``probed``, ``refused``, ``output``, ``failure``,
-``program``, ``alone``, ``finished``, ``progress``, ``stacks``, ``looked``, ``pong``,
+``program``, ``alone``, ``finished``, ``joins``, ``progress``, ``stacks``, ``looked``, ``pong``,
 ``stdin``, ``stopped``, ``continued``, ``ended``.
 """
 
@@ -226,7 +226,9 @@ class Agent:
             self._channel.send("stacks", text=line)
             return
         if (record := parse_record(line)) is not None:
-            kind = next((k for k in ("program", "alone", "finished") if k in record), "failure")
+            kind = next(
+                (k for k in ("program", "alone", "finished", "joins") if k in record), "failure"
+            )
             self._channel.send(kind, record=record, progress=self._progress())
 
     def _progress(self) -> str:

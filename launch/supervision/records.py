@@ -11,6 +11,7 @@ _FORMS = (
     {"program": dict},
     {"alone": bool},
     {"finished": bool},
+    {"joins": bool},
     {"status": int, "traceback": str},
 )
 

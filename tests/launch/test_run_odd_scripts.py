@@ -61,8 +61,11 @@ raise ValueError("\\udcff\\ud800" + 300_000 * "long " + "the end")
 
 @pytest.mark.parametrize(
     "line",
-    ["", "3", "[1]", "{", "{}", "[" * 9999, '{"program": 5}', '{"status": "1", "traceback": ""}']
-    + ['{"program": {"text": "t", "digest": "d", "processes": ["0"]}}', '{"status": 1}'],
+    [
+        *("", "3", "[1]", "{", "{}", "[" * 9999, '{"program": 5}', '{"status": 1}'),
+        '{"program": {"text": "t", "digest": "d", "processes": ["0"]}}',
+        '{"status": "1", "traceback": ""}',
+    ],
 )
 def test_what_is_no_record(line):
     assert parse_record(line) is None
@@ -70,8 +73,10 @@ def test_what_is_no_record(line):
 
 @pytest.mark.parametrize(
     "line",
-    ['{"alone": true}', '{"finished": true}', '{"status": 1, "traceback": ""}']
-    + ['{"program": {"text": "t", "digest": "d", "processes": [0, 1]}}'],
+    [
+        *('{"alone": true}', '{"finished": true}', '{"status": 1, "traceback": ""}'),
+        '{"program": {"text": "t", "digest": "d", "processes": [0, 1]}}',
+    ],
 )
 def test_what_is_a_record(line):
     assert parse_record(line) is not None
