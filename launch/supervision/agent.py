@@ -32,7 +32,7 @@ from stretto.launch.supervision import descendants, host_checks, stillness
 from stretto.launch.supervision.child import STACKS_SIGNAL, Child, Pipe, StateChange
 from stretto.launch.supervision.gpu_checks import take_gpus
 from stretto.launch.supervision.outlet import STREAMS
-from stretto.launch.supervision.records import parse_record
+from stretto.launch.supervision.records import KINDS, parse_record
 from stretto.launch.supervision.stdin import Sink
 from stretto.launch.supervision.wire import Channel, Flow, Message
 
@@ -226,9 +226,7 @@ class Agent:
             self._channel.send("stacks", text=line)
             return
         if (record := parse_record(line)) is not None:
-            kind = next(
-                (k for k in ("program", "alone", "finished", "joins") if k in record), "failure"
-            )
+            kind = next((kind for kind in KINDS if kind in record), "failure")
             self._channel.send(kind, record=record, progress=self._progress())
 
     def _progress(self) -> str:

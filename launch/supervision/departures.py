@@ -1,8 +1,8 @@
 """Processes that have reached the end of their script while others wait for them for ever.
 
 A process may end before the others. It must not, if they still run something together with it, or
-have yet to join it, or come to an end that all reach together: then they wait until JAX's own limit,
-which takes minutes. They are idle until then.
+have yet to join it, or come to an end that all reach together: then they wait until JAX's own
+limit, which takes minutes. They are idle until then.
 """
 
 import time
@@ -77,20 +77,15 @@ class Departures:
         )
         if first is None:
             return
+        vanished = next((m for m in self._members if m.joins and m.vanished), None)
         for left in self._members:
             if left.over or left is first:
                 continue
             if left.finished_at is None and not left.programs:
                 yield _Wait(first, left, "where all processes join", Member.may_be_joining)
-            # JAX ends a process that has joined when all others come to their ends, too.
-            elif left.finished_at is not None and left.joins and (gone := self._skipped(left)):
-                yield _Wait(gone, left, "at its end, which all processes reach together")
-
-    def _skipped(self, left: Member) -> Member | None:
-        """The first process that joined, and was over before another came to its end."""
-        over = (m for m in self._members if m.joins and m.over and m is not left)
-        before = [m for m in over if (m.finished_at or 0.0) < (left.finished_at or 0.0)]
-        return min(before, key=lambda member: member.finished_at or 0.0, default=None)
+            # Those that have joined wait for one another at their ends, in JAX.
+            elif vanished and left.finished_at is not None and left.joins:
+                yield _Wait(vanished, left, "at its end, which all processes reach together")
 
     def _pairs(self) -> list[tuple[Member, Member]]:
         """Each process that goes on, after the first to finish that it has run programs with."""

@@ -68,6 +68,7 @@ class Member:
         self.lost_host = False  # its connection is silent, though its end was not reported
         self.stayed_alone = False  # has used JAX, and has not joined the others
         self.joins = False  # joins the others, or has joined them
+        self.vanished = False  # ended with status 0 before the end of its script: os._exit(0)
         self.progress = ""
         self.programs: list[Program] = []
         self.heard_at = time.monotonic()  # of output, of a program, of new progress
@@ -138,6 +139,7 @@ class Member:
             case "ended":
                 self.over = True
                 if message["state"] == "exited" and message["number"] == 0:
+                    self.vanished = self.finished_at is None
                     self.finished_at = self.finished_at or now - message["age_s"]
                 moment = now - message["age_s"]
                 if message.get("by_launcher") and not (self._stopping or self._failed):

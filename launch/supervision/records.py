@@ -7,13 +7,8 @@ import json
 
 from stretto.launch.supervision.wire import Message
 
-_FORMS = (
-    {"program": dict},
-    {"alone": bool},
-    {"finished": bool},
-    {"joins": bool},
-    {"status": int, "traceback": str},
-)
+KINDS = {"program": dict, "alone": bool, "finished": bool, "joins": bool}
+_FAILURE = {"status": int, "traceback": str}
 
 
 def parse_record(line: str) -> Message | None:
@@ -22,7 +17,8 @@ def parse_record(line: str) -> Message | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not any(_has(record, form) for form in _FORMS):
+    forms = [_FAILURE, *({name: kind} for name, kind in KINDS.items())]
+    if not isinstance(record, dict) or not any(_has(record, form) for form in forms):
         return None
     program = record.get("program", {"text": "", "digest": "", "processes": []})
     if not _has(program, {"text": str, "digest": str, "processes": list}):

@@ -74,7 +74,8 @@ def test_what_is_no_record(line):
 @pytest.mark.parametrize(
     "line",
     [
-        *('{"alone": true}', '{"finished": true}', '{"status": 1, "traceback": ""}'),
+        *('{"alone": true}', '{"finished": true}', '{"joins": true}'),
+        '{"status": 1, "traceback": ""}',
         '{"program": {"text": "t", "digest": "d", "processes": [0, 1]}}',
     ],
 )
