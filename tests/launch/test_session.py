@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,9 @@ def run(work: Job) -> int:
 def test_launcher_that_hangs_at_the_end_is_killed(tmp_path, capfd):
     """As mpirun does when a network breaks: it stays, and ignores SIGTERM."""
     pid_file = tmp_path / "pid"
-    stays = shell(f"trap '' TERM; echo $$ > {pid_file}; \"$@\"; sleep 60 & wait; sleep 60")
-    began = time.monotonic()
+    stays = shell(f"trap '' TERM; echo $$ > {pid_file}; \"$@\"; sleep 600 & wait; sleep 600")
     work = job(tmp_path, "", stays)
     assert run(work) == 0
-    assert time.monotonic() - began < 10
     pid = int(pid_file.read_text())
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
 
@@ -55,11 +52,9 @@ def test_launcher_that_hangs_at_the_end_is_killed(tmp_path, capfd):
 def test_launcher_that_is_killed_takes_its_job_along(tmp_path, capfd):
     """As by `kill -9` on mpirun, which leaves its processes behind."""
     launcher = shell('"$@" & sleep 1; kill -9 $$')
-    work = job(tmp_path, "import time; time.sleep(60)", launcher)
-    began = time.monotonic()
+    work = job(tmp_path, "import time; time.sleep(600)", launcher)
     with pytest.raises(LaunchError, match="mpirun or srun was ended"):
         run(work)
-    assert time.monotonic() - began < 20
 
 
 @pytest.fixture
