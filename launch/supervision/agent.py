@@ -151,8 +151,14 @@ class Agent:
             problem = take_gpus(message, self._environ)
         port = None
         if message["offer_port"] and problem is None:
-            self._probe_socket = network.listen(network.ANY, message["port"])
-            port = self._probe_socket.getsockname()[1]
+            try:
+                self._probe_socket = network.listen(network.ANY, message["port"])
+                port = self._probe_socket.getsockname()[1]
+            except OSError as error:
+                problem = (
+                    f"port {message['port']} of host {socket.gethostname()} cannot be listened on "
+                    f"({error.strerror}); choose another --port, or none"
+                )
         addresses = network.interface_addresses(message["interface"])
         self._channel.send("prepared", problem=problem, port=port, addresses=addresses)
 

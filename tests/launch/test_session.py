@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from stretto.launch.planning.job import Job
 from stretto.launch.planning.launchers import AgentCommand, agent_program
 from stretto.launch.planning.layout import HostDevices, plan
 from stretto.launch.planning.options import RunOptions
-from stretto.launch.supervision import start, supervisor
+from stretto.launch.supervision import agent, launching, start, supervisor
 from stretto.launch.supervision.console import Console
 from stretto.launch.supervision.member import Member
 from stretto.launch.supervision.session import Session
@@ -51,8 +54,10 @@ def test_launcher_that_hangs_at_the_end_is_killed(tmp_path, capfd):
 
 def test_launcher_that_is_killed_takes_its_job_along(tmp_path, capfd):
     """As by `kill -9` on mpirun, which leaves its processes behind."""
-    launcher = shell('"$@" & sleep 1; kill -9 $$')
-    work = job(tmp_path, "import time; time.sleep(600)", launcher)
+    begun = tmp_path / "begun"
+    launcher = shell(f'"$@" & until [ -e {begun} ]; do sleep 0.1; done; kill -9 $$')
+    script = f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"
+    work = job(tmp_path, script, launcher)
     with pytest.raises(LaunchError, match="mpirun or srun was ended"):
         run(work)
 
@@ -97,6 +102,45 @@ def test_two_agents_that_both_think_they_are_alone(tmp_path):
     work = job(tmp_path, "", shell('"$@"', 0), shell('"$@"', 0))
     with pytest.raises(LaunchError, match=r"numbered its 2 processes \[0, 0\]"):
         run(work)
+
+
+def test_programs_that_the_system_does_not_start(tmp_path, monkeypatch):
+    """As by `ulimit -u`; those that were started before are ended."""
+    started = []
+
+    def start(*arguments, **options):
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(subprocess_popen(*arguments, **options))
+        return started[-1]
+
+    subprocess_popen = subprocess.Popen
+    monkeypatch.setattr(launching.subprocess, "Popen", start)
+    work = job(tmp_path, "", shell('"$@"', 0), shell('"$@"', 1))
+    with pytest.raises(LaunchError, match=r"1 of 2 programs could be started, .*; see ulimit -a"):
+        run(work)
+    assert started[0].poll() is not None
+
+
+def test_a_port_that_is_taken_on_the_first_host(tmp_path):
+    (tmp_path / "s.py").touch()
+    told = []
+
+    class Channel:
+        def limit_silence(self, _):
+            pass
+
+        def send(self, kind, **fields):
+            told.append((kind, fields))
+
+    with socket.create_server(("", 0)) as taken:
+        wants = {"cwd": str(tmp_path), "script": "s.py", "devices": [], "needs_host_name": False}
+        wants |= {"offer_port": True, "port": taken.getsockname()[1], "silence_limit_s": 6}
+        agent.Agent(Channel(), {})._prepare(wants | {"interface": None})  # type: ignore[arg-type]
+    ((kind, fields),) = told
+    assert (
+        kind == "prepared" and "cannot be listened on (Address already in use)" in fields["problem"]
+    )
 
 
 def framed(body: bytes) -> bytes:
