@@ -79,12 +79,12 @@ class Departures:
             return
         vanished = next((m for m in self._members if m.joins and m.vanished), None)
         for left in self._members:
-            if left.over or left is first:
-                continue
+            if left.over or left is first or not left.joins:
+                continue  # what has not told that it joins is not looked at: that costs messages
             if left.finished_at is None and not left.programs:
                 yield _Wait(first, left, "where all processes join", Member.may_be_joining)
             # Those that have joined wait for one another at their ends, in JAX.
-            elif vanished and left.finished_at is not None and left.joins:
+            elif vanished and left.finished_at is not None:
                 yield _Wait(vanished, left, "at its end, which all processes reach together")
 
     def _pairs(self) -> list[tuple[Member, Member]]:

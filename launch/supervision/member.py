@@ -202,7 +202,7 @@ class Member:
     def may_be_joining(self) -> bool:
         """Whether its main thread, by the stacks it told, may wait for all others to join."""
         frame = innermost_frame(self._stacks)
-        return frame is not None and may_be_joining(frame, joins=self.joins)
+        return frame is not None and may_be_joining(frame)
 
     def silent_agent(self, limit_s: float) -> Failure | None:
         """A failure if its agent has not answered for ``limit_s``, or is stopped that long."""
