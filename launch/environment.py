@@ -34,8 +34,8 @@ RENDEZVOUS = "STRETTO_RENDEZVOUS"  # of a `Rendezvous`
 AGENT_INDEX = "STRETTO_AGENT_INDEX"  # set where no MPI launcher numbers the agents
 AGENT_FIRST = "STRETTO_AGENT_FIRST"  # added to the launcher's numbers, where it has several steps
 WORKER_PIPES = "STRETTO_WORKER_PIPES"
-PROGRESS = "STRETTO_PROGRESS"  # "descriptor,process": where `progress` writes
-RECORD = "STRETTO_RECORD"  # "descriptor,process": where the agent hears of programs
+PROGRESS = "STRETTO_PROGRESS"  # of a `Target`: where `progress` writes
+RECORD = "STRETTO_RECORD"  # of a `Target`: where the agent hears of programs
 OUTER = "STRETTO_OUTER"  # fingerprints of the launchers around a process (detection.py)
 PRIVATE = (RENDEZVOUS, AGENT_INDEX, AGENT_FIRST, WORKER_PIPES, PROGRESS, RECORD, OUTER)
 # Set to 0, programs are not compared between processes.
@@ -119,19 +119,35 @@ def current() -> dict[str, str]:
     return dict(os.environ)
 
 
-def progress_target() -> tuple[int, int]:
-    """The descriptor that takes progress, and the process that it is for; -1 if there is none."""
-    return _target(PROGRESS)
+@dataclass(frozen=True)
+class Target:
+    """A descriptor on which a process tells its agent something, and what it was when opened.
+
+    A child that the process forked has the descriptor, and must not write. A script may close all
+    descriptors that it does not know; then the number may be that of a file of its own.
+    """
+
+    fd: int
+    pid: int
+    device: int
+    inode: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process may write on it."""
+        if self.pid != os.getpid():
+            return False
+        try:
+            file = os.fstat(self.fd)
+        except OSError:
+            return False
+        return (file.st_dev, file.st_ino) == (self.device, self.inode)
 
 
-def record_target() -> tuple[int, int]:
-    """The descriptor that takes records for the agent, and the process that it is for; or -1."""
-    return _target(RECORD)
-
-
-def _target(name: str) -> tuple[int, int]:
-    fd, _, pid = os.environ.get(name, "-1,-1").partition(",")
-    return int(fd), int(pid)
+def target(name: str) -> Target:
+    """That of ``PROGRESS`` or ``RECORD``; one that is not open if there is none."""
+    words = os.environ.get(name, "").split(",")
+    return Target(*map(int, words)) if len(words) == 4 else Target(-1, -1, 0, 0)
 
 
 def parse_env_option(option: str, environ: Mapping[str, str]) -> tuple[str, str]:

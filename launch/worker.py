@@ -30,6 +30,7 @@ _STACKS_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 1)) - 1
 _NUM_PROCESSES = "STRETTO_NUM_PROCESSES"
 _NOT_THE_USERS = (__file__, "<frozen runpy>", runpy.__file__)
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
+_HALF_OF_LONGEST = 64 << 10
 
 
 def main() -> None:
@@ -39,12 +40,12 @@ def main() -> None:
     _die_with(agent_pid)
     for fd in (record_fd, stacks_fd, progress_fd):
         os.set_inheritable(fd, False)
-    os.environ[_PROGRESS] = f"{progress_fd},{os.getpid()}"
-    os.environ[_RECORD] = f"{record_fd},{os.getpid()}"
+    os.environ[_PROGRESS] = _target(progress_fd)
+    os.environ[_RECORD] = record = _target(record_fd)
     faulthandler.enable(all_threads=False)
     faulthandler.register(_STACKS_SIGNAL, file=stacks_fd, all_threads=True)
     del sys.argv[0]
-    script, own_pid = sys.argv[0], os.getpid()
+    script = sys.argv[0]
     is_module = script == "-m"
     try:
         if is_module:
@@ -54,35 +55,49 @@ def main() -> None:
         else:
             _find_modules_beside(script)
             runpy.run_path(script, run_name="__main__")
-        _tell_if_alone(record_fd)
     except SystemExit as error:
         status = _exit_status(error)
-        if status == 0:
-            _tell_if_alone(record_fd)
-            if os.getpid() == own_pid:
-                _tell_that_it_finished(record_fd)
-            return  # the ordinary exit, with atexit and JAX's barrier
-        _record(record_fd, status, f"SystemExit: {error.code}", "")
-        _leave(status)
+        if status != 0:
+            _tell(record, {"status": status, "traceback": ""})
+            _leave(status)
     except BaseException as error:
         trace = below(None if is_module else script, error.__traceback__)
         error.__traceback__ = trace
-        sys.excepthook(type(error), error, trace)
+        _show(error, trace)
         text = "".join(traceback.format_exception(type(error), error, trace))
-        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
-        _record(record_fd, status, summary, text)
+        _tell(record, {"status": status, "traceback": _clipped(text)})
         _leave(status)
-    if os.getpid() == own_pid:  # and not a child that the script forked
-        _tell_that_it_finished(record_fd)
+    _tell_if_alone(record)
+    _tell_that_it_finished(record)
+    # Now the ordinary exit, with atexit and JAX's barrier.
 
 
-def _tell_that_it_finished(record_fd: int) -> None:
+def _target(fd: int) -> str:
+    """A descriptor, the process that it is for, and the file that it is: as in heartbeat.py."""
+    file = os.fstat(fd)
+    return f"{fd},{os.getpid()},{file.st_dev},{file.st_ino}"
+
+
+def _tell(target: str, message: dict) -> None:
+    """Write a line for the agent.
+
+    Not in a child that the script forked, whose end is not this process's, and not where the script
+    has closed the descriptor, whose number may be that of a file of its own by now.
+    """
+    fd = int(target.partition(",")[0])
+    line = json.dumps(message).encode("ascii") + b"\n"
+    with contextlib.suppress(OSError):
+        while line and _target(fd) == target:
+            line = line[os.write(fd, line) :]
+
+
+def _tell_that_it_finished(record: str) -> None:
     """Once nothing of the script runs any more; others may still wait for this process."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             thread.join()
-    os.write(record_fd, json.dumps({"finished": True}).encode("ascii") + b"\n")
+    _tell(record, {"finished": True})
 
 
 def _die_with(agent_pid: int) -> None:
@@ -111,7 +126,7 @@ def _find_modules_in_working_directory() -> None:
     sys.path.insert(len(sys.path) if is_own else 0, str(folder))
 
 
-def _tell_if_alone(record_fd: int) -> None:
+def _tell_if_alone(record: str) -> None:
     """Tell the agent if the script used JAX and did not join the other processes of its job."""
     jax = sys.modules.get("jax")
     is_one_of_many = int(os.environ.get(_NUM_PROCESSES, "1")) > 1
@@ -119,7 +134,7 @@ def _tell_if_alone(record_fd: int) -> None:
         return
     with contextlib.suppress(AttributeError):  # as by an import that failed half-way
         if not jax.distributed.is_initialized():
-            os.write(record_fd, b'{"alone": true}\n')
+            _tell(record, {"alone": True})
 
 
 def _exit_status(error: SystemExit) -> int:
@@ -143,9 +158,21 @@ def below(script: str | None, trace: TracebackType | None) -> TracebackType | No
     return trace
 
 
-def _record(record_fd: int, status: int, summary: str, trace: str) -> None:
-    record = {"status": status, "summary": summary, "traceback": trace}
-    os.write(record_fd, json.dumps(record).encode("ascii") + b"\n")
+def _show(error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception as Python would, by the script's own hook if that works."""
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException:
+        sys.__excepthook__(type(error), error, trace)
+
+
+def _clipped(text: str) -> str:
+    """A text for the report, which says the beginning and the end of a very long one."""
+    if len(text) <= 2 * _HALF_OF_LONGEST:
+        return text
+    left_out = len(text) - 2 * _HALF_OF_LONGEST
+    middle = f"\n... {left_out} characters, which stderr and the log have ...\n"
+    return text[:_HALF_OF_LONGEST] + middle + text[-_HALF_OF_LONGEST:]
 
 
 def _leave(status: int) -> None:

@@ -23,3 +23,9 @@ def counts_of(text: str) -> tuple[int, ...]:
         return tuple(int(count) for count in split(text))
     except ValueError:
         raise BenchmarkError(f"device counts {text!r} are not like 1,2,4.") from None
+
+
+def check_least(option: str, value: float | None, least: float) -> None:
+    """Raises BenchmarkError if a number is less than it may be, or is none; None is fine."""
+    if value is not None and not value >= least:
+        raise BenchmarkError(f"{option} {value:g} must be at least {least:g}.")

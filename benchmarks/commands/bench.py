@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import sys
 from typing import Annotated
@@ -23,8 +24,14 @@ from stretto.benchmarks.commands import (
     predicted,
     show,
 )
-from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
-from stretto.benchmarks.commands.start import start_devices
+from stretto.benchmarks.commands.arguments import (
+    KERNELS_HELP,
+    SHAPES_HELP,
+    check_least,
+    counts_of,
+    split,
+)
+from stretto.benchmarks.commands.start import check_outputs, start_devices
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.pages import plots, report, terminal, timeline
@@ -134,8 +141,13 @@ def main(argv: list[str]) -> int:
 
 def _bench(options: BenchOptions, argv: list[str]) -> int:
     sweeps = sweeps_of(options)
-    _check_outputs(options)
+    _check(options)
     start_devices()
+    check_outputs(
+        ("--json", options.json), ("--report", options.report), ("--trace", options.trace)
+    )
+    if options.plot is not None:
+        check_outputs(("--plot", options.plot / "picture.svg"))
     on_gpu = is_gpu(jax.devices()[0].platform)
     tasks = expand(sweeps, jax.device_count(), on_gpu, options.rehearse)
     if options.trace is not None:
@@ -220,10 +232,14 @@ def sweeps_of(options: BenchOptions) -> tuple[Sweep, ...]:
     return (sweep,)
 
 
-def _check_outputs(options: BenchOptions) -> None:
-    """Raises an error before hours of measuring if pictures cannot be drawn."""
-    if options.repeats < 1:
-        raise BenchmarkError(f"--repeats {options.repeats} must be at least 1.")
+def _check(options: BenchOptions) -> None:
+    """Raises an error before hours of measuring if an option cannot be served."""
+    check_least("--repeats", options.repeats, 1)
+    check_least("--seed", options.seed, 0)
+    check_least("--budget", options.budget, 0)
+    check_least("--max-slowdown", options.max_slowdown, 0)
+    if not 0 < options.link_gb_per_s < math.inf:
+        raise BenchmarkError(f"--link-gb-per-s {options.link_gb_per_s:g} must be more than 0.")
     predictions.check_counts(counts_of(options.predict))
     if options.plot is not None:
         plots.check_available()

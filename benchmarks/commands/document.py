@@ -9,6 +9,7 @@ import sys
 
 import tyro
 
+from stretto.benchmarks import files as texts
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Results
@@ -53,10 +54,7 @@ def main(argv: list[str]) -> int:
             raise BenchmarkError(
                 f"{path} was taken on a CPU or in a rehearsal; it is no measurement of speed."
             )
-    try:
-        readme = options.readme.read_text()
-    except OSError as error:
-        raise BenchmarkError(f"{options.readme}: {error.strerror}; see --readme.") from None
+    readme = texts.read_text(options.readme, "see --readme")
     times = between(readme, (BEGIN, END), performance.readme_times(found), str(options.readme))
     folder = options.pictures or options.page.parent / "pictures"
     chosen = _one_machine(found)
@@ -67,14 +65,13 @@ def main(argv: list[str]) -> int:
     wanted = {options.readme: times, options.page: performance.page(chosen, names, shown)}
     every = options.machines or options.page.parent.parent / "results"
     wanted |= {every / name: text for name, text in machines.pages(found, names).items()}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    stale = [path for path, text in wanted.items() if not texts.holds(path, text)]
     if options.check:
         for path in stale:
             print(f"{path} does not match the results; run stretto bench document", file=sys.stderr)
         return int(bool(stale))
     for path in stale:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted[path])
+        texts.write_whole(path, wanted[path].encode())
         print(f"wrote {path}")
     return 0
 

@@ -26,7 +26,23 @@ def execute(
 
     Returns the exit status: 0, also where the time limit passed; 1 if the devices were lost; 130
     if it was interrupted.
+
+    Raises:
+      BenchmarkError: the results cannot be written.
     """
+    status = _execute(run, tasks, helper, console, budget_s, name)
+    run.save_what_is_due()
+    return status
+
+
+def _execute(
+    run: Run,
+    tasks: Sequence[Task],
+    helper: Helper | None,
+    console: Console,
+    budget_s: float | None,
+    name: str,
+) -> int:
     with progress() as say:
         try:
             finished = run.execute(tasks, helper, console, budget_s, say)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Annotated, Any
 
 import jax
 import tyro
 from tyro.conf import Positional, arg
 
-from stretto.benchmarks.errors import BenchmarkError
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.operations.explain_sizes import explain_sizes
 
@@ -30,13 +30,14 @@ class ExplainOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `stretto explain ARGV`; 0, or a BenchmarkError."""
+    """Runs `stretto explain ARGV`; 0, or 2 on misuse."""
     options = tyro.cli(ExplainOptions, prog="stretto explain", args=argv)
     jax.config.update("jax_platforms", "cpu")  # GPUs that are here need not be started.
     try:
         print(explained(options))
     except ValueError as error:
-        raise BenchmarkError(str(error)) from error
+        print(f"stretto explain: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -45,7 +46,7 @@ def explained(options: ExplainOptions) -> str:
     record = OPERATIONS.get(options.operation)
     names = record.sizes if record is not None else ()
     words = options.sizes.split("x")
-    if record is not None and (len(words) != len(names) or not all(map(str.isdigit, words))):
+    if record is not None and (len(words) != len(names) or not all(map(str.isdecimal, words))):
         wanted = "x".join(names)
         raise ValueError(f"sizes {options.sizes!r} are not like {wanted}, in numbers.")
     sizes: dict[str, Any] = {}

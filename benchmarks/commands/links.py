@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import arg
 
-from stretto.benchmarks.commands.start import progress, start_devices
+from stretto.benchmarks.commands.start import check_outputs, progress, start_devices
 from stretto.benchmarks.links import machine_of
 from stretto.benchmarks.links.measure import Links, measure
 from stretto.benchmarks.pages.terminal import NOT_A_MEASUREMENT, number
@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     """Runs `stretto bench links ARGV`; 0, or a BenchmarkError."""
     options = tyro.cli(LinkOptions, prog="stretto bench links", args=argv)
     start_devices()
+    check_outputs(("--machine-out", options.machine_out))
     with progress() as say:
         found = measure(say)
     if jax.process_index() != 0:

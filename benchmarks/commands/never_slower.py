@@ -11,11 +11,12 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
+from stretto.benchmarks import files
 from stretto.benchmarks.cases.shapes import operation_named
 from stretto.benchmarks.commands import executing
 from stretto.benchmarks.commands.arguments import KERNELS_HELP, split
 from stretto.benchmarks.commands.document import between
-from stretto.benchmarks.commands.start import start_devices
+from stretto.benchmarks.commands.start import check_outputs, start_devices
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Draw, Results
@@ -85,6 +86,7 @@ def main(argv: list[str]) -> int:
         return _say(options, [results.read(path) for path in options.results])
     _check(options)
     start_devices()
+    check_outputs(("--json", options.json))
     draw = draw_of(options, jax.device_count())
     peers = [PEERS["auto"], PEERS["xla"]]
     peers += [candidates.peer(draw)] if draw.candidates else []
@@ -167,10 +169,7 @@ def _say(options: NeverSlowerOptions, found: list[Results]) -> int:
 def _write(page: pathlib.Path, found: list[Results]) -> None:
     if not all(one.measurement_of_speed for one in found):
         raise BenchmarkError("results of a CPU are no measurement of speed; no page is written.")
-    try:
-        text = page.read_text()
-    except OSError as error:
-        raise BenchmarkError(f"{page}: {error.strerror}; it must have its markers.") from None
+    text = files.read_text(page, "it must have its markers")
     body = "\n".join(summary.of(one) for one in found)
-    page.write_text(between(text, (BEGIN, END), body, str(page)))
+    files.write_whole(page, between(text, (BEGIN, END), body, str(page)).encode())
     print(f"wrote {page}")

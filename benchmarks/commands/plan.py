@@ -80,7 +80,7 @@ def _plan(options: PlanOptions) -> int:
             f" {target.gpus_per_node} GPUs; add gb_per_s and latency_us, or ask for fewer."
         )
     if options.picture is not None:
-        plots.check_available()
+        plots.check_picture("--picture", options.picture)
     path = pathlib.Path(options.model)
     if options.model not in decoder.names() and listed.is_list(path):
         if options.picture is not None:
@@ -97,6 +97,10 @@ def _plan(options: PlanOptions) -> int:
         else:
             plans.print_calls(console, found)
     if options.picture is not None and isinstance(found, Plan):
+        if not any(one.best for one in found.splits):
+            raise BenchmarkError(
+                f"--picture {options.picture} is not drawn, since no split fits; ask for more GPUs."
+            )
         plan_picture.write(found, options.picture)
         print(f"wrote {options.picture}", file=sys.stderr)
     return 0

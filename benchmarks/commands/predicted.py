@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
-from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks import files
 from stretto.benchmarks.pages import predicted
 from stretto.benchmarks.predict.samples import committed
 
@@ -38,23 +38,20 @@ def main(argv: list[str]) -> int:
         wanted[options.page] = predicted.page([path.name for path in committed()])
     if options.scaling is not None:
         wanted[options.scaling] = _scaling(options.scaling)
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    stale = [path for path, text in wanted.items() if not files.holds(path, text)]
     for path in stale:
         if options.check:
             print(
                 f"{path} is not what the model says; run stretto bench predicted", file=sys.stderr
             )
         else:
-            path.write_text(wanted[path])
+            files.write_whole(path, wanted[path].encode())
             print(f"wrote {path}")
     return int(options.check and bool(stale))
 
 
 def _scaling(path: pathlib.Path) -> str:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise BenchmarkError(f"{path}: {error.strerror}; see --scaling.") from None
+    text = files.read_text(path, "see --scaling")
     text = predicted.between(text, "fitted", predicted.fitted_table(), str(path))
     text = predicted.between(text, "checked", predicted.summary_table(), str(path))
     return predicted.between(text, "planned", predicted.planned_table(), str(path))

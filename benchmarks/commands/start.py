@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Iterator
 
 import jax
 from rich.console import Console
 
+from stretto.benchmarks import files
 from stretto.launch import initialize
 
 CPU_DEVICES = 4
@@ -20,6 +22,17 @@ def start_devices() -> None:
         # Nobody has said how many. On GPUs it changes nothing.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+
+
+def check_outputs(*outputs: tuple[str, pathlib.Path | None]) -> None:
+    """Raises BenchmarkError, before hours of measuring, if a file could not be written after them.
+
+    Args:
+      outputs: options and the files that they name, or None. Only the first process writes.
+    """
+    if jax.process_index() == 0:
+        for option, path in outputs:
+            files.check_writable(option, path)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,14 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from stretto.benchmarks.cases.case import Case
-from stretto.benchmarks.commands.arguments import KERNELS_HELP, SHAPES_HELP, counts_of, split
-from stretto.benchmarks.commands.start import progress, start_devices
+from stretto.benchmarks.commands.arguments import (
+    KERNELS_HELP,
+    SHAPES_HELP,
+    check_least,
+    counts_of,
+    split,
+)
+from stretto.benchmarks.commands.start import check_outputs, progress, start_devices
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements import machine, results, tuned_file
 from stretto.benchmarks.pages import terminal
@@ -81,11 +87,16 @@ def main(argv: list[str]) -> int:
 def _tune(options: TuneOptions) -> int:
     if options.results:
         return _from_results(options)
+    check_least("--repeats", options.repeats, 1)
+    check_least("--candidates", options.candidates, 1)
+    check_least("--seed", options.seed, 0)
+    check_least("--budget", options.budget, 0)
     sweep = sweep_of(options)
     start_devices()
     on_gpu = machine.is_gpu(jax.devices()[0].platform)
     path = options.output or _own_table(on_gpu)
     found = _existing(path, jax.devices()[0].device_kind)
+    check_outputs(("--output", path))
     console = Console()
     if not on_gpu:
         console.print(terminal.NOT_A_MEASUREMENT, style="bold", highlight=False)

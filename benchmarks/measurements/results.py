@@ -7,13 +7,13 @@ The names `size`, `count`, `type`, `time`, `alg_bw` and `bus_bw` are those of nc
 from __future__ import annotations
 
 import itertools
-import os
 import pathlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from stretto.benchmarks import files
 from stretto.benchmarks.cases import shapes
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import spread
@@ -225,12 +225,9 @@ class Results(msgspec.Struct, kw_only=True):
 
 
 def write(results: Results, path: pathlib.Path) -> None:
-    """Writes `results` to `path`, whole or not at all."""
+    """Writes `results` to `path`, whole or not at all; BenchmarkError if that cannot be."""
     encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(encoded + b"\n")
-    os.replace(partial, path)
+    files.write_whole(path, encoded + b"\n")
 
 
 def read(path: pathlib.Path) -> Results:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from stretto.benchmarks import files
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.shapes import operation_named
 from stretto.benchmarks.measurements.results import Results
@@ -77,11 +77,8 @@ def entry_of(
 
 
 def write(table: Table, path: pathlib.Path) -> None:
-    """Writes `table` to `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_toml(table))
-    os.replace(partial, path)
+    """Writes `table` to `path`, whole or not at all; BenchmarkError if that cannot be."""
+    files.write_whole(path, to_toml(table).encode())
 
 
 def to_toml(table: Table) -> str:

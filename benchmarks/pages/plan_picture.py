@@ -42,9 +42,9 @@ def write(plan: Plan, path: pathlib.Path) -> None:
     """Writes the picture, in the format that the file's ending names.
 
     Raises:
-      BenchmarkError: matplotlib is not installed.
+      BenchmarkError: matplotlib is not installed, or the file cannot be written.
     """
-    plots.check_available()
+    plots.check_available("--picture")
     plots.save(plots.figure(lambda figure: draw(plan, figure)), path)
 
 

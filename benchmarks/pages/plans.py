@@ -139,9 +139,11 @@ def scaling_cells(one: ScalingRow) -> list[str]:
 def beyond_lines(plan: Plan) -> list[str]:
     """Where the best splits go beyond the measurements."""
     words: dict[str, None] = {}
-    for one in plan.splits:
-        for entry in one.best[:1]:
-            words.update(dict.fromkeys(entry.beyond))
+    best = [entry for one in plan.splits for entry in one.best[:1]]
+    for entry in best:
+        words.update(dict.fromkeys(entry.beyond))
+    if not best:
+        return []
     if not words:
         return ["All of it lies within what was measured."]
     return [f"Beyond what was measured: {'; '.join(words)}."]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stretto.benchmarks import files
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements.results import Results
 from stretto.benchmarks.pages import pictures
@@ -36,13 +37,23 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_available() -> None:
-    """Raises BenchmarkError without matplotlib."""
+def check_available(option: str = "--plot") -> None:
+    """Raises BenchmarkError without matplotlib, which the option needs."""
     if not available():
         raise BenchmarkError(
-            "pictures need matplotlib: install stretto[plots], or leave out --plot; the results"
-            " file holds all that is drawn."
+            f"pictures need matplotlib: install stretto[plots], or leave out {option}; JSON holds"
+            " all that is drawn."
         )
+
+
+def check_picture(option: str, path: pathlib.Path) -> None:
+    """Raises BenchmarkError if a picture could not be drawn, or not into this file."""
+    check_available(option)
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if _kind_of(path) not in FigureCanvasBase.get_supported_filetypes():
+        raise BenchmarkError(f"{option} {path} is no picture's name; let it end in .svg or .png.")
+    files.check_writable(option, path)
 
 
 def write_all(
@@ -53,12 +64,11 @@ def write_all(
 ) -> list[pathlib.Path]:
     """Writes the pictures whose names begin so into `folder`, in each kind; returns the files."""
     check_available()
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in draw(results).items():
         for kind in kinds if name.startswith(beginnings) else ():
             path = folder / f"{name}.{kind}"
-            _save(figure, path, kind, facecolor="white")
+            files.write_whole(path, _drawn(figure, kind, facecolor="white"))
             written.append(path)
     return written
 
@@ -76,17 +86,18 @@ def figure(draw_it: Callable[[Figure], None]) -> Figure:
 
 def save(made: Figure, path: pathlib.Path) -> None:
     """Writes a figure to `path` on white, in the format that its ending names."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _save(made, path, path.suffix.lstrip(".") or "svg", facecolor="white")
+    files.write_whole(path, _drawn(made, _kind_of(path), facecolor="white"))
+
+
+def _kind_of(path: pathlib.Path) -> str:
+    return path.suffix.lstrip(".").lower() or "svg"
 
 
 def inline(results: Results) -> dict[str, str]:
     """Every picture as SVG text that takes its ink from the page around it."""
     texts = {}
     for name, figure in draw(results).items():
-        buffer = io.BytesIO()
-        _save(figure, buffer, "svg", facecolor="none")
-        texts[name] = _fit_into_page(buffer.getvalue().decode(), name)
+        texts[name] = _fit_into_page(_drawn(figure, "svg", facecolor="none").decode(), name)
     return texts
 
 
@@ -101,13 +112,16 @@ def draw(results: Results) -> dict[str, Figure]:
         )
 
 
-def _save(figure: Figure, target: pathlib.Path | io.BytesIO, kind: str, facecolor: str) -> None:
+def _drawn(figure: Figure, kind: str, facecolor: str) -> bytes:
+    """A figure as a file of this kind."""
     import matplotlib as mpl
 
+    buffer = io.BytesIO()
     with mpl.rc_context(_STYLE):
         # Without a date the same results give the same file.
         metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(target, format=kind, facecolor=facecolor, dpi=150, metadata=metadata)
+        figure.savefig(buffer, format=kind, facecolor=facecolor, dpi=150, metadata=metadata)
+    return buffer.getvalue()
 
 
 def _fit_into_page(svg: str, name: str) -> str:

@@ -6,6 +6,7 @@ import html
 import pathlib
 import shlex
 
+from stretto.benchmarks import files
 from stretto.benchmarks.measurements.results import Measurement, Results
 from stretto.benchmarks.pages import plots, terminal
 
@@ -55,9 +56,8 @@ _METHOD = (
 
 
 def write(results: Results, path: pathlib.Path) -> None:
-    """Writes the page to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(results))
+    """Writes the page to `path`; BenchmarkError if that cannot be."""
+    files.write_whole(path, page(results).encode())
 
 
 def page(results: Results) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from stretto.benchmarks import files
 from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import mesh_of
@@ -68,8 +69,7 @@ def record(case: Case, path: pathlib.Path) -> str:
         else:
             data, about = _simulate(case, mesh, operands), "predicted by the simulator"
     data["otherData"] = {"case": str(case), "about": about}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data))
+    files.write_whole(path, json.dumps(data).encode())
     return about
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.scaling import memory, steps
 from stretto.benchmarks.scaling.decoder import Decoder
 from stretto.benchmarks.scaling.evaluate import Evaluated, best_way
@@ -79,7 +80,12 @@ def over(model: StepModel, decoder: Decoder, gpus: int, batch: int, target: Targ
             impossible += 1
             losers.append(Loser(split=str(split), why=obstacle))
             continue
-        found, needed = best_way(model, decoder, split, batch, target)
+        try:
+            found, needed = best_way(model, decoder, split, batch, target)
+        except UnavailableError as error:
+            impossible += 1
+            losers.append(Loser(split=str(split), why=f"{error}; take another tp"))
+            continue
         least = min(least, needed)
         if found is None:
             too_large += 1

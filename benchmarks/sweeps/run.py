@@ -57,6 +57,7 @@ class Run:
         self._settings = settings
         self._most = batch
         machine = describe()
+        self._is_due = False  # whether the file lacks something
         self.results = Results(
             schema=results.SCHEMA,
             start_time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -173,12 +174,22 @@ class Run:
         if jax.process_index() != 0:
             return
         terminal.print_measurement(console, measurement, self.results.machine.platform)
-        self.save()
+        try:
+            self.save()
+        except BenchmarkError as error:  # as where a disk is full for a while
+            self._is_due = True
+            print(f"stretto bench: {error} Tried again after the next case.", file=sys.stderr)
+
+    def save_what_is_due(self) -> None:
+        """Writes the results if that failed before; BenchmarkError if it fails again."""
+        if self._is_due:
+            self.save()
 
     def save(self) -> None:
         """Writes the results so far, where there is a file for them."""
         if self._path is not None and jax.process_index() == 0:
             results.write(self.results, self._path)
+            self._is_due = False
 
 
 def _earlier(

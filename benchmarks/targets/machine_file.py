@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 
+from stretto.benchmarks import files
 from stretto.benchmarks.cases.floors import LINK_GB_PER_S
 from stretto.benchmarks.errors import BenchmarkError
 
 PUBLISHED_LINK_GB_PER_S = 450.0
 """What is published of the links on which `LINK_GB_PER_S` was measured: NVLink of an H100."""
 
-type Positive = Annotated[float, msgspec.Meta(gt=0)]
+MOST = 1e12
+"""More than any figure of a machine, in its unit."""
+
+type Positive = Annotated[float, msgspec.Meta(gt=0, le=MOST)]
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +69,7 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     gb_per_s: Positive
     latency_us: Positive
     interfaces: tuple[str, ...] = ()
-    oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    oversubscription: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 1.0
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -159,11 +162,8 @@ def card_of(target: Target, name: str) -> Card:
 
 
 def write(target: Target, path: pathlib.Path) -> None:
-    """Writes a machine file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(_toml(target))
-    os.replace(partial, path)
+    """Writes a machine file, whole or not at all; BenchmarkError if that cannot be."""
+    files.write_whole(path, _toml(target))
 
 
 def _toml(target: Target) -> bytes:

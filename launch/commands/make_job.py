@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,13 +28,13 @@ Starter = MpiRun | Literal["local", "srun"]
 def make_job(
     options: RunOptions,
     environ: Mapping[str, str],
-    folder: Path,
+    make_folder: Callable[[], Path],
     lost: Collection[str] = (),
 ) -> tuple[Job, str]:
     """The job that the options describe, and a line on its devices if no option chose them.
 
     Args:
-      folder: takes a hostfile for mpirun or srun if one is needed.
+      make_folder: makes a folder that is removed with the job; called if mpirun needs a hostfile.
       lost: hosts that an earlier attempt has lost.
 
     Raises:
@@ -58,7 +58,9 @@ def make_job(
     )
     chosen = choose_hosts(options, cluster, known, ask, lost)
     platforms.check_explicit(chosen.platform, explicit)
-    per = options.processes_per or (cluster.processes_per if cluster else None)
+    per = options.processes_per
+    if per is None and cluster is not None:
+        per = cluster.processes_per
     plan = layout.plan(chosen.hosts, chosen.platform, per)
     _check_nccl(plan, known)
     one_machine = set(plan.hosts) == {"localhost"}
@@ -67,6 +69,7 @@ def make_job(
     passed_on.pop(environment.CPU_DEVICES, None)  # the layout says, unless --env does
     if by_slurm:  # every node has its own, which Slurm sets there
         passed_on.pop(environment.CUDA_VISIBLE_DEVICES, None)
+    commands, folder = _commands(options, plan, environ, make_folder, starter, cluster)
     job = Job(
         layout=plan,
         arguments=("-m",) * options.module + (options.script, *options.args),
@@ -78,7 +81,7 @@ def make_job(
             **of_cluster,
             **explicit,
         },
-        commands=_commands(options, plan, environ, folder, starter, cluster),
+        commands=commands,
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         start_timeout_s=options.start_timeout,
@@ -128,28 +131,45 @@ def _commands(
     options: RunOptions,
     plan: layout.Layout,
     environ: Mapping[str, str],
-    folder: Path,
+    make_folder: Callable[[], Path],
     starter: Starter,
     cluster: Cluster | None,
-) -> tuple[AgentCommand, ...]:
-    """What to run to have an agent for every process of the plan."""
+) -> tuple[tuple[AgentCommand, ...], Path | None]:
+    """What to run to have an agent for every process of the plan, and the folder it needs."""
     agent = launchers.agent_program(cluster.image if cluster else None)
     one_machine = set(plan.hosts) == {"localhost"}
     extra = _split(options.launcher_args)
     if starter == "local":
         if extra:
             raise LaunchError("--launcher-args are for mpirun or srun, and neither runs; drop it")
-        return launchers.local_commands(plan, agent)
+        return launchers.local_commands(plan, agent), None
     if starter == "srun":
-        return srun_commands(plan, agent, environ, extra)
-    hostfile = folder / "hostfile"
+        return srun_commands(plan, agent, environ, extra), None
+    folder = hostfile = None
     if not one_machine:
         if not options.dry_run:
             check_hosts(list(plan.hosts), environ, options.start_timeout, _say)
-        hostfile.write_text(launchers.hostfile_text(plan, starter.flavour))
-    is_root = os.geteuid() == 0
-    named = None if one_machine else hostfile
-    return (launchers.mpirun_command(plan, agent, starter, named, is_root=is_root, extra=extra),)
+        folder, hostfile = _write_hostfile(make_folder, plan, starter)
+    command = launchers.mpirun_command(
+        plan, agent, starter, hostfile, is_root=os.geteuid() == 0, extra=extra
+    )
+    return (command,), folder
+
+
+def _write_hostfile(
+    make_folder: Callable[[], Path], plan: layout.Layout, mpirun: MpiRun
+) -> tuple[Path, Path]:
+    """A folder, and in it the hostfile for mpirun."""
+    try:
+        folder = make_folder()
+        hostfile = folder / "hostfile"
+        hostfile.write_text(launchers.hostfile_text(plan, mpirun.flavour))
+    except OSError as error:
+        raise LaunchError(
+            f"the hostfile for mpirun cannot be written ({error.strerror}); set TMPDIR to a folder "
+            "that has room"
+        ) from None
+    return folder, hostfile
 
 
 def _split(arguments: str) -> list[str]:

@@ -1,8 +1,11 @@
 """``stretto run``: from its options to a job that has ended."""
 
+import contextlib
+import math
+import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,9 @@ from stretto.launch.supervision.logs import run_folder
 from stretto.launch.supervision.report import TIMEOUT_STATUS
 from stretto.launch.supervision.session import Interrupted
 
+_LONGEST_SILENCE_S = 86_400  # Linux waits up to 32,767 s between two probes of a connection
+_LONGEST_GRACE_S = 1_000_000  # and up to 2,147,483 s for an event
+
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit status."""
@@ -27,8 +33,8 @@ def main(argv: list[str]) -> int:
     environ = environment.current()
     _check(options, environ)
     if options.dry_run:
-        with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-            print(describe(make_job(options, environ, Path(folder))[0]))
+        with _folder_when_needed() as folder:
+            print(describe(make_job(options, environ, folder)[0]))
         return 0
     if options.log_dir is not None:
         options = replace(options, log_dir=run_folder(options.log_dir))
@@ -37,19 +43,23 @@ def main(argv: list[str]) -> int:
 
 def _check(options: RunOptions, environ: Mapping[str, str]) -> None:
     """Refuse what cannot work before anything is started."""
+    if _working_directory_is_gone():
+        raise LaunchError("the working directory does not exist any more; cd to one that does")
     if options.module:
         module_file(options.script, Path.cwd())
     elif not Path(options.script).is_file():
         raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
-    for name, value, least in (
-        ("--timeout", options.timeout, 0),
-        ("--start-timeout", options.start_timeout, 0),
-        ("--grace", options.grace, -1),
-        ("--network-timeout", options.network_timeout, 0),
-        ("--restarts", options.restarts, -1),
+    for name, value, least, most in (
+        ("--timeout", options.timeout, 0, math.inf),
+        ("--start-timeout", options.start_timeout, 0, math.inf),
+        ("--grace", options.grace, -1, _LONGEST_GRACE_S),
+        ("--network-timeout", options.network_timeout, 0, _LONGEST_SILENCE_S),
+        ("--restarts", options.restarts, -1, math.inf),
     ):
-        if value is not None and value <= least:
+        if value is not None and not value > least:  # nan is not, either
             raise LaunchError(f"{name} {value:g} must be more than {least}")
+        if value is not None and value > most:
+            raise LaunchError(f"{name} {value:g} must be at most {most}")
     for name, port in (("--port", options.port), ("--control-port", options.control_port)):
         if not 0 <= port < 65536:
             raise LaunchError(f"{name} {port} must be from 1 to 65535, or 0 for a free one")
@@ -61,6 +71,28 @@ def _check(options: RunOptions, environ: Mapping[str, str]) -> None:
             f"{outer.launcher}; run the script directly there, it finds its place by "
             "stretto.launch.initialize()"
         )
+
+
+def _working_directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _folder_when_needed() -> Iterator[Callable[[], Path]]:
+    """A function that makes a folder for temporary files, which is removed at the end.
+
+    Most jobs need none, and one that nobody made cannot be left behind by a killed supervisor.
+    """
+    with contextlib.ExitStack() as opened:
+
+        def make() -> Path:
+            return Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="stretto-")))
+
+        yield make
 
 
 def _run(options: RunOptions, environ: Mapping[str, str]) -> int:
@@ -100,8 +132,8 @@ def _attempt(
     that never ran would not be mended by trying again.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-            job, devices = make_job(options, environ, Path(folder), lost)
+        with _folder_when_needed() as folder:
+            job, devices = make_job(options, environ, folder, lost)
             job = replace(job, attempt=attempt)
             return _run_once(job, devices if attempt == 0 else "", lost)
     except LaunchError as error:

@@ -63,7 +63,7 @@ def parse_query(text: str) -> list[GpuState]:
 
 def _whole(text: str) -> int:
     """The number, or 0 for ``[N/A]``."""
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 def judge_driver(gpus: list[GpuState], answer: Output) -> list[Finding]:

@@ -33,7 +33,7 @@ def numbers(version: str) -> tuple[int, ...]:
     """``(0, 11, 2)`` for ``0.11.2`` or ``0.11.2.dev3``."""
     parts = []
     for part in version.split("."):
-        if not part.isdigit():
+        if not part.isdecimal():
             break
         parts.append(int(part))
     return tuple(parts)

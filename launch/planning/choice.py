@@ -187,3 +187,7 @@ def _read(hostfile: Path) -> str:
         return hostfile.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise LaunchError(f"--hostfile {hostfile}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise LaunchError(
+            f"--hostfile {hostfile} is no text (UTF-8); write a host a line, such as: node1 slots=4"
+        ) from None

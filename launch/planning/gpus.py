@@ -106,7 +106,7 @@ def list_gpus(timeout_s: float | None = None) -> Listing:
 def device_files(folder: Path) -> tuple[Gpu, ...]:
     """GPUs by their device files, for containers without ``nvidia-smi``."""
     numbers = (path.name.removeprefix("nvidia") for path in folder.glob("nvidia[0-9]*"))
-    return unlisted(sorted(int(number) for number in numbers if number.isdigit()))
+    return unlisted(sorted(int(number) for number in numbers if number.isdecimal()))
 
 
 def unlisted(indices: Sequence[int]) -> tuple[Gpu, ...]:
@@ -161,7 +161,7 @@ def entries(cuda_visible_devices: str) -> list[str]:
 
 def _named(entry: str, gpus: Sequence[Gpu], position: int) -> Gpu | None:
     """The GPU that an entry names; the first one, as in CUDA, where a short UUID fits several."""
-    if entry.isdigit():
+    if entry.isdecimal():
         return next((gpu for gpu in gpus if gpu.index == int(entry)), None)
     if not entry.startswith(("GPU-", "MIG-")):
         return None

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning.layout import HostDevices
+from stretto.launch.planning.network import same_host
+from stretto.launch.planning.survey import is_this_host
 
 _SLOTS = re.compile(r"^(?P<key>max[_-]slots|slots)\s*=\s*(?P<value>\S+)$")
 
@@ -15,7 +17,8 @@ def parse_hostfile(
     """Hosts of a hostfile, a line each: ``NAME [slots=N] [max_slots=N]``.
 
     ``#`` starts a comment; blank lines, tabs and CRLF are fine; ``NAME`` may be ``user@host`` or
-    an IPv6 address. A host named again adds to its slots. ``NAME:N`` is MPICH's way to say slots.
+    an IPv6 address. A host named again adds to its slots, also by its full name in place of its
+    short one, or as ``localhost``. ``NAME:N`` is MPICH's way to say slots.
 
     Args:
       text: the file's content.
@@ -27,12 +30,14 @@ def parse_hostfile(
     """
     slots: dict[str, int] = {}
     limits: dict[str, int] = {}
+    names = _Names()
     for number, line in enumerate(text.splitlines(), start=1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if not words:
             continue
         where = f"{source}, line {number}"
         name, count = _name_and_count(words[0], where)
+        name = names.first_of(name)
         for word in words[1:]:
             match = _SLOTS.match(word)
             if match is None:
@@ -48,6 +53,28 @@ def parse_hostfile(
     if not slots:
         raise LaunchError(f"{source} names no host; write one a line, such as: node1 slots=4")
     return [HostDevices(name, min(n, limits.get(name, n))) for name, n in slots.items()]
+
+
+class _Names:
+    """The first of several names of a host."""
+
+    def __init__(self):
+        self._by_label: dict[str, list[str]] = {}
+        self._own: str | None = None
+
+    def first_of(self, name: str) -> str:
+        """The name that was met first of the host with this one, perhaps this one."""
+        host = name.rpartition("@")[2]
+        if is_this_host(host):
+            self._own = self._own or name
+            return self._own
+        label = host.lower().partition(".")[0]
+        alike = self._by_label.setdefault(host if label.isdecimal() else label, [])
+        for one in alike:
+            if same_host(one.rpartition("@")[2], host):
+                return one
+        alike.append(name)
+        return name
 
 
 def parse_hosts(text: str, default_devices: int | Mapping[str, int]) -> list[HostDevices]:
@@ -70,6 +97,6 @@ def _name_and_count(word: str, where: str) -> tuple[str, int | None]:
 
 
 def _positive(text: str, word: str, where: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise LaunchError(f"{where}: {word!r} needs a number of at least 1")
     return int(text)

@@ -191,4 +191,4 @@ def _joined(argv: Sequence[str], option: str) -> list[str]:
 
 
 def _is_joined_n(token: str) -> bool:
-    return token.startswith("-n") and token[2:].isdigit()
+    return token.startswith("-n") and token[2:].isdecimal()

@@ -91,7 +91,7 @@ def gpus_per_host(environ: Mapping[str, str]) -> int | None:
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         text = re.sub(r"\([^)]*\)", "", environ.get(name, ""))  # "h100:4(S:0-1)"
         counts = [part.rpartition(":")[2] for part in text.split(",")]  # "h100:4" or "4"
-        if text and all(count.isdigit() for count in counts):
+        if text and all(count.isdecimal() for count in counts):
             return sum(map(int, counts))
     return None
 

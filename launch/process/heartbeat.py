@@ -4,14 +4,16 @@
 of the other processes (``programs.py``).
 """
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 
 from stretto.launch import environment
 
 RECORD_SIZE = 256
-_target: tuple[int, int] | None = None  # descriptor, and the process it belongs to
+_target: environment.Target | None = None
 
 
 def progress(step: int, operation: str = "") -> None:
@@ -31,22 +33,29 @@ def progress(step: int, operation: str = "") -> None:
     """
     global _target
     if _target is None:
-        fd, pid = environment.progress_target()
-        _target = (fd, pid)
-    fd, pid = _target
-    if pid == os.getpid():
-        os.pwrite(fd, encode(step, operation), 0)
+        _target = environment.target(environment.PROGRESS)
+    if _target.is_open:
+        with contextlib.suppress(OSError):  # no step fails because it cannot be noted
+            os.pwrite(_target.fd, encode(step, operation), 0)
 
 
 def encode(step: int, operation: str) -> bytes:
     """A record of fixed size, so that a shorter one leaves nothing of a longer one behind."""
     words = f"step {step}" + (f" in {operation}" if operation else "")
-    return words.encode()[: RECORD_SIZE - 1].ljust(RECORD_SIZE, b"\0")
+    return words.encode("utf-8", "replace")[: RECORD_SIZE - 1].ljust(RECORD_SIZE, b"\0")
 
 
 def decode(record: bytes) -> str:
     """``step 5 in all_gather_matmul``; empty if nothing was noted."""
     return record.partition(b"\0")[0].decode("utf-8", "replace")
+
+
+def tell_that_it_joins() -> None:
+    """Report to the agent that this process joins the others, who will wait for it.
+
+    Does nothing in a script that ``stretto run`` did not start.
+    """
+    _tell(environment.target(environment.RECORD), {"joins": True})
 
 
 def tell_programs() -> None:
@@ -55,13 +64,15 @@ def tell_programs() -> None:
     Does nothing in a script that ``stretto run`` did not start, or where
     ``STRETTO_CHECK_PROGRAMS`` is 0.
     """
-    fd, pid = environment.record_target()
-    if pid != os.getpid() or environment.current().get(environment.CHECK_PROGRAMS) == "0":
+    target = environment.target(environment.RECORD)
+    if not target.is_open or environment.current().get(environment.CHECK_PROGRAMS) == "0":
         return
     from stretto.distributed.private_jax import programs
 
-    def tell(program: programs.Program) -> None:
-        record = json.dumps({"program": dataclasses.asdict(program)})
-        os.write(fd, record.encode("ascii") + b"\n")
+    programs.watch(lambda program: _tell(target, {"program": dataclasses.asdict(program)}))
 
-    programs.watch(tell)
+
+def _tell(target: environment.Target, record: Mapping[str, object]) -> None:
+    if target.is_open:
+        with contextlib.suppress(OSError):
+            os.write(target.fd, json.dumps(record).encode("ascii") + b"\n")

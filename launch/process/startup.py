@@ -146,6 +146,7 @@ def _join(process: Process, timeout_s: float) -> None:
             f"port {port} of {address}, where process 0 serves the others, is taken; "
             "start the job again, or with another --port"
         )
+    heartbeat.tell_that_it_joins()
     jax.distributed.initialize(
         coordinator_address=process.coordinator,
         coordinator_bind_address=process.coordinator,

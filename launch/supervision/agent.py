@@ -9,14 +9,13 @@ network is cut ends on both sides of the cut.
 Messages to the agent: ``prepare``, ``probe``, ``start``, ``stdin``, ``stop``, ``stacks``, ``look``,
 ``ping``, ``taken``, ``done``.
 Messages from it: ``hello``, ``prepared``, ``probed``, ``refused``, ``output``, ``failure``,
-``program``, ``alone``, ``finished``, ``progress``, ``stacks``, ``looked``, ``pong``,
+``program``, ``alone``, ``finished``, ``joins``, ``progress``, ``stacks``, ``looked``, ``pong``,
 ``stdin``, ``stopped``, ``continued``, ``ended``.
 """
 
 import base64
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import selectors
@@ -33,6 +32,7 @@ from stretto.launch.supervision import descendants, host_checks, stillness
 from stretto.launch.supervision.child import STACKS_SIGNAL, Child, Pipe, StateChange
 from stretto.launch.supervision.gpu_checks import take_gpus
 from stretto.launch.supervision.outlet import STREAMS
+from stretto.launch.supervision.records import KINDS, parse_record
 from stretto.launch.supervision.stdin import Sink
 from stretto.launch.supervision.wire import Channel, Flow, Message
 
@@ -151,8 +151,14 @@ class Agent:
             problem = take_gpus(message, self._environ)
         port = None
         if message["offer_port"] and problem is None:
-            self._probe_socket = network.listen(network.ANY, message["port"])
-            port = self._probe_socket.getsockname()[1]
+            try:
+                self._probe_socket = network.listen(network.ANY, message["port"])
+                port = self._probe_socket.getsockname()[1]
+            except OSError as error:
+                problem = (
+                    f"port {message['port']} of host {socket.gethostname()} cannot be listened on "
+                    f"({error.strerror}); choose another --port, or none"
+                )
         addresses = network.interface_addresses(message["interface"])
         self._channel.send("prepared", problem=problem, port=port, addresses=addresses)
 
@@ -225,9 +231,8 @@ class Agent:
         if pipe_name == "stacks":
             self._channel.send("stacks", text=line)
             return
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            kind = next((k for k in ("program", "alone", "finished") if k in record), "failure")
+        if (record := parse_record(line)) is not None:
+            kind = next((kind for kind in KINDS if kind in record), "failure")
             self._channel.send(kind, record=record, progress=self._progress())
 
     def _progress(self) -> str:

@@ -85,8 +85,8 @@ class Child:
     ):
         ends = {name: os.pipe() for name in ("stdout", "stderr", "record", "stacks")}
         record, stacks = ends["record"][1], ends["stacks"][1]
-        self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as self
-        passed = (record, stacks, self._progress.fileno())
+        self._progress = _memory_file()
+        passed = (record, stacks, self._progress)
         private = {environment.WORKER_PIPES: ",".join(map(str, (*passed, os.getpid())))}
         try:
             self._process = subprocess.Popen(
@@ -126,7 +126,7 @@ class Child:
 
     def progress(self) -> str:
         """How far the script says it is; empty if it says nothing."""
-        return decode(os.pread(self._progress.fileno(), RECORD_SIZE, 0))
+        return decode(os.pread(self._progress, RECORD_SIZE, 0))
 
     def ask_to_end(self, number: int = signal.SIGTERM) -> None:
         """The signal ``number``, and SIGCONT so that a stopped worker can act on it."""
@@ -159,3 +159,11 @@ class Child:
                 if found.si_pid == self.pid:
                     break
                 os.waitpid(found.si_pid, os.WNOHANG)
+
+
+def _memory_file() -> int:
+    """A descriptor of a file that has no name, and on Linux no disk that could be full."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("stretto-progress")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

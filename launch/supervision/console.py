@@ -85,9 +85,13 @@ class Console:
         self._wake = wake
 
     def check(self) -> None:
-        """Raises ``BrokenPipeError`` if the reader of the output is gone."""
-        if self._terminal.error is not None:
-            raise self._terminal.error
+        """Raises ``BrokenPipeError`` if the reader of the output is gone.
+
+        Raises what an outlet's thread met with else, too: a fault of ours, not of the job's.
+        """
+        for error in (self._terminal.error, *(outlet.error for outlet in self._outlets)):
+            if error is not None:
+                raise error
 
     def log_note(self, process_id: int) -> str:
         """``; log: FILE`` if there is one, else nothing."""
@@ -116,6 +120,8 @@ class Console:
         """
         while not self.drain(_CLOSE_LIMIT_S) and not in_haste:
             pass
+        for error in filter(None, (outlet.error for outlet in self._outlets)):
+            self._unsaid.append(f"stretto: some output was lost: {error!r}")
         if self._unsaid:
             with contextlib.suppress(OSError):
                 write_what_goes(_FDS["stderr"], _lines(*self._unsaid))
@@ -128,8 +134,10 @@ class Console:
         self._wake()
 
     def _say_next(self) -> None:
-        self._terminal.say(_lines(self._unsaid[0]))
-        del self._unsaid[0]
+        try:
+            self._terminal.say(_lines(self._unsaid[0]))
+        finally:
+            del self._unsaid[0]
 
 
 class _Terminal:
@@ -186,7 +194,15 @@ def _is_hidden(line: bytes) -> bool:
 
 
 def _lines(*texts: str) -> bytes:
-    return "".join(f"{text}\n" for text in texts).encode("utf-8", "surrogateescape")
+    return b"".join(_encoded(text) + b"\n" for text in texts)
+
+
+def _encoded(text: str) -> bytes:
+    """Bytes that came as ``surrogateescape`` as they were; other surrogates as ``\\ud800``."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace")
 
 
 def _are_one_file() -> bool:

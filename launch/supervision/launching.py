@@ -10,12 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stretto.launch.errors import LaunchError
 from stretto.launch.planning.launchers import AgentCommand
 
 _EXIT_LIMIT_S = 1.0  # beyond the grace
 _EXIT_GRACE_S = 1.5
 _EXIT_GRACE_OF_EACH_S = 0.02  # of two cores, for an agent and its worker
 _LOOK_S = 0.02
+_MOST_LINES = 1000
 _KEEPER = (sys.executable, "-P", "-m", "stretto.launch.supervision.keeper")
 
 
@@ -32,7 +34,7 @@ class Launchers:
       num_processes: how many agents there are.
 
     Attributes:
-      output: lines that they wrote themselves.
+      output: the last lines that they wrote themselves.
     """
 
     def __init__(self, selector: selectors.BaseSelector, num_processes: int = 1):
@@ -51,21 +53,32 @@ class Launchers:
           commands: what to run.
           environ: their environment, beside what each adds.
           folder: goes with the job, even if the supervisor is killed.
+
+        Raises:
+          LaunchError: the operating system starts no more of them.
         """
         for command in commands:
             keeper = (*_KEEPER, str(folder or ""), str(exit_grace_s(self._num_processes)))
             if not command.starts_others:
                 keeper = ()
             read_end, write_end = os.pipe()
-            program = subprocess.Popen(
-                [*keeper, *command.argv],
-                stdin=subprocess.PIPE if keeper else subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                env={**environ, **command.environ},
-                start_new_session=True,
-            )
-            os.close(write_end)
+            try:
+                program = subprocess.Popen(
+                    [*keeper, *command.argv],
+                    stdin=subprocess.PIPE if keeper else subprocess.DEVNULL,
+                    stdout=write_end,
+                    stderr=write_end,
+                    env={**environ, **command.environ},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                os.close(read_end)
+                raise LaunchError(
+                    f"{len(self._programs)} of {len(commands)} programs could be started, and then "
+                    f"none ({error.strerror}); see ulimit -a, or start fewer processes"
+                ) from None
+            finally:
+                os.close(write_end)
             self._programs.append(program)
             self._pipes.add(read_end)
             self._selector.register(read_end, selectors.EVENT_READ, self._on_output)
@@ -94,6 +107,7 @@ class Launchers:
     def _on_output(self, pipe: int) -> None:
         data = os.read(pipe, 1 << 16)
         self.output += data.decode(errors="replace").splitlines()
+        del self.output[:-_MOST_LINES]
         if not data:
             self._close(pipe)
 

@@ -21,6 +21,7 @@ from stretto.launch.supervision.programs import Program
 from stretto.launch.supervision.report import (
     Whereabouts,
     innermost_frame,
+    may_be_joining,
     may_wait_for_others,
     place_in_script,
 )
@@ -66,6 +67,8 @@ class Member:
         self.connected = True
         self.lost_host = False  # its connection is silent, though its end was not reported
         self.stayed_alone = False  # has used JAX, and has not joined the others
+        self.joins = False  # joins the others, or has joined them
+        self.vanished = False  # ended with status 0 before the end of its script: os._exit(0)
         self.progress = ""
         self.programs: list[Program] = []
         self.heard_at = time.monotonic()  # of output, of a program, of new progress
@@ -125,6 +128,8 @@ class Member:
                 self._stopped = (now, message["signal"])
             case "continued":
                 self._stopped = None
+            case "joins":
+                self.joins = True
             case "alone":
                 self.stayed_alone = True
             case "failure" if not self._stopping:
@@ -134,6 +139,7 @@ class Member:
             case "ended":
                 self.over = True
                 if message["state"] == "exited" and message["number"] == 0:
+                    self.vanished = self.finished_at is None
                     self.finished_at = self.finished_at or now - message["age_s"]
                 moment = now - message["age_s"]
                 if message.get("by_launcher") and not (self._stopping or self._failed):
@@ -192,6 +198,11 @@ class Member:
         """Whether its main thread, by the stacks it told, may wait for other processes."""
         frame = innermost_frame(self._stacks)
         return frame is not None and may_wait_for_others(frame)
+
+    def may_be_joining(self) -> bool:
+        """Whether its main thread, by the stacks it told, may wait for all others to join."""
+        frame = innermost_frame(self._stacks)
+        return frame is not None and may_be_joining(frame)
 
     def silent_agent(self, limit_s: float) -> Failure | None:
         """A failure if its agent has not answered for ``limit_s``, or is stopped that long."""

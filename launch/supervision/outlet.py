@@ -33,7 +33,8 @@ class Outlet:
     """A thread that hands pieces to ``write``, in their order, and what is due to ``write_due``.
 
     Its time is what it has waited for pieces. While it writes, or this process is stopped, no
-    source pauses: there may be more of it, which could not come.
+    source pauses: there may be more of it, which could not come. It never ends by an error, since
+    everything would wait for it: it keeps the first one as ``error``, and goes on.
 
     Args:
       write: takes pieces and the time, and may block.
@@ -52,6 +53,7 @@ class Outlet:
         self._wake = wake
         self._queue: queue.SimpleQueue[Piece | Callable[[], None]] = queue.SimpleQueue()
         self.taken: dict[int, int] = {}  # by process, the cost of what was dealt with
+        self.error: Exception | None = None
         self._newly_taken: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -79,18 +81,25 @@ class Outlet:
             began = time.monotonic()
             pieces, then = self._next(_STEP_S if holds_back else None)
             now += min(time.monotonic() - began, _STEP_S)
-            self._write(pieces, now)
+            self._try(self._write, pieces, now)
             for piece in pieces:
                 size = cost(len(piece.data)) if piece.data is not None else 0
                 self.taken[piece.process_id] = self.taken.get(piece.process_id, 0) + size
             if pieces:
                 self._newly_taken.put({piece.process_id for piece in pieces})
-            holds_back = self._write_due(now)
+            holds_back = bool(self._try(self._write_due, now))
             self._wake()
             if then is _END:
                 return
             if then is not None:
-                then()
+                self._try(then)
+
+    def _try[**P, R](self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self.error = self.error or error
+            return None
 
     def end(self) -> None:
         """Have the thread end after all that was put before."""

@@ -14,6 +14,8 @@ _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<functio
 _WORKER_FILE = str(Path(__file__).parents[1] / "worker.py")
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
 _JAX = re.compile(r"-packages/(?:jax|jaxlib)/")
+# Where processes join one another, and where those that have joined learn of all devices.
+_JOINING = re.compile(r"-packages/(?:jax/_src/(?:distributed|xla_bridge)|jaxlib/xla_client)\.py$")
 _STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/")
 TIMEOUT_STATUS = 124
 _LONGEST_LIST = 8  # of processes that are named one by one
@@ -86,6 +88,14 @@ def may_wait_for_others(frame: Place) -> bool:
     if _PACKAGES.search(frame.file):
         return _JAX.search(frame.file) is not None
     return not frame.file.startswith("<") and not _STANDARD_LIBRARY.search(frame.file)
+
+
+def may_be_joining(frame: Place) -> bool:
+    """Whether a main thread that stands still there may wait for all processes of the job.
+
+    Of a process that joins the others: one that is alone finds its devices there, too.
+    """
+    return _JOINING.search(frame.file) is not None
 
 
 def _main_thread(stacks: Sequence[str]) -> list[Place]:

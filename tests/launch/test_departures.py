@@ -98,3 +98,58 @@ def test_who_runs_nothing_with_it_is_left_alone(pair, clock):
 def test_nobody_has_finished(pair, clock):
     pair[1].finished_at = None
     assert not Departures(pair).wants_news()
+
+
+JAX = "/env/lib/python3.12/site-packages/jax"
+
+
+@pytest.fixture
+def strangers(pair):
+    """The same, before they have run anything together."""
+    for member in pair:
+        member.programs.clear()
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("file", "joins", "waits"),
+    [
+        (f"{JAX}/_src/distributed.py", True, True),
+        (f"{JAX}/_src/xla_bridge.py", True, True),
+        (f"{JAX}lib/xla_client.py", True, True),
+        (f"{JAX}/_src/xla_bridge.py", False, False),  # alone, it starts a GPU
+        (f"{JAX}/_src/array.py", True, False),
+        ("train.py", True, False),
+    ],
+)
+def test_who_stands_still_where_all_join_waits(strangers, clock, file, joins, waits):
+    if joins:
+        strangers[0].update({"kind": "joins", "record": {"joins": True}})
+    found = Departures(strangers)
+    clock[0] = 104.0
+    assert found.wants_news() == joins and found.stuck() is None
+    tell_stacks(strangers[0], file)
+    clock[0] = 106.0
+    failure = found.stuck()
+    assert (failure is not None) == waits
+    if failure is not None:
+        assert (failure.process_id, failure.status) == (1, 1)
+        assert "process 0 waits for it where all processes join" in failure.how
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_who_stands_still_at_its_end_waits_for_one_that_vanished(strangers, clock, vanishes):
+    left, gone = strangers
+    gone.finished_at = None if vanishes else 100.0
+    for member in strangers:
+        member.update({"kind": "joins", "record": {"joins": True}})
+    gone.update({"kind": "ended", "state": "exited", "number": 0, "age_s": 0.0})
+    clock[0] = 110.0
+    left.update({"kind": "finished"})
+    found = Departures(strangers)
+    clock[0] = 114.0
+    assert found.stuck() is None
+    clock[0] = 116.0
+    failure = found.stuck()
+    assert (failure is not None) == vanishes
+    assert failure is None or "waits for it at its end" in failure.how

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.launch.errors import LaunchError
+from stretto.launch.planning import network
 from stretto.launch.planning.hosts import parse_hostfile, parse_hosts
 
 UGLY = (
@@ -55,3 +56,16 @@ def test_errors_name_the_line(text, words):
 
 def test_list():
     assert pairs(parse_hosts("a:4, b:2,c", 8)) == [("a", 4), ("b", 2), ("c", 8)]
+
+
+def test_one_host_under_several_names(monkeypatch):
+    """mpirun refuses them, in words that do not say so."""
+    monkeypatch.setattr(network, "host_name", lambda: "here.org")
+    named = "Node1:1,node1.x.org:2,10.0.0.1:1,10.0.0.2:1,me@here:3,localhost:1,127.0.0.1:2,node1:4"
+    found = parse_hosts(f"{named},10.0.0.1:5,here.org:1", {"unused": 1})
+    assert pairs(found) == [("Node1", 7), ("10.0.0.1", 6), ("10.0.0.2", 1), ("me@here", 7)]
+    assert pairs(parse_hosts("a,b.x,a.x,b.x.y", {"a": 2, "b.x": 3, "b.x.y": 1})) == [
+        ("a", 4),
+        ("b.x", 3),
+        ("b.x.y", 1),
+    ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from stretto.launch import cli
-from stretto.launch.planning import gpus
+from stretto.launch.planning import gpus, launchers
 
 FAKE_SMI = """#!/bin/sh
 echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)'
@@ -72,11 +74,45 @@ def test_missing_script(capfd):
         (("--hosts", "a:2,b:2", "-n", "5"), "-n 5 asks for more than the 4 slots"),
         (("--launcher", "srun"), "needs a Slurm allocation"),
         (("--hosts", "a:1", "--launcher", "local"), "on this machine only"),
+        (("--hosts", "a:²"), "'a:²' needs a number of at least 1"),
+        (("-n", "2", "--processes-per", "0"), "--processes-per 0 cannot share"),
+        (("--timeout", "nan"), "--timeout nan must be more than 0"),
+        (("--start-timeout", "nan"), "--start-timeout nan must be more than 0"),
+        (("--grace", "inf"), "--grace inf must be at most 1000000"),
+        (("--network-timeout", "1e9"), "--network-timeout 1e+09 must be at most 86400"),
     ],
 )
 def test_option_that_cannot_be(capfd, script, monkeypatch, options, words):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert words in refused(capfd, *options, script)
+
+
+def test_hostfile_that_is_no_text(capfd, script):
+    Path("hosts").write_bytes(b"node1 slots=2\n\x95\xff\n")
+    assert "--hostfile hosts is no text" in refused(capfd, "--hostfile", "hosts", script)
+
+
+def test_working_directory_that_is_gone(capfd, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "cd to one that does" in refused(capfd, "-n", "2", "../script.py")
+
+
+def test_no_room_for_the_hostfile(capfd, script, monkeypatch):
+    """A job on this machine needs none, so that a killed one leaves no folder behind."""
+
+    def no_room(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", no_room)
+    there = launchers.MpiRun("mpirun", "openmpi", (5, 0))
+    monkeypatch.setattr(launchers, "find_mpirun", lambda _: there)
+    options = ("--platform", "cpu", "--dry-run")
+    line = refused(capfd, *options, "--hosts", "a:1,b:1", "--launcher", "mpirun", script)
+    assert "cannot be written (No space left on device); set TMPDIR" in line
+    assert cli.main(["run", *options, "-n", "2", script]) == 0
 
 
 def test_more_devices_than_gpus(capfd, script, two_gpus):

@@ -125,10 +125,9 @@ def test_output_goes_to_its_stream_and_to_a_log_file(run_job, tmp_path):
 
 
 def test_exception_ends_the_job_and_is_shown_last(run_job):
-    fail = "def deep():\n    raise ValueError('boom')\nif me == 1:\n    deep()\ntime.sleep(60)\n"
+    fail = "def deep():\n    raise ValueError('boom')\nif me == 1:\n    deep()\ntime.sleep(600)\n"
     result = run_job(PREAMBLE + fail, *LOCAL, "-n", "3")
     assert result.status == 1
-    assert result.seconds < 10
     assert result.last_line() == "ValueError: boom"
     report = result.stderr[result.stderr.index("stretto: process 1 of 3 on ") :]
     assert "line 4, in deep" in report
@@ -148,9 +147,8 @@ def test_exception_ends_the_job_and_is_shown_last(run_job):
     ],
 )
 def test_status_is_that_of_the_first_failure(run_job, fail, status, phrase):
-    result = run_job(PREAMBLE + f"if me == 1: {fail}\ntime.sleep(60)", *LOCAL, "-n", "2")
+    result = run_job(PREAMBLE + f"if me == 1: {fail}\ntime.sleep(600)", *LOCAL, "-n", "2")
     assert result.status == status
-    assert result.seconds < 10
     report = result.stderr[result.stderr.index("stretto: process 1 of 2 on ") :]
     assert phrase in report
 
@@ -163,10 +161,9 @@ def test_syntax_error_is_the_scripts_own(run_job):
 
 def test_process_that_ignores_sigterm_is_killed(run_job):
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    script += BEGUN + f"if me == 0:\n    {after(1)}    sys.exit(4)\ntime.sleep(60)"
+    script += BEGUN + f"if me == 0:\n    {after(1)}    sys.exit(4)\ntime.sleep(600)"
     result = run_job(PREAMBLE + script, *LOCAL, "-n", "2")
     assert result.status == 4
-    assert result.seconds < 12
 
 
 def test_what_a_process_started_ends_with_it(run_job):
@@ -176,26 +173,25 @@ def test_what_a_process_started_ends_with_it(run_job):
 
 
 def test_time_limit_shows_where_each_process_is(run_job):
-    script = "def wait():\n    time.sleep(60)  # waits\nif me == 1:\n    time.sleep(61)\nwait()"
+    script = "def wait():\n    time.sleep(600)  # waits\nif me == 1:\n    time.sleep(601)\nwait()"
     result = run_job(PREAMBLE + script, *LOCAL, "-n", "3", "--timeout", "4")
     assert result.status == 124
-    assert result.seconds < 4 + 10
     lines = result.stderr.rstrip().splitlines()
     assert "time limit of 4 s" in lines[-3]
-    assert "process 1: at " in lines[-2] and lines[-2].endswith(":6: time.sleep(61)")
-    assert "processes 0, 2: at " in lines[-1] and "time.sleep(60)  # waits" in lines[-1]
+    assert "process 1: at " in lines[-2] and lines[-2].endswith(":6: time.sleep(601)")
+    assert "processes 0, 2: at " in lines[-1] and "time.sleep(600)  # waits" in lines[-1]
 
 
 def test_failure_shows_where_the_others_are(run_job):
     """Progress that scripts note, and the line they are at; the cause stays the last thing."""
     script = "import stretto.launch\nstretto.launch.progress(3 + me, 'gather' * (me != 1))\n"
-    script += BEGUN + f"if me == 1:\n    {after(0, 2)}    time.sleep(0.3)\n"
-    script += "    raise ValueError('boom')\ntime.sleep(60)"
+    script += f"if me == 1:\n    {after(0, 2)}    raise ValueError('boom')\n"
+    script += f"{BEGUN.rstrip()}; time.sleep(600)"  # one line: wherever it is, it is there
     result = run_job(PREAMBLE + script, *LOCAL, "-n", "3")
     assert result.status == 1
     report = result.stderr[result.stderr.index("stretto: when process 1 failed") :].splitlines()
     assert report[1].startswith("  process 0: at step 3 in gather, at ")
-    assert report[1].endswith(": time.sleep(60)")
+    assert report[1].endswith("; time.sleep(600)")
     assert report[2].startswith("  process 2: at step 5 in gather, at ")
     assert " s at step 4: exit status 1" in report[3]
     assert report[-1] == "ValueError: boom"
@@ -211,7 +207,7 @@ def test_progress_outside_of_a_job_and_in_a_child_process(run_job):
 
 
 def test_stopped_process_fails_the_job(start_job, tmp_path):
-    job = start_job(PREAMBLE + BEGUN + "time.sleep(60)", *LOCAL, "-n", "2")
+    job = start_job(PREAMBLE + BEGUN + "time.sleep(600)", *LOCAL, "-n", "2")
     job.wait_for(has_begun(tmp_path, 0, 1))
     os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
     result = job.result()
@@ -232,7 +228,7 @@ def test_stopped_and_continued_process_goes_on(start_job, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_all(start_job, tmp_path, number):
-    job = start_job(PREAMBLE + BEGUN + "time.sleep(60)", *LOCAL, "-n", "2")
+    job = start_job(PREAMBLE + BEGUN + "time.sleep(600)", *LOCAL, "-n", "2")
     job.wait_for(has_begun(tmp_path, 0, 1))
     job.process.send_signal(number)
     result = job.result()
@@ -242,14 +238,14 @@ def test_interrupt_ends_all(start_job, tmp_path, number):
 
 
 def test_killed_supervisor_leaves_nothing(start_job, tmp_path):
-    job = start_job(PREAMBLE + BEGUN + "time.sleep(60)", *LOCAL, "-n", "2")
+    job = start_job(PREAMBLE + BEGUN + "time.sleep(600)", *LOCAL, "-n", "2")
     job.wait_for(has_begun(tmp_path, 0, 1))
     job.process.kill()
     assert job.result().left == []
 
 
 def test_killed_agent_is_reported_and_its_worker_dies(start_job, tmp_path):
-    job = start_job(PREAMBLE + BEGUN + "time.sleep(60)", *LOCAL, "-n", "2")
+    job = start_job(PREAMBLE + BEGUN + "time.sleep(600)", *LOCAL, "-n", "2")
     job.wait_for(has_begun(tmp_path, 0, 1))
     worker = pid_of(tmp_path, 1)
     agent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])

@@ -22,7 +22,8 @@ def save(*_):
 
 
 def begun(folder: Path, count: int):
-    return lambda: all((folder / f"begun{i}").exists() for i in range(count))
+    files = [folder / f"begun{i}" for i in range(count)]
+    return lambda: all(file.exists() and file.read_text() for file in files)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,9 @@ def begun(folder: Path, count: int):
     ],
 )
 def test_a_process_has_time_to_save(start_job, tmp_path, number, handled):
-    script = PREAMBLE + SAVE + f"signal.signal(signal.{handled}, save)\n" + BEGUN + "time.sleep(60)"
+    script = (
+        PREAMBLE + SAVE + f"signal.signal(signal.{handled}, save)\n" + BEGUN + "time.sleep(600)"
+    )
     job = start_job(script, *LOCAL, "-n", "2")
     job.wait_for(begun(tmp_path, 2))
     job.process.send_signal(signal.Signals[number])
@@ -49,7 +52,7 @@ DEAF = PREAMBLE + "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, si
 
 
 def test_the_time_to_save_can_be_set(start_job, tmp_path):
-    job = start_job(DEAF + BEGUN + "time.sleep(60)", *LOCAL, "-n", "1", "--grace", "0.5")
+    job = start_job(DEAF + BEGUN + "time.sleep(600)", *LOCAL, "-n", "1", "--grace", "0.5")
     job.wait_for(begun(tmp_path, 1))
     job.process.terminate()
     result = job.result(limit_s=25)
@@ -57,7 +60,7 @@ def test_the_time_to_save_can_be_set(start_job, tmp_path):
 
 
 def test_a_second_signal_ends_all_at_once(start_job, tmp_path):
-    job = start_job(DEAF + BEGUN + "time.sleep(60)", *LOCAL, "-n", "1", "--grace", "50")
+    job = start_job(DEAF + BEGUN + "time.sleep(600)", *LOCAL, "-n", "1", "--grace", "50")
     job.wait_for(begun(tmp_path, 1))
     job.process.send_signal(signal.SIGINT)
     assert "the processes have 50 s" in job.process.stderr.readline()
@@ -96,7 +99,7 @@ def test_signals_of_the_scripts_own_are_left_alone(run_job):
     script = PREAMBLE + "def mine(number, _): print('got', number, flush=True)\n"
     script += "for n in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(n, mine)\n" + BEGUN
     script += "while not os.path.exists('begun0'): time.sleep(0.02)\n"
-    script += "if me == 1: time.sleep(0.3); raise ValueError('boom')\ntime.sleep(60)"
+    script += "if me == 1: time.sleep(0.3); raise ValueError('boom')\ntime.sleep(600)"
     result = run_job(script, *LOCAL, "-n", "2")
     assert result.status == 1 and result.stdout == ""
     assert "process 0: at " in result.stderr
@@ -111,8 +114,8 @@ def test_user_signals_keep_their_default(run_job):
 def test_what_hides_in_a_session_of_its_own_ends_with_the_job(start_job, tmp_path):
     """However the job ends: here its supervisor is killed."""
     script = PREAMBLE + "import subprocess\n"
-    script += "subprocess.Popen(['setsid', 'sh', '-c', 'sleep 60 & sleep 60'])\n" + BEGUN
-    job = start_job(script + "time.sleep(60)", *LOCAL, "-n", "2")
+    script += "subprocess.Popen(['setsid', 'sh', '-c', 'sleep 600 & sleep 600'])\n" + BEGUN
+    job = start_job(script + "time.sleep(600)", *LOCAL, "-n", "2")
     job.wait_for(begun(tmp_path, 2))
     time.sleep(0.3)
     job.process.kill()
@@ -120,9 +123,9 @@ def test_what_hides_in_a_session_of_its_own_ends_with_the_job(start_job, tmp_pat
 
 
 def test_a_stopped_agent_is_noticed(start_job, tmp_path):
-    job = start_job(PREAMBLE + BEGUN + "time.sleep(100)", *LOCAL, "-n", "2")
+    job = start_job(PREAMBLE + BEGUN + "time.sleep(600)", *LOCAL, "-n", "2")
     job.wait_for(begun(tmp_path, 2))
-    worker = int((tmp_path / "begun1").read_text() or 0)
+    worker = int((tmp_path / "begun1").read_text())
     agent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGSTOP)
     result = job.result()

@@ -123,10 +123,8 @@ def test_tasks_of_the_allocation(slurm, script):
 def test_inside_a_step_that_holds_the_node(slurm, script):
     """As in the shell of `srun --pty bash`."""
     argv = ("srun", "-N1", "-n1", "--exclusive", "stretto", "run", "-n", "2", str(script))
-    began = time.monotonic()
     done = slurm.run(*argv, env=env(slurm))
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 50  # the whole start-up time is 60 s
+    assert done.returncode == 0, done.stderr  # else the time to start passes
     assert done.stdout.count("at ") == 2
 
 
