@@ -50,6 +50,8 @@ class Checks:
         detector = self._machine.detector
         overwrites = access.what == "copy's write"
         for last in detector.last_writes(region):
+            if last.gone and not overwrites:
+                continue  # What was never written in this scope is told as that.
             for store in (last, *last.earlier):
                 if _overtakes(store, access, committed):
                     self._uncommitted("store", store, access, region)

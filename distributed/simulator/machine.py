@@ -18,6 +18,7 @@ from stretto.distributed.simulator.state import clocks
 from stretto.distributed.simulator.state.allocations import like, shared_bytes
 from stretto.distributed.simulator.state.barriers import BarrierArray
 from stretto.distributed.simulator.state.cost_model import Clock, CostModel
+from stretto.distributed.simulator.state.freed import inherit
 from stretto.distributed.simulator.state.memory import Buffer
 from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.simulator.state.races import Access, RaceDetector
@@ -275,6 +276,8 @@ class Machine:
 
     def add_shared(self, block: Block, key: Hashable, made: Any) -> None:
         """Gives `block` a shared allocation."""
+        if isinstance(made, Buffer):
+            inherit(self.detector, block.freed, made)
         block.shared[key] = made
         block.shared_bytes += shared_bytes(made)
         statistics = self.report.statistics

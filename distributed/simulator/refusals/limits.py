@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.distributed.simulator.reports.flaws import Flaw, equations, inner_jaxprs
-from stretto.distributed.simulator.state.allocations import allocations_of
+from stretto.distributed.simulator.state.allocations import (
+    SMEM_ALIGNMENT,
+    Allocation,
+    allocations_of,
+)
 from stretto.distributed.sites import (
     UNKNOWN_SITE,
     Site,
@@ -25,10 +29,10 @@ from stretto.distributed.targets import Target
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a block."""
-ALIGNMENT = 1024
-"""Buffers in shared memory start at multiples of so many bytes (`SMEM_ALIGNMENT` of Pallas)."""
 BARRIERS = 32
 """Barriers of one array: Mosaic GPU keeps their phases in the bits of a word."""
+ARRIVALS = 2**20 - 1
+"""Arrivals that a barrier can count in a phase (PTX, `mbarrier.init`)."""
 WARPGROUPS = 8
 """Warpgroups of a block: it has at most 1024 threads, and they 128 each."""
 CLUSTER_BLOCKS = 16
@@ -88,6 +92,19 @@ def _of_barriers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
                     f"{spec.name} is an array of {count} barriers, and one has at most {BARRIERS}."
                     " Take several arrays.",
                 )  # fmt: skip
+            if spec.kind == "barrier" and _arrivals(spec) > ARRIVALS:
+                yield _flaw(
+                    kernel, _scope_site(eqn),
+                    f"{spec.name} expects num_arrivals={spec.arrivals}, which are"
+                    f" {_arrivals(spec)} of threads, and a barrier counts at most {ARRIVALS}."
+                    " Let fewer arrive, such as one for each warpgroup.",
+                )  # fmt: skip
+
+
+def _arrivals(spec: Allocation) -> int:
+    """Arrivals that the hardware counts: all threads of a warpgroup arrive at most barriers."""
+    by_one_thread = spec.orders_tensor_core or spec.cluster_axes
+    return spec.arrivals * (1 if by_one_thread else 128)
 
 
 def _of_registers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
@@ -129,7 +146,7 @@ class _Need:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers, with what lies between them."""
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size, _ in self.buffers)
+        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size, _ in self.buffers)
 
     @property
     def total(self) -> int:

@@ -60,7 +60,7 @@ def wait_for_barrier(task: Any, barrier: Barrier, site: Site) -> Generator:
         task.pass_barrier(wait.result)
         task.machine.note(task, f"wait {barrier.name}", begin)
         return
-    task.pass_barrier(barrier.last)
+    task.pass_barrier(barrier.end_of(waits))
 
 
 def _arrivals(barrier: Barrier) -> str:
@@ -124,9 +124,10 @@ def _barrier_test(compiler: Compiler, eqn: Any) -> Step:
         yield
         array = view.owner(task, env)
         barrier = array.items[pick(view, array, env)]
-        env[out] = barrier.is_over(next_phase(task, barrier, site))
+        waits = next_phase(task, barrier, site)
+        env[out] = barrier.is_over(waits)
         if env[out]:
             task.count_wait(barrier)
-            task.pass_barrier(barrier.last)
+            task.pass_barrier(barrier.end_of(waits))
 
     return True, step

@@ -41,10 +41,10 @@ def _run_scoped(compiler: Compiler, eqn: Any) -> Step:
         shared = is_shared or task.machine.num_warpgroups == 1
         if shared:
             task.scopes += 1
-        tops = dict(task.semaphore_top)
+        tops = task.tops.copy()
         refs = [_allocate(task, spec, (number, i), axes, shared) for i, spec in enumerate(specs)]
         results = yield from body.run(task, [env[i] for i in ins] + refs)
-        task.semaphore_top = tops
+        task.tops = tops
         if shared:
             task.block.leave_scope(
                 number, task.machine.num_warpgroups, in_cluster=task.machine.has_clusters
@@ -81,18 +81,22 @@ def _allocate(task: Task, spec: Allocation, key: tuple, axes: tuple, shared: boo
     if spec.kind == "semaphore":
         # Semaphores are one array for each kind of scope, and a scope takes the next few of them:
         # another scope that starts at the same place has the same ones, with what they hold.
-        top = task.semaphore_top.get(axes, 0)
-        task.semaphore_top[axes] = top + math.prod(spec.shape)
+        top = task.tops["semaphores", axes]
+        task.tops["semaphores", axes] += math.prod(spec.shape)
         thread = None if shared else task.warpgroup
         where = ("scoped", block.index, thread, axes, top)
         return machine.semaphores(task.device, where, spec.name, spec.shape)
+    start = task.tops[spec.pool]
+    task.tops[spec.pool] += spec.room
+    if spec.kind == "barrier":  # As memory of barriers is never given back, so what is in it.
+        key = (*spec.pool, start)
     if not shared:
         key = (*key, "of warpgroup", task.warpgroup)
     found = block.shared.get(key)
     if found is None:
-        found = make_shared(machine, block, spec, key)
+        found = make_shared(machine, block, spec, key, start)
         machine.add_shared(block, key, found)
-    return found
+    return found.named(spec.name, spec.shape) if spec.kind == "barrier" else found
 
 
 @rule("get_global")

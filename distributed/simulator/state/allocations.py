@@ -18,6 +18,9 @@ from stretto.distributed.simulator.state.memory import Buffer, poison
 _COLUMN_ALIGNMENT = 4
 """Columns of tensor memory that an allocation takes a multiple of (`TMEM_COL_ALIGNMENT`)."""
 
+SMEM_ALIGNMENT = 1024
+"""Buffers in shared memory start at multiples of so many bytes (`SMEM_ALIGNMENT` of Pallas)."""
+
 _WHY_NOT = {
     "gmem": " of anything but semaphores, which Mosaic GPU refuses; return it as one more result",
 }
@@ -56,6 +59,22 @@ class Allocation:
         if self.kind not in ("shared", "union"):
             return 0
         return math.prod(self.shape) * bit_width(self.dtype) // 8
+
+    @property
+    def pool(self) -> tuple:
+        """What it takes a part of: scopes at the same place get the same part, as it was left."""
+        if self.kind == "barrier":
+            count = math.prod(self.shape)
+            how = self.cluster_axes, self.to_leader, self.orders_tensor_core
+            return "barrier", count, self.arrivals, *how
+        return ("tmem",) if self.kind == "tensor" else ("smem",)
+
+    @property
+    def room(self) -> int:
+        """How much of its pool it takes: bytes, columns, or one group of barriers."""
+        if self.kind == "barrier":
+            return 1
+        return self.columns or -(-self.num_bytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
 
     def describe(self) -> str:
         """The buffer in words."""
@@ -144,8 +163,8 @@ def _names(jaxpr: Any) -> list[str]:
     return [n.split(".")[-1].split("[")[0] if count == 1 else n for n in names]
 
 
-def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
-    """Makes a shared allocation of `block`: a buffer or barriers."""
+def make_shared(machine: Any, block: Any, spec: Allocation, key: Any, start: int) -> Any:
+    """Makes a shared allocation of `block`: a buffer that begins at `start`, or barriers."""
     if spec.kind == "barrier":
         expected, axes = spec.arrivals, spec.cluster_axes
         if axes:
@@ -157,7 +176,7 @@ def make_shared(machine: Any, block: Any, spec: Allocation, key: Any) -> Any:
     space = "tmem" if spec.kind == "tensor" else "smem"
     return Buffer(
         poison(spec.shape, spec.dtype), name=spec.name, space=space, device=block.device.index,
-        block=block.index, key=key, written=False, cells_per_byte=spec.cells_per_byte,
+        block=block.index, key=key, written=False, cells_per_byte=spec.cells_per_byte, start=start,
     )  # fmt: skip
 
 
@@ -173,7 +192,7 @@ def like(machine: Any, block: Any, ref: Any) -> Any:
     return Buffer(
         poison(ref.data.shape, ref.data.dtype), name=ref.name, space=ref.space,
         device=block.device.index, block=block.index, key=ref.key, written=False,
-        cells_per_byte=ref.cells_per_byte,
+        cells_per_byte=ref.cells_per_byte, start=ref.start,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,10 @@ class PhaseEnd:
     committed: Clock
     tensor: Clock
     time: float
+
+
+_KEPT_ENDS = 16
+"""Ends of phases that a barrier remembers for those that come late to their wait."""
 
 
 class Arriving(Protocol):
@@ -59,8 +64,8 @@ class Barrier:
     """
 
     __slots__ = (
-        "_clock", "_committed", "_tensor", "_time", "arrivals_seen", "expected", "last", "name",
-        "orders_tensor_core", "pending", "phase", "scheduler", "tx", "waiters",
+        "_clock", "_committed", "_ends", "_tensor", "_time", "arrivals_seen", "expected", "last",
+        "name", "orders_tensor_core", "pending", "phase", "scheduler", "tx", "waiters",
     )  # fmt: skip
 
     def __init__(self, name: str, expected: int, scheduler: Any, orders_tensor_core: bool = False):
@@ -75,6 +80,7 @@ class Barrier:
         self._tensor: Clock = empty()
         self._time = 0.0
         self.last = PhaseEnd(empty(), empty(), empty(), 0.0)
+        self._ends: deque[PhaseEnd] = deque(maxlen=_KEPT_ENDS)
         self.waiters: list = []
         self.scheduler = scheduler
         self.arrivals_seen: list[Any] = []
@@ -114,12 +120,23 @@ class Barrier:
         self.pending = self.expected
         clocks = (self._clock.copy(), self._committed.copy(), self._tensor.copy())
         self.last = PhaseEnd(*clocks, self._time)
+        self._ends.append(self.last)
         self.arrivals_seen = []
         wake(self, self.scheduler, self.last)
 
     def is_over(self, waits: int) -> bool:
         """Whether the phase is over that a task waits for which has waited `waits` times before."""
         return self.phase % 2 != waits % 2
+
+    def end_of(self, phase: int) -> PhaseEnd:
+        """The end of a phase that is over, for a wait that finds it so.
+
+        Not that of the last phase: the wait might have looked before the barrier went on.
+        """
+        back = self.phase - phase
+        if back < 1:  # A wait for a later phase, which the parity has let through.
+            return self.last
+        return self._ends[-min(back, len(self._ends))]
 
     def progress(self) -> str:
         """How far the current phase is, in words."""
@@ -152,6 +169,7 @@ class BarrierArray:
         orders_tensor_core: bool = False,
     ):
         count = int(np.prod(shape))
+        self.name = name
         self.items = [
             Barrier(name if not shape else f"{name}[{i}]", expected, scheduler, orders_tensor_core)
             for i in range(count)
@@ -161,6 +179,20 @@ class BarrierArray:
         self.to_leader = to_leader
         self.orders_tensor_core = orders_tensor_core
         self.ids = id_buffer(name, shape)
+
+    def named(self, name: str, shape: tuple[int, ...]) -> BarrierArray:
+        """The same barriers as another scope calls and arranges them."""
+        if (name, shape) == (self.name, self.ids.data.shape):
+            return self
+        expected, scheduler = self.items[0].expected, self.items[0].scheduler
+        other = BarrierArray(
+            name, shape, expected, scheduler, self.key, self.cluster_axes, self.to_leader,
+            self.orders_tensor_core,
+        )  # fmt: skip
+        for mine, there in zip(self.items, other.items, strict=True):
+            mine.name = there.name
+        other.items = self.items
+        return other
 
 
 def id_buffer(name: str, shape: tuple[int, ...]) -> Buffer:

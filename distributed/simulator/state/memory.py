@@ -30,12 +30,15 @@ class Buffer:
         are not modelled.
       writes: int32, the id of the last write to each element (of a union: to each cell).
       reads: int32, the id of the set of reads since that write; 0 is the empty set.
+      heirs: buffers of later scopes that got some of its memory.
+      start: where it begins in the memory of its block: a byte, or a column of tensor memory.
       cells_per_byte: marks that a union keeps of each of its bytes; more than one if it has refs
         whose elements are below a byte, so that each element has a mark of its own.
     """
 
     __slots__ = (
-        "block", "cells_per_byte", "data", "device", "key", "name", "reads", "space", "writes",
+        "block", "cells_per_byte", "data", "device", "heirs", "key", "name", "reads", "space",
+        "start", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +52,7 @@ class Buffer:
         key: Any,
         written: bool,
         cells_per_byte: int = 1,
+        start: int = 0,
     ):
         self.data = data
         self.name = name
@@ -56,6 +60,8 @@ class Buffer:
         self.device = device
         self.block = block
         self.key = key
+        self.start = start
+        self.heirs: list[Buffer] = []
         self.cells_per_byte = cells_per_byte
         cells = data.shape if cells_per_byte == 1 else (data.size * cells_per_byte,)
         self.writes = np.full(cells, INITIAL if written else UNWRITTEN, np.int32)
@@ -131,6 +137,12 @@ class Region:
     def read_ids(self) -> np.ndarray:
         """Ids of the read sets of the elements."""
         array, index = self._place(self.buffer.reads, True)
+        return array[index]
+
+    def cells(self) -> np.ndarray:
+        """The places of the elements' marks in the buffer, counted in the order of memory."""
+        marks = self.buffer.writes
+        array, index = self._place(np.arange(marks.size).reshape(marks.shape), True)
         return array[index]
 
     def set_write_ids(self, value: int) -> None:

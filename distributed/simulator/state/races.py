@@ -7,13 +7,14 @@ strided or an empty slice is exactly the elements it names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from stretto.distributed.simulator.reports.report import Finding, Report
 from stretto.distributed.simulator.state.clocks import Clock, knows
+from stretto.distributed.simulator.state.freed import in_heirs
 from stretto.distributed.simulator.state.memory import INITIAL, UNWRITTEN, Region
 from stretto.distributed.sites import Site
 
@@ -33,6 +34,7 @@ class Access:
       is_async: a copy or a tensor core does it, by another path to shared memory than loads and
         stores take (PTX's asynchronous and generic proxy).
       earlier: atomic accesses not ordered with this one, which it stands for too.
+      gone: it is a write to memory that its scope has given back: nobody may read what it wrote.
     """
 
     what: str
@@ -45,6 +47,12 @@ class Access:
     atomic: str | None = None
     is_async: bool = False
     earlier: tuple[Access, ...] = ()
+    gone: bool = False
+
+    @property
+    def updates(self) -> bool:
+        """Whether it is a write that combines a value with what is there."""
+        return self.atomic is not None
 
     def before(self, other: Access) -> bool:
         """Whether this access is known to come before `other`."""
@@ -58,7 +66,8 @@ class Access:
 
     def describe(self) -> str:
         """The access in words."""
-        return f"{self.what} by {self.who.describe()} at {self.site}"
+        when = ", in a scope that has ended" if self.gone else ""
+        return f"{self.what} by {self.who.describe()} at {self.site}{when}"
 
 
 class RaceDetector:
@@ -74,25 +83,29 @@ class RaceDetector:
         self.detect_races = detect_races
         self._writes: list[Access | None] = [None, None]
         self._reads: list[dict[int, Access]] = [{}]
+        self._gone: dict[int, int] = {}
 
     def read(self, region: Region, access: Access) -> None:
         """Checks and records a read."""
         ids = region.write_ids()
         if not ids.size:
             return
+        self._check_written(region, access, ids)
         for i in _distinct(ids):
-            if i == UNWRITTEN:
-                self._report_unwritten(region, access)
-            elif i != INITIAL:
+            if i > INITIAL:
                 self._check(self._writes[i], access, region)
         if self.detect_races:
             self._add_read(region, access)
+            for part in in_heirs(region):
+                self._read_late(part, access)
 
     def write(self, region: Region, access: Access) -> None:
         """Checks and records a write, or an atomic update."""
         ids = region.write_ids()
         if not ids.size:
             return
+        if access.updates:
+            self._check_written(region, access, ids)
         if not self.detect_races:
             region.set_write_ids(INITIAL)
             return
@@ -106,6 +119,42 @@ class RaceDetector:
         access.earlier = tuple(unordered)
         self._writes.append(access)
         region.set_write_ids(len(self._writes) - 1)
+        for part in in_heirs(region):
+            self._write_late(part, access)
+
+    def _read_late(self, region: Region, access: Access) -> None:
+        """Checks and records a read of memory that its scope has given back."""
+        for i in _distinct(region.write_ids()):
+            self._check(self._writes[i], access, region)
+        self._add_read(region, access)
+
+    def _write_late(self, region: Region, access: Access) -> None:
+        """Checks and records a write to memory that its scope has given back."""
+        for i in _distinct(region.write_ids()):
+            self._check(self._writes[i], access, region)
+        for i in _distinct(region.read_ids()):
+            for earlier in self._reads[i].values():
+                self._check(earlier, access, region)
+        self._writes.append(replace(access, gone=True))
+        region.set_write_ids(len(self._writes) - 1)
+
+    def gone(self, number: int) -> int:
+        """The id of the write `number` once its memory has been given back."""
+        if number <= INITIAL:
+            return UNWRITTEN
+        access = self._writes[number]
+        if access is None or access.gone:
+            return number
+        if number not in self._gone:
+            self._writes.append(replace(access, gone=True))
+            self._gone[number] = len(self._writes) - 1
+        return self._gone[number]
+
+    def _check_written(self, region: Region, access: Access, ids: np.ndarray) -> None:
+        """Reports `access` if it reads what nobody has written."""
+        writes = [self._writes[i] if i > INITIAL else None for i in _distinct(ids)]
+        if UNWRITTEN in _distinct(ids) or any(w is not None and w.gone for w in writes):
+            self._report_unwritten(region, access)
 
     def last_writes(self, region: Region) -> list[Access]:
         """The last writes to a region by the kernel."""

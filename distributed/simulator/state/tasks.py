@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Hashable
 from typing import Any
 
 from stretto.distributed.simulator.state import clocks
 from stretto.distributed.simulator.state.allocations import shared_bytes
 from stretto.distributed.simulator.state.barriers import PhaseEnd
+from stretto.distributed.simulator.state.freed import give_back
+from stretto.distributed.simulator.state.memory import Buffer
 from stretto.distributed.simulator.state.races import Access
 from stretto.distributed.sites import Site
 
@@ -54,7 +57,7 @@ class Task:
       matmuls: (timeline, value) of each tensor core operation of Hopper that may still run.
       tensor_loads, tensor_stores: likewise, of each load from and store to tensor memory.
       scopes: how many shared allocations it has entered.
-      semaphore_top: semaphores that its open scopes hold, by collective axes.
+      tops: how much its open scopes hold of each kind of thing that they take in turn.
       time: by the cost model.
       polled: it has just looked at a value without waiting, so others should run.
       priority: what the scheduler's order keeps of it.
@@ -62,8 +65,8 @@ class Task:
 
     __slots__ = (
         "asyncs", "block", "body", "clock", "committed", "device", "machine", "matmuls", "polled",
-        "priority", "scopes", "semaphore_top", "tensor", "tensor_loads", "tensor_stores", "time",
-        "timeline", "waiting", "warp", "warpgroup", "warps",
+        "priority", "scopes", "tensor", "tensor_loads", "tensor_stores", "time", "timeline", "tops",
+        "waiting", "warp", "warpgroup", "warps",
     )  # fmt: skip
 
     def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
@@ -82,7 +85,7 @@ class Task:
         self.warps = [Warp()]
         self.matmuls: list[tuple[int, int]] = []
         self.scopes = 0
-        self.semaphore_top: dict[Any, int] = {}
+        self.tops: Counter[Any] = Counter()
         self.waiting: Any = None
         self.time = 0.0
         self.polled = False
@@ -201,6 +204,7 @@ class Block:
       index: linear, row-major over the grid and then the cluster.
       coords: index along each axis of the grid and of the cluster.
       shared: shared allocations, by the number of the scope and the position in it.
+      freed: buffers of scopes that it has left, whose memory later scopes may get.
       left: those of scopes that it has left, where another block of its cluster may still look.
       remote_touches: the last access of each timeline of another block to its shared memory.
       barrier: what its warpgroups meet at when they enter a shared scope.
@@ -214,12 +218,13 @@ class Block:
     """
 
     __slots__ = (
-        "barrier", "clock", "coords", "device", "index", "left", "registers", "remote_touches",
-        "running", "scope_exits", "shared", "shared_bytes", "tensor_free", "time",
+        "barrier", "clock", "coords", "device", "freed", "index", "left", "registers",
+        "remote_touches", "running", "scope_exits", "shared", "shared_bytes", "tensor_free", "time",
     )  # fmt: skip
 
     def __init__(self, device: Any, index: int, coords: dict[Hashable, int]):
         self.device = device
+        self.freed: list[Buffer] = []
         self.left: dict[Any, Any] = {}
         self.remote_touches: dict[int, Access] = {}
         self.index = index
@@ -242,6 +247,7 @@ class Block:
         for key in [k for k in self.shared if k[0] == number]:
             gone = self.shared.pop(key)
             self.shared_bytes -= shared_bytes(gone)
+            give_back(self.freed, gone)
             if in_cluster:
                 self.left[key] = gone
 

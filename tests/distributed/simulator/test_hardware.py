@@ -54,6 +54,7 @@ X = np.arange(128, dtype=np.float32)
         ({}, [plgpu.Barrier(num_barriers=33)], ["33 barriers", "at most 32"]),
         ({}, [plgpu.Barrier(num_barriers=(5, 8))], ["40 barriers"]),
         ({}, [plgpu.ClusterBarrier(collective_axes=(), num_barriers=40)], ["40 barriers"]),
+        ({}, [plgpu.Barrier(num_arrivals=8192)], ["num_arrivals=8192", "1048576 of threads"]),
         ({}, [SMEM((320, 256), F32)], ["needs 327680 bytes", "232448", "320x256 float32"]),
         ({}, [SMEM((227 * 256,), F32), BARRIER], ["needs 232456 bytes"]),
         # Two buffers of a byte more than a KB each take two KB each.
@@ -74,6 +75,8 @@ def test_asks_for_too_much(too_much, scratch, said):
         (dict(num_threads=8), []),
         (dict(cluster=(2, 8), cluster_names=("c", "d")), []),
         ({}, [plgpu.Barrier(num_barriers=(4, 8))] * 3),
+        ({}, [plgpu.Barrier(num_arrivals=8191)]),
+        ({}, [plgpu.Barrier(num_arrivals=8192, orders_tensor_core=True)]),
         ({}, [SMEM((227 * 256,), F32)]),
         ({}, [SMEM((226 * 256,), F32), *[BARRIER] * 3]),
         ({}, [SMEM((222 * 1024 + 1,), jnp.int8), SMEM((4 * 1024,), jnp.int8)]),

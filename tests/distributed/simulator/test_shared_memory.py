@@ -290,6 +290,24 @@ def test_unwritten_memory_is_reported():
     assert np.isnan(out[4:]).all() and not np.isnan(out[:4]).any()
 
 
+@pytest.mark.parametrize("how", ["copy", "atomic"])
+@pytest.mark.parametrize("written", [0, 4, 8])
+def test_adding_to_unwritten_memory_is_reported(how, written):
+    def body(x_ref, out_ref, smem):
+        out_ref[pl.ds(0, written)] = x_ref[pl.ds(0, written)]
+        if how == "atomic":
+            plgpu.atomic_add(out_ref, x_ref[...])
+            return
+        smem[...] = x_ref[...]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, out_ref, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0)
+
+    out, report = run(body, X, out=struct(8, 128), scratch=[plgpu.SMEM((8, 128), F32)])
+    assert report.kinds() == (set() if written == 8 else {"uninitialised"}), str(report)
+    np.testing.assert_array_equal(out[:written], 2 * X[:written])
+
+
 @functools.cache
 def _poison(dtype):
     def body(x_ref, out_ref, smem):
