@@ -1,0 +1,155 @@
+"""The attending warpgroups: each makes the result of 64 queries of a tile.
+
+The tensor cores are one warpgroup's at a time (`turn`), for its product of weights and values and
+its next product of queries and keys. Meanwhile the others turn scores into weights.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import Int, rem
+from stretto.kernels.engine.attention.parts import AttentionParts
+from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.attention import softmax
+from stretto.kernels.engine.hopper.attention.config import ROWS
+from stretto.kernels.engine.hopper.attention.memory import Memory
+from stretto.kernels.engine.hopper.attention.softmax import Folded
+from stretto.kernels.engine.parts import Ref, Tile
+
+
+def attend(block: Block, parts: AttentionParts, memory: Memory) -> None:
+    """Attends with its rows of one tile after another, and hands the results over."""
+    own = lax.axis_index(THREAD_AXIS)
+    plgpu.barrier_arrive(memory.queries.empty.at[own])  # All memory is free at the start.
+    for stage in range(memory.num_stages):
+        plgpu.barrier_arrive(memory.keys.empty.at[stage])
+        plgpu.barrier_arrive(memory.values.empty.at[stage])
+    # The first turn is the first warpgroup's.
+    pl.when(own == memory.warpgroups - 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
+
+    def make_tile(_: Int, tile: Tile, stage: jax.Array) -> jax.Array:
+        folded, stage = _fold_all(parts, memory, tile, stage)
+        _hand_over(memory, folded)
+        return stage
+
+    block.for_each_tile(make_tile, jnp.int32(0))
+
+
+def _fold_all(
+    parts: AttentionParts, memory: Memory, tile: Tile, stage: jax.Array
+) -> tuple[Folded, jax.Array]:
+    """Attention to all keys that the tile sees, and the next stage."""
+    own, visible = lax.axis_index(THREAD_AXIS), parts.visible
+    first_of_tile = parts.first_query(tile)
+    first_query = first_of_tile + own * ROWS
+    start = softmax.nothing(ROWS, memory.values.smem.shape[2]), stage
+
+    def of_segment(segment: jax.Array, carry: tuple[Folded, jax.Array]) -> tuple:
+        first, last = visible.blocks(first_of_tile, segment)
+        first_key = visible.first_key(segment)
+
+        def of_block(place: jax.Array, carry: tuple[Folded, jax.Array]) -> tuple:
+            folded, stage = carry
+            folded = _fold(
+                parts, memory, folded, stage, first_query, first_key + place * visible.block
+            )
+            return folded, memory.next(stage)
+
+        return lax.fori_loop(first, last, of_block, carry)
+
+    # This warpgroup's rows of the tile are there.
+    plgpu.barrier_wait(memory.queries.full.at[own])
+    # The warpgroup before has started its products.
+    plgpu.barrier_wait(memory.turn.at[own])
+    with jax.named_scope("attend"):
+        found = lax.fori_loop(0, visible.segments, of_segment, start)
+    _pass_turn(memory)
+    # Publishes to the loading warp that the products have read the queries.
+    plgpu.barrier_arrive(memory.queries.empty.at[own])
+    return found
+
+
+def _fold(
+    parts: AttentionParts,
+    memory: Memory,
+    folded: Folded,
+    stage: jax.Array,
+    first_query: jax.Array,
+    first_key: Int,
+) -> Folded:
+    """`folded` with one block of keys more; called and left with the turn."""
+    visible = parts.visible
+    scores = _scores(memory, stage)
+    if visible.causal:
+        scores = lax.cond(
+            visible.needs_mask(first_query, ROWS, first_key),
+            lambda scores: softmax.masked(scores, first_query - first_key, visible.distances()),
+            lambda scores: scores,
+            scores,
+        )
+    weights, folded = softmax.weighed(scores, folded, parts.exponent)
+    weights = weights.astype(memory.values.smem.dtype)
+    out = _with_values(memory, stage, weights, folded.out)
+    return folded._replace(out=out)
+
+
+def _scores(memory: Memory, stage: jax.Array) -> jax.Array:
+    """Products of the queries and a block of keys; then the turn is the next warpgroup's."""
+    own = lax.axis_index(THREAD_AXIS)
+    # The copy of the block is complete.
+    plgpu.barrier_wait(memory.keys.full.at[stage])
+
+    def multiply(acc: Ref) -> jax.Array:
+        keys = memory.keys.smem.at[stage].transpose((1, 0))
+        plgpu.wgmma(acc, memory.queries.smem.at[own], keys)
+        _pass_turn(memory)
+        return acc[...]  # Reading it waits for the product.
+
+    shape = ROWS, memory.keys.smem.shape[1]
+    scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    # Publishes to the loading warp that this warpgroup's product has read the keys.
+    plgpu.barrier_arrive(memory.keys.empty.at[stage])
+    return scores
+
+
+def _with_values(
+    memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.Array
+) -> jax.Array:
+    """`out` plus weighted values, in this warpgroup's turn."""
+    # The copy of the block is complete.
+    plgpu.barrier_wait(memory.values.full.at[stage])
+    # The warpgroup before has started its products.
+    plgpu.barrier_wait(memory.turn.at[lax.axis_index(THREAD_AXIS)])
+
+    def multiply(acc: Ref) -> None:
+        plgpu.wgmma(acc, weights, memory.values.smem.at[stage])
+
+    out = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(out))
+    # Publishes to the loading warp that this warpgroup's product has read the values.
+    plgpu.barrier_arrive(memory.values.empty.at[stage])
+    return out
+
+
+def _pass_turn(memory: Memory) -> None:
+    """Publishes to the next warpgroup that this one has started its products."""
+    following = rem(lax.axis_index(THREAD_AXIS) + 1, memory.warpgroups)
+    plgpu.barrier_arrive(memory.turn.at[following])
+
+
+def _hand_over(memory: Memory, folded: Folded) -> None:
+    """Puts the result and its logsumexp where the storing warp takes them from."""
+    own = lax.axis_index(THREAD_AXIS)
+    out, lse = softmax.finished(folded)
+    # The stores of the last tile's result have read the buffers.
+    plgpu.barrier_wait(memory.free.at[own])
+    memory.out.at[own][...] = out.astype(memory.out.dtype)
+    memory.lse.at[own][...] = lse
+    plgpu.commit_smem()
+    # Publishes both to the storing warp.
+    plgpu.barrier_arrive(memory.filled.at[own])
