@@ -34,4 +34,3 @@ class AttentionParts(Parts):
     def first_query(self, tile: Tile) -> Int:
         """The place in the sequence of a tile's first query."""
         return self.visible.first_query(rem(tile.step, self.visible.chunks), tile.m)
-

@@ -118,9 +118,7 @@ def _scores(memory: Memory, stage: jax.Array) -> jax.Array:
     return scores
 
 
-def _with_values(
-    memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.Array
-) -> jax.Array:
+def _with_values(memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.Array) -> jax.Array:
     """`out` plus weighted values, in this warpgroup's turn."""
     # The copy of the block is complete.
     plgpu.barrier_wait(memory.values.full.at[stage])
