@@ -157,7 +157,7 @@ class _Queries:
     sizes: Sizes
     refs: Refs
 
-    def load(self, tile: Tile, row: int, rows: int, stage: Ref, barrier: Ref) -> None:
+    def load(self, tile: Tile, row: Int, rows: int, stage: Ref, barrier: Ref) -> None:
         """Loads rows of a tile; in place of those behind the chunk's end, the chunk's last ones."""
         first = jnp.minimum(self._row(tile, row), self.sizes.visible.queries - rows)
         window = tile.step, pl.ds(first, rows), self.sizes.columns(tile.n)

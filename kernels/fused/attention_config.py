@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -63,17 +63,22 @@ class Config:
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, for one problem or for all; likely ones first."""
-        if problem is None or problem.sizes["dim"] == min(DIMS):
-            yield Config(tiles=dataclasses.replace(TALL, num_stages=3))
-            yield Config(tiles=dataclasses.replace(LARGE, num_stages=3))
-        if problem is None or problem.sizes["dim"] > min(DIMS):
+        yield from _configs_for(DIMS if problem is None else (problem.sizes["dim"],))
+
+
+def _configs_for(dims: Iterable[int]) -> Iterator[Config]:
+    for dim in dims:
+        if dim > min(DIMS):
             yield Config()
             yield Config(pull_rows=64, pull_slots=2)
+        else:
+            yield Config(tiles=dataclasses.replace(TALL, num_stages=3))
+            yield Config(tiles=dataclasses.replace(LARGE, num_stages=3))
 
 
-def default_config(problem: Problem) -> Config:
-    """The configuration for a problem that no table has."""
-    return next(Config.candidates(problem))
+def config_for(dim: int) -> Config:
+    """The default for heads of this size."""
+    return next(_configs_for([dim]))
 
 
 class Sequence(NamedTuple):

@@ -26,15 +26,6 @@ def sequence_of(mask: Mask, layout: str, devices: int) -> attention_config.Seque
     )
 
 
-def config_for(dim: int) -> Config:
-    """The default for heads of this size, if the kernel takes them."""
-    return next(config for config in Config.candidates() if _suits(config, dim))
-
-
-def _suits(config: Config, dim: int) -> bool:
-    return dim > min(attention_config.DIMS) or config.tiles.warpgroups > 2
-
-
 def obstacle(
     q: jax.Array,
     k: jax.Array,

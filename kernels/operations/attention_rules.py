@@ -337,7 +337,7 @@ FUSED = Kernel(
     Config=fused.Config,
     run=apply,
     obstacle=fused.of_machine,
-    default=attention_config.default_config,
+    default=lambda problem: attention_config.config_for(problem.sizes["dim"]),
     candidates=fused.Config.candidates,
     untried=True,
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Examples, Operation
 from stretto.kernels.operations import attention_examples as examples
 from stretto.kernels.operations import attention_fused as fused
@@ -95,7 +96,7 @@ def context_parallel_attention(
     _check_segments(q, k, segment_ids, kv_segment_ids)
     method = _method_of(method, config)
     if method == FUSED and config is None:
-        config = fused.config_for(q.shape[-1])
+        config = attention_config.config_for(q.shape[-1])
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
     question = attention_methods.Question(
         q=q,

@@ -15,9 +15,6 @@ import jax.numpy as jnp
 
 from stretto.distributed.schedule import Int, ceil_div, div, rem, where
 
-NO_WINDOW = 2**30
-"""More keys than any sequence has."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisibleKeys:
@@ -98,10 +95,6 @@ class VisibleKeys:
         if self.window is None:
             return hidden
         return hidden | (first_query + rows - 1 - first_key >= self.window)
-
-    def distances(self) -> int:
-        """The number of distances of keys before a query that it sees, from 0 on."""
-        return NO_WINDOW if self.window is None else self.window
 
     def _number(self, device: Int, chunk: Int) -> Int:
         """The number of a device's chunk in the sequence."""

@@ -6,6 +6,8 @@ its next product of queries and keys. Meanwhile the others turn scores into weig
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -89,7 +91,7 @@ def _fold(
     if visible.causal:
         scores = lax.cond(
             visible.needs_mask(first_query, ROWS, first_key),
-            lambda scores: softmax.masked(scores, first_query - first_key, visible.distances()),
+            lambda scores: softmax.masked(scores, first_query - first_key, visible.window),
             lambda scores: scores,
             scores,
         )
@@ -128,10 +130,10 @@ def _with_values(memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.
     def multiply(acc: Ref) -> None:
         plgpu.wgmma(acc, weights, memory.values.smem.at[stage])
 
-    out = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(out))
+    total: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(out))
     # Publishes to the loading warp that this warpgroup's product has read the values.
     plgpu.barrier_arrive(memory.values.empty.at[stage])
-    return out
+    return total
 
 
 def _pass_turn(memory: Memory) -> None:

@@ -43,18 +43,19 @@ def nothing(rows: int, dim: int) -> Folded:
     )
 
 
-def masked(scores: jax.Array, ahead: Int, distances: int) -> jax.Array:
-    """Minus infinity where a key is behind its query, or too far before it.
+def masked(scores: jax.Array, ahead: Int, window: int | None) -> jax.Array:
+    """Minus infinity where a key is behind its query, or not among the `window` keys up to it.
 
-    The first query is `ahead` places behind the first key in the sequence; a query sees keys at
-    `distances` places, from its own on.
+    The first query is `ahead` places behind the first key in the sequence.
     """
-    rows, columns = (
-        plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA)
-        for axis in (0, 1)
-    )
-    distance = rows - columns + ahead
-    return jnp.where((distance >= 0) & (distance < distances), scores, -jnp.inf)
+    columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    # Limits by row take two registers of a thread; distances of all pairs would take 64.
+    last = plgpu.broadcasted_iota(jnp.int32, scores.shape[:1], 0, layout=by_row) + ahead
+    seen = columns <= lax.broadcast_in_dim(last, scores.shape, (0,))
+    if window is not None:
+        seen &= columns > lax.broadcast_in_dim(last - window, scores.shape, (0,))
+    return jnp.where(seen, scores, -jnp.inf)
 
 
 def weighed(scores: jax.Array, folded: Folded, exponent: float) -> tuple[jax.Array, Folded]:
