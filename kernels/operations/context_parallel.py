@@ -148,9 +148,14 @@ def _method_of(method: str, config: Any) -> str:
 def _not_fused(
     config: Any, q: jax.Array, k: jax.Array, options: Options, devices: int, segments: bool
 ) -> str | None:
-    """Why the fused kernel cannot serve the call, if it is asked for."""
+    """Why the fused kernel cannot serve the call, if it is asked for.
+
+    Raises:
+      ValueError: a configuration that serves no call.
+    """
     if options.method != FUSED or not isinstance(config, fused.Config):
         return None
+    config.check()
     return fused.obstacle(
         q,
         k,

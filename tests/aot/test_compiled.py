@@ -174,14 +174,8 @@ def test_attention_beside_its_collectives(tmp_path):
         assert not any(kernel["spill_bytes"] or kernel["warnings"] for kernel in program["kernels"])
 
 
-@pytest.mark.parametrize(
-    ("which", "warpgroups"),
-    [
-        ("128", 3),
-        pytest.param("64", 4, marks=pytest.mark.slow),
-        pytest.param("others", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "warpgroups"), [("128", 3), ("64", 4), ("others", 3)])
 def test_the_attention_kernel(which, warpgroups, tmp_path):
     compiled = compile_case(f"attention kernel, {which}", tmp_path)
     check(compiled, warpgroups=warpgroups, local=True)
