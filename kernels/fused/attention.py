@@ -76,6 +76,7 @@ def attend(
     if found is not None:
         raise NotImplementedError(f"attention: {found}")
     config.check()
+    config.check_heads(q.shape[3], q.dtype.itemsize)
     several = None if team is None or team.is_alone else team
     sizes = Sizes.of(q, k, 1 if several is None else several.size, sequence, config)
     return _launch(q, k, v, several, sizes, scale, interpret)

@@ -43,15 +43,16 @@ class Config:
                 f"pull_rows={self.pull_rows} must divide tile_k={self.tiles.tile_k}, of which"
                 " chunks of keys are multiples."
             )
-        if problem is None:
-            return
-        dim = problem.sizes["dim"]
+        if problem is not None:
+            self.check_heads(problem.sizes["dim"], problem.types.itemsize)
+
+    def check_heads(self, dim: int, itemsize: int) -> None:
+        """Raises ValueError unless a block has registers and memory for heads of this size."""
         if self.tiles.warpgroups > 2 and dim > min(DIMS):
             raise ValueError(
                 f"warpgroups={self.tiles.warpgroups} do not have the registers for heads of"
                 f" dim={dim}; pass warpgroups=2."
             )
-        itemsize = problem.types.itemsize
         needed = self.tiles.smem_bytes(dim, itemsize)
         needed += self.pull_slots * self.pull_rows * dim * itemsize
         if needed > SMEM_BYTES:

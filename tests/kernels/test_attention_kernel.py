@@ -119,6 +119,33 @@ def test_on_one_device(tokens, keys, heads, dim, how, size):
     check(found, operands, seen(1, tokens, keys, **how))
 
 
+def test_rows_whose_scores_are_all_minus_infinity():
+    """As those that see no key: nothing, in place of what is no number."""
+    q, k, v, _ = drawn((1, 64, 1, 64), (1, 64, 1, 64))
+    q, k = q.at[:, 5].set(1e30), -abs(k) - 1e30
+    out, lse = on_one([q, k, v])
+    assert not out[:, 5].any() and np.isneginf(lse[..., 5]).all()
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("dim", "tiles", "scale", "error", "words"),
+    [
+        (128, TALL, 1.0, ValueError, "do not have the registers for heads of dim=128"),
+        (128, AttentionTiles(num_stages=3), 1.0, ValueError, "bytes of shared memory"),
+        (64, AttentionTiles(), 0.0, NotImplementedError, "scale=0.0 must be above 0"),
+        (96, AttentionTiles(), 1.0, NotImplementedError, "heads of size 64 and 128, not 96"),
+    ],
+)
+def test_refusals_of_the_kernel_itself(dim, tiles, scale, error, words):
+    q = jax.ShapeDtypeStruct((1, 256, 1, dim), "bfloat16")
+    config = Config(tiles=tiles)
+    with pytest.raises(error, match=words):
+        jax.eval_shape(
+            lambda q: attention.attend(q, q, q, None, Sequence(), scale=scale, config=config), q
+        )
+
+
 @SLOW
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_three_warpgroups(dtype):
