@@ -58,6 +58,7 @@ def test_tiles_go_through_the_blocks_that_they_see(devices, layout, causal, wind
             first = walk.first_query(chunk, tile)
             assert first == queries[chunk * 24 + tile * 16]
             rows = np.arange(first, first + 16)
+            count = 0
             for segment in range(walk.segments):
                 holder = (device + walk.step(segment)) % devices
                 keys = np.asarray(Span(layout, devices, holder).positions(tokens))
@@ -69,11 +70,13 @@ def test_tiles_go_through_the_blocks_that_they_see(devices, layout, causal, wind
                     whole &= of_pairs < window
                 blocks = whole.reshape(16, 3, 8)
                 begin, end = walk.blocks(first, segment)
+                count += end - begin
                 found = [begin <= block < end for block in range(3)]
                 assert found == blocks.any((0, 2)).tolist()
                 for block in range(begin, end):
                     hidden = not blocks[:, block].all()
                     assert walk.needs_mask(first, 16, keys[0] + block * 8) == hidden
+            assert walk.count(first) == count > 0
 
 
 def test_every_tile_once_heads_of_keys_after_each_other_and_most_keys_first():

@@ -87,6 +87,11 @@ class VisibleKeys:
         first, last = _clipped(begin, self.keys), _clipped(end, self.keys)
         return div(first, self.block), div(last + self.block - 1, self.block)
 
+    def count(self, first_query: Int) -> Int:
+        """How many blocks a tile sees in all: one at least, that of its own place."""
+        ranges = [self.blocks(first_query, segment) for segment in range(self.segments)]
+        return sum((last - first for first, last in ranges), 0)
+
     def needs_mask(self, first_query: Int, rows: int, first_key: Int) -> bool | jax.Array:
         """Whether one of `rows` queries does not see all keys of the block from `first_key` on."""
         if not self.causal:

@@ -1,7 +1,9 @@
 """The attending warpgroups: each makes the result of 64 queries of a tile.
 
 The tensor cores are one warpgroup's at a time (`turn`), for its product of weights and values and
-its next product of queries and keys. Meanwhile the others turn scores into weights.
+its next product of queries and keys. Meanwhile the others turn scores into weights. A warpgroup's
+own products do not run beside its softmax: with two of them under way the assembler serialises
+both, because registers of the second are set after the first has started (ptxas, C7513).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int, rem
 from stretto.kernels.engine.attention.parts import AttentionParts
+from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.attention import softmax
 from stretto.kernels.engine.hopper.attention.config import ROWS
@@ -49,19 +52,20 @@ def _fold_all(
     """Attention to all keys that the tile sees, and the next stage."""
     own, visible = lax.axis_index(THREAD_AXIS), parts.visible
     first_of_tile = parts.first_query(tile)
-    first_query = first_of_tile + own * ROWS
-    start = softmax.nothing(ROWS, memory.values.smem.shape[2]), stage
+    first_query, count = first_of_tile + own * ROWS, visible.count(first_of_tile)
 
-    def of_segment(segment: jax.Array, carry: tuple[Folded, jax.Array]) -> tuple:
+    def of_segment(segment: jax.Array, carry: tuple) -> tuple:
         first, last = visible.blocks(first_of_tile, segment)
         first_key = visible.first_key(segment)
 
-        def of_block(place: jax.Array, carry: tuple[Folded, jax.Array]) -> tuple:
-            folded, stage = carry
-            folded = _fold(
-                parts, memory, folded, stage, first_query, first_key + place * visible.block
-            )
-            return folded, memory.next(stage)
+        def of_block(place: jax.Array, carry: tuple) -> tuple:
+            folded, stage, left = carry
+            scores = _scores(memory, stage, is_last=left == 1)
+            scores = _masked(visible, scores, first_query, first_key + place * visible.block)
+            weights, folded = softmax.weighed(scores, folded, parts.exponent)
+            weights = weights.astype(memory.values.smem.dtype)
+            folded = folded._replace(out=_with_values(memory, stage, weights, folded.out))
+            return folded, memory.next(stage), left - 1
 
         return lax.fori_loop(first, last, of_block, carry)
 
@@ -69,40 +73,32 @@ def _fold_all(
     plgpu.barrier_wait(memory.queries.full.at[own])
     # The warpgroup before has started its products.
     plgpu.barrier_wait(memory.turn.at[own])
+    start = softmax.nothing(ROWS, memory.values.smem.shape[2]), stage, jnp.int32(count)
     with jax.named_scope("attend"):
-        found = lax.fori_loop(0, visible.segments, of_segment, start)
+        folded, stage, _ = lax.fori_loop(0, visible.segments, of_segment, start)
     _pass_turn(memory)
-    # Publishes to the loading warp that the products have read the queries.
-    plgpu.barrier_arrive(memory.queries.empty.at[own])
-    return found
+    return folded, stage
 
 
-def _fold(
-    parts: AttentionParts,
-    memory: Memory,
-    folded: Folded,
-    stage: jax.Array,
-    first_query: jax.Array,
-    first_key: Int,
-) -> Folded:
-    """`folded` with one block of keys more; called and left with the turn."""
-    visible = parts.visible
-    scores = _scores(memory, stage)
-    if visible.causal:
-        scores = lax.cond(
-            visible.needs_mask(first_query, ROWS, first_key),
-            lambda scores: softmax.masked(scores, first_query - first_key, visible.window),
-            lambda scores: scores,
-            scores,
-        )
-    weights, folded = softmax.weighed(scores, folded, parts.exponent)
-    weights = weights.astype(memory.values.smem.dtype)
-    out = _with_values(memory, stage, weights, folded.out)
-    return folded._replace(out=out)
+def _masked(
+    visible: VisibleKeys, scores: jax.Array, first_query: jax.Array, first_key: Int
+) -> jax.Array:
+    """Scores of a block of keys, with a mask where one is needed."""
+    if not visible.causal:
+        return scores
+    return lax.cond(
+        visible.needs_mask(first_query, ROWS, first_key),
+        lambda scores: softmax.masked(scores, first_query - first_key, visible.window),
+        lambda scores: scores,
+        scores,
+    )
 
 
-def _scores(memory: Memory, stage: jax.Array) -> jax.Array:
-    """Products of the queries and a block of keys; then the turn is the next warpgroup's."""
+def _scores(memory: Memory, stage: jax.Array, *, is_last: jax.Array) -> jax.Array:
+    """Products of the queries and a block of keys; then the turn is the next warpgroup's.
+
+    Of the tile's last block they release the queries, so that the next tile's are loaded meanwhile.
+    """
     own = lax.axis_index(THREAD_AXIS)
     # The copy of the block is complete.
     plgpu.barrier_wait(memory.keys.full.at[stage])
@@ -117,6 +113,12 @@ def _scores(memory: Memory, stage: jax.Array) -> jax.Array:
     scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     # Publishes to the loading warp that this warpgroup's product has read the keys.
     plgpu.barrier_arrive(memory.keys.empty.at[stage])
+
+    @pl.when(is_last)
+    def _():
+        # Publishes to the loading warp that all products have read the queries.
+        plgpu.barrier_arrive(memory.queries.empty.at[own])
+
     return scores
 
 
