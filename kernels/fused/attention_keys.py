@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from stretto.distributed import copies
-from stretto.distributed.schedule import Int, div, rem
+from stretto.distributed.schedule import Int, div, rem, where
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages, transfers
 from stretto.kernels.engine.attention.visible import VisibleKeys
@@ -88,7 +90,7 @@ class Keys:
         """What the pulling warp does."""
         refs = self.refs
         transfers.pull(
-            _Fetch(self.sizes, self.team),
+            _Fetch.of(self.sizes, self.team, self.visible),
             (refs.k, refs.v),
             refs.gathered,
             # Publishes a piece to the polling warps of all blocks.
@@ -101,17 +103,36 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class _Fetch:
-    """The peers' keys and values: head by head, of each the peers' in the order of the steps."""
+    """The peers' keys and values: head by head, of each the peers' in the order of the steps.
+
+    Of chunks that no query of this device sees nothing is fetched.
+
+    Attributes:
+      sizes: of the call.
+      team: the devices; None if there is one.
+      seen: the peers' chunks, bit by bit, that are fetched.
+      count: how many these are.
+    """
 
     sizes: Sizes
     team: Team | None
+    seen: Int
+    count: Int
+
+    @classmethod
+    def of(cls, sizes: Sizes, team: Team | None, visible: VisibleKeys) -> _Fetch:
+        """What this device fetches."""
+        seen: Int = 0
+        count: Int = 0
+        for bit, segment in enumerate(range(sizes.chunks, visible.segments)):
+            is_seen = visible.is_seen(segment)
+            seen, count = seen + where(is_seen, 1 << bit, 0), count + where(is_seen, 1, 0)
+        return cls(sizes, team, seen, count)
 
     @property
-    def num_pieces(self) -> int:
+    def num_pieces(self) -> Int:
         """Of all peers."""
-        sizes = self.sizes
-        heads = sizes.batch * sizes.kv_heads
-        return heads * sizes.peers * sizes.chunks * sizes.pieces_of_chunk
+        return self.sizes.batch * self.sizes.kv_heads * self.count * self.sizes.pieces_of_chunk
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -124,17 +145,29 @@ class _Fetch:
         of_chunk = div(index, sizes.pieces_of_chunk)
         within = index - of_chunk * sizes.pieces_of_chunk
         down = div(within, 2)
-        of_peer = div(of_chunk, sizes.chunks)
-        of_head = div(of_peer, sizes.peers)
+        of_head = lax.div(of_chunk, jnp.maximum(self.count, 1))
         batch = div(of_head, sizes.kv_heads)
-        peer, head = of_peer - of_head * sizes.peers, of_head - batch * sizes.kv_heads
-        chunk = batch * sizes.chunks + of_chunk - of_peer * sizes.chunks
+        head = of_head - batch * sizes.kv_heads
+        segment = self._segment(of_chunk - of_head * self.count)
+        peer = div(segment, sizes.chunks)
+        chunk = batch * sizes.chunks + segment - peer * sizes.chunks
         return copies.Place(
             2 * peer + within - 2 * down,
             chunk * sizes.visible.keys + down * sizes.config.pull_rows,
             head * sizes.dim,
             (peer, chunk, head),
         )
+
+    def _segment(self, number: Int) -> Int:
+        """Which of the peers' chunks is the one at `number` of those that are fetched."""
+        if isinstance(self.count, int):
+            return number
+        found, passed = jnp.int32(0), jnp.int32(0)
+        for bit in range(self.sizes.peers * self.sizes.chunks):
+            is_seen = (self.seen >> bit) & 1
+            found = where((is_seen == 1) & (passed == number), bit, found)
+            passed = passed + is_seen
+        return found
 
     def sources(self, ref: tuple[Ref, Ref]) -> list[Ref]:
         """Keys and values of each peer in turn."""

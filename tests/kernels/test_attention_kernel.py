@@ -69,14 +69,21 @@ def test_tiles_go_through_the_blocks_that_they_see(devices, layout, causal, wind
                 if window is not None:
                     whole &= of_pairs < window
                 blocks = whole.reshape(16, 3, 8)
+                rows_left = min(16, 24 - tile * 16)
                 begin, end = walk.blocks(first, segment)
                 count += end - begin
                 found = [begin <= block < end for block in range(3)]
-                assert found == blocks.any((0, 2)).tolist()
+                assert found == blocks[:rows_left].any((0, 2)).tolist()
                 for block in range(begin, end):
                     hidden = not blocks[:, block].all()
                     assert walk.needs_mask(first, 16, keys[0] + block * 8) == hidden
             assert walk.count(first) == count > 0
+        for segment in range(walk.segments):
+            ranges = [
+                walk.blocks(walk.first_query(chunk, tile), segment)
+                for chunk, tile in itertools.product(range(walk.chunks), range(walk.tiles_of_chunk))
+            ]
+            assert walk.is_seen(segment) == any(begin < end for begin, end in ranges)
 
 
 def test_every_tile_once_heads_of_keys_after_each_other_and_most_keys_first():
@@ -175,6 +182,26 @@ def test_keys_of_peers(devices, batch, heads, sequence, seeds):
         found, report = program(operands[:3], seed)
         assert report.ok, str(report)
         check(found, operands, mask)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sequence", "chunks"),
+    [
+        (3, Sequence(causal=True), 0 + 1 + 2),
+        pytest.param(3, Sequence(chunks=2, causal=True), 4 + 3 + 2, marks=SLOW),
+        # The last key of the device before, at the most.
+        pytest.param(4, Sequence(causal=True, window=2), 0 + 1 + 1 + 1, marks=SLOW),
+        pytest.param(2, Sequence(), 1 + 1, marks=SLOW),
+    ],
+)
+def test_only_chunks_that_are_seen_are_sent(devices, sequence, chunks):
+    """Of 64 keys and values each, of 64 numbers of 2 bytes."""
+    tokens = devices * sequence.chunks * 64
+    operands = drawn((1, tokens, 1, 64), (1, tokens, 1, 64))
+    found, report = Simulated(devices, sequence)(operands[:3])
+    assert report.ok, str(report)
+    check(found, operands, seen(1, tokens, tokens, causal=sequence.causal, window=sequence.window))
+    assert report.statistics.remote_bytes == chunks * 2 * 64 * 64 * 2
 
 
 @SLOW

@@ -81,8 +81,9 @@ class VisibleKeys:
         if not self.causal:
             return 0, count
         first_key = self.first_key(segment)
-        # Keys up to the tile's last query, from the window of its first one on.
-        end = first_query + self.rows - first_key
+        # Up to the last query of the tile, or of its chunk, from the window of its first one on.
+        left = self.queries - rem(first_query, self.queries)
+        end = first_query + _least(self.rows, left) - first_key
         begin = 0 if self.window is None else first_query - self.window + 1 - first_key
         first, last = _clipped(begin, self.keys), _clipped(end, self.keys)
         return div(first, self.block), div(last + self.block - 1, self.block)
@@ -91,6 +92,17 @@ class VisibleKeys:
         """How many blocks a tile sees in all: one at least, that of its own place."""
         ranges = [self.blocks(first_query, segment) for segment in range(self.segments)]
         return sum((last - first for first, last in ranges), 0)
+
+    def is_seen(self, segment: int) -> bool | jax.Array:
+        """Whether any query of this device sees a key of a segment."""
+        if not self.causal:
+            return True
+        chunk_wide = dataclasses.replace(self, rows=self.queries)
+        found = False
+        for chunk in range(self.chunks):
+            first, last = chunk_wide.blocks(self.first_query(chunk, 0), segment)
+            found = found | (first < last)
+        return found
 
     def needs_mask(self, first_query: Int, rows: int, first_key: Int) -> bool | jax.Array:
         """Whether one of `rows` queries does not see all keys of the block from `first_key` on."""
@@ -106,6 +118,10 @@ class VisibleKeys:
         if self.chunks == 1:
             return device
         return where(chunk == 0, device, 2 * self.devices - 1 - device)
+
+
+def _least(x: int, y: Int) -> Int:
+    return min(x, y) if isinstance(y, int) else jnp.minimum(x, y)
 
 
 def _clipped(x: Int, most: int) -> Int:
