@@ -12,7 +12,7 @@ ROWS = 64
 DIMS = (64, 128)
 """Sizes of heads that the main loop is built for."""
 # Registers of a thread that (loads or stores, attends), by the warpgroups that attend.
-REGISTERS = {2: (40, 232), 3: (56, 152)}
+REGISTERS = {2: (80, 216), 3: (56, 152)}
 LSE_BYTES = 4
 
 
