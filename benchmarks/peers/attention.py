@@ -23,9 +23,12 @@ from stretto.kernels.attention.layouts import CONTIGUOUS, Span
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.attention.peers import Keys, Queries
 from stretto.kernels.attention.shares import merged, sum_of
+from stretto.kernels.fused import attention, attention_config
 from stretto.kernels.operation import Operand, Operation
 from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations.attention_examples import FORWARD
 from stretto.kernels.operations.attention_rules import shifted
+from stretto.kernels.problem.machine import Machine
 
 ATTENTION: Operation = OPERATIONS["context_parallel_attention"]
 type Attend = Callable[..., jax.Array]
@@ -82,6 +85,34 @@ def ring(case: Case, mesh: Mesh) -> list[Candidate]:
 
     attend.defvjp(forward, backward)
     return [Candidate(body=_timed(case, attend), operands=case.operands)]
+
+
+def fused(case: Case, mesh: Mesh) -> list[Candidate]:
+    """Stretto's kernel that pulls keys, in each configuration that the tuner would try."""
+    found = []
+    for config in attention_config.Config.candidates(case.problem(Machine.of_mesh())):
+        call = case.call("pallas", config, axes=mesh.axis_names)
+        found.append(Candidate(body=call, operands=case.operands, config=str(config)))
+    return found
+
+
+def own(case: Case, mesh: Mesh) -> list[Candidate]:
+    """The same kernel on one device, with no peers, of what `alone` has; forward only."""
+    if case.sizes["passes"] != FORWARD:
+        raise UnavailableError("its derivative is cuDNN's")
+    if Machine.of_mesh().platform != "gpu":
+        raise UnavailableError("it runs on GPUs")
+    sequence = attention_config.Sequence(causal=_mask(case).causal)
+    (whole,) = alone(case, mesh)
+    found = []
+    for config in attention_config.Config.candidates(case.problem(Machine.of_mesh())):
+
+        def body(q: jax.Array, k: jax.Array, v: jax.Array, config: Any = config) -> jax.Array:
+            scale = q.shape[-1] ** -0.5
+            return attention.attend(q, k, v, None, sequence, scale=scale, config=config)[0]
+
+        found.append(dataclasses.replace(whole, body=body, config=str(config)))
+    return found
 
 
 def _timed(case: Case, attend: Attend) -> Attend:

@@ -66,6 +66,7 @@ def fuse(
     waits: bool = False,
     signals: bool = False,
     invariant: bool = False,
+    compiler_params: plgpu.CompilerParams | None = None,
     interpret: Any = None,
 ) -> dict[str, Any]:
     """Runs the kernel that `parts` make on every device of `team`.
@@ -84,6 +85,7 @@ def fuse(
       waits: an operand has an `Arrival`.
       signals: the sink has a `stored`, which signals to peers.
       invariant: all devices compute bitwise the same results (`kernel.launch`).
+      compiler_params: passed on to Pallas.
       interpret: `simulator.SimulatorParams()` to run in the simulator.
 
     Returns:
@@ -140,6 +142,7 @@ def fuse(
         # `released` and the transfer's `finish` close the kernel.
         waiting_warps=0 if team is None else 1 + waits + signals,
         invariant=invariant,
+        compiler_params=compiler_params,
         interpret=interpret,
     )
     return _named(outs, results)

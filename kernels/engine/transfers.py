@@ -40,8 +40,8 @@ class Fetch(Protocol):
     """Which pieces of the peers' arrays all blocks fetch together, and from where to where."""
 
     @property
-    def num_pieces(self) -> int:
-        """Of all blocks."""
+    def num_pieces(self) -> Int:
+        """Of all blocks; perhaps known in the kernel only."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Whether attention is split by tokens or by heads, and why."""
+"""Whether attention is split by tokens or by heads, or by the fused kernel, and why."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from stretto.kernels.attention import cudnn
 from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.choice import costs
+from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operations import attention_heads as heads
 
 OP = "context_parallel_attention"
-GATHER, HEADS, AUTO = "gather", "heads", "auto"
-METHODS = (AUTO, GATHER, HEADS)
+GATHER, HEADS, FUSED, AUTO = "gather", "heads", "fused", "auto"
+METHODS = (AUTO, GATHER, HEADS, FUSED)
+NEVER_TIMED = "'fused' was never timed, and only serves if it is asked for"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,14 +23,26 @@ class Method:
     """What serves.
 
     Attributes:
-      name: "gather" or "heads".
-      by_cudnn: whether cuDNN attends on each device; if not, `jax.lax`.
-      reason: why, in words.
+      name: "gather", "heads" or "fused".
+      by_cudnn: whether cuDNN attends on each device; if not, `jax.lax`. Of "fused" the derivative.
+      reason: why it is this one, in words.
+      served: by what each device attends, in words.
     """
 
     name: str
     by_cudnn: bool
     reason: str
+    served: str
+
+    def remark(self, choice: Choice) -> str:
+        """Further words on the choice of a backend."""
+        if self.name == FUSED and choice.backend != "xla":
+            return (
+                f"method 'fused', because {self.reason}; it was simulated and compiled, and never"
+                f" run on a GPU; its derivative by {self.served}"
+            )
+        instead = f" but {GATHER!r} serves in its place" if self.name == FUSED else ""
+        return f"method {self.name!r}, because {self.reason}{instead}; attention by {self.served}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +66,7 @@ class Question:
 
     def unserved(self, method: str) -> str | None:
         """Why cuDNN cannot attend; None if it can."""
-        devices = self.devices if method == GATHER else 1
+        devices = 1 if method == HEADS else self.devices
         return cudnn.obstacle(self.q, self.mask, segments=self.segments, devices=devices)
 
     @property
@@ -74,8 +88,8 @@ def chosen(method: str, question: Question) -> Method:
     name, why = (method, "it was asked for") if method != AUTO else _by_sizes(question)
     unserved = question.unserved(name)
     served = "cuDNN" if unserved is None else f"jax.lax: {unserved.removesuffix('.')}"
-    reason = f"method {name!r}, because {why}; attention by {served}"
-    return Method(name=name, by_cudnn=unserved is None, reason=reason)
+    reason = why if method != AUTO or question.devices == 1 else f"{why}; {NEVER_TIMED}"
+    return Method(name=name, by_cudnn=unserved is None, reason=reason, served=served)
 
 
 def _by_sizes(question: Question) -> tuple[str, str]:

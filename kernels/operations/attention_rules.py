@@ -4,6 +4,7 @@
 |---|---|---|
 | gather | k and v, to all | k and v again, their derivatives to their owners |
 | heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
+| fused | k and v, pulled during attention (`fused.attention`) | as gather |
 
 With `by_peer`, attention to each peer's keys is a call of its own, after that to the own keys, and
 their derivatives are sent as soon as they are computed. XLA's schedule decides what overlaps.
@@ -27,7 +28,9 @@ from stretto.kernels.attention.layouts import Span
 from stretto.kernels.attention.masks import Mask, Tokens
 from stretto.kernels.attention.peers import Keys, Queries
 from stretto.kernels.attention.shares import Share, merged, sum_of
+from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Kernel
+from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads as heads
 from stretto.kernels.operations.attention_methods import HEADS
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
@@ -54,10 +57,10 @@ class Options:
     """The options of a call.
 
     Attributes:
-      method: "gather" or "heads".
+      method: "gather", "heads" or "fused".
       layout: of the tokens.
       mask, scale: of the scores.
-      by_cudnn: whether cuDNN serves on a device; if not, `jax.lax`.
+      by_cudnn: whether cuDNN serves on a device; if not, `jax.lax`. Of "fused" the backward pass.
       logsumexp: whether it is returned as well.
       moves: the caller's `backend`, for moving arrays.
       copies: for method "heads": how often each head of keys is sent.
@@ -119,8 +122,7 @@ def backward(call: Call, residuals: Any, bars: Any) -> Operands:
         lse_bar = lse_bar.transpose(0, 2, 1)
     if call.options.method == HEADS:
         return Operands(*heads.derived(operands, share, out_bar, lse_bar, call))
-    by_peer = call.config is not None and call.config.by_peer
-    derive = _derived_by_peer if by_peer else _derived_together
+    derive = _derived_by_peer if _is_by_peer(call) else _derived_together
     found = derive(operands, share, out_bar.astype(operands.q.dtype), lse_bar, call)
     given = operands.q, operands.k, operands.v
     return Operands(*(bar.astype(x.dtype) for bar, x in zip(found, given, strict=True)))
@@ -158,7 +160,9 @@ def _results(share: Share, call: Call) -> Any:
 
 
 def _gathering(operands: Operands, call: Call) -> Share:
-    if call.config is not None and call.config.by_peer:
+    if isinstance(call.config, fused.Config):
+        return fused.attend(operands, call)
+    if _is_by_peer(call):
         return _by_peer(operands, call)
     options = call.options
     keys = _gathered(operands, call)
@@ -166,6 +170,13 @@ def _gathering(operands: Operands, call: Call) -> Share:
         span = options.span(call.axes)
         return cudnn.forward(operands.q, keys, span, options.mask, options.scale)
     return _by_lax(operands, *(keys.before or keys.own), call)
+
+
+def _is_by_peer(call: Call) -> bool:
+    """Whether keys, and their derivatives, are sent peer by peer; after "fused" the derivatives."""
+    if isinstance(call.config, fused.Config):
+        return axis_size(call.axes) == 2
+    return call.config is not None and call.config.by_peer
 
 
 def _by_lax(operands: Operands, k: jax.Array, v: jax.Array, call: Call) -> Share:
@@ -321,6 +332,16 @@ KERNEL = Kernel(
     candidates=_candidates,
     untried=True,
 )
+
+FUSED = Kernel(
+    Config=fused.Config,
+    run=apply,
+    obstacle=fused.of_machine,
+    default=lambda problem: attention_config.config_for(problem.sizes["dim"]),
+    candidates=fused.Config.candidates,
+    untried=True,
+)
+"""Served where `method="fused"` or its configuration is given: `KERNEL` comes before it."""
 
 XLA = dataclasses.replace(
     KERNEL,

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Examples, Operation
 from stretto.kernels.operations import attention_examples as examples
+from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads, attention_methods
 from stretto.kernels.operations import attention_rules as rules
-from stretto.kernels.operations.attention_methods import AUTO, GATHER, HEADS, OP
+from stretto.kernels.operations.attention_methods import AUTO, FUSED, GATHER, HEADS, OP
 from stretto.kernels.operations.attention_rules import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
@@ -36,7 +38,7 @@ def context_parallel_attention(
     kv_segment_ids: jax.Array | None = None,
     return_logsumexp: bool = False,
     method: str = AUTO,
-    config: rules.Config | None = None,
+    config: rules.Config | fused.Config | None = None,
     backend: str = "auto",
 ) -> Any:
     """`softmax(scale q k^T) v` over the whole sequence, inside `jax.shard_map`; differentiable.
@@ -66,9 +68,13 @@ def context_parallel_attention(
       return_logsumexp: also return float32 `[batch, tokens, heads]`. `jax.lax` then computes the
         backward pass: that of cuDNN does not support the cotangent of the logsumexp.
       method: "gather" (each device gathers all keys, for its own queries), "heads" (each device
-        computes some heads, for all tokens), or "auto": the faster one by an estimate, or the
-        only one that cuDNN supports; `stretto.explain` prints the choice and its reason.
-      config: for "gather": whether keys are sent peer by peer; chosen by default.
+        computes some heads, for all tokens), "fused" (as "gather", by a kernel that pulls keys
+        during attention: 16-bit types, head sizes 64 and 128, whole tiles, no segment ids), or
+        "auto": the faster one of the first two by an estimate, or the only one that cuDNN supports;
+        `stretto.explain` prints the choice and its reason. Where the kernel of "fused" cannot
+        serve, `backend="auto"` falls back on "gather".
+      config: for "gather": whether keys are sent peer by peer; for "fused": how the kernel is cut
+        up; chosen by default.
       backend: "xla" (XLA gathers all keys together), "pallas" (as `config` selects; Stretto's
         collectives move arrays that are gathered together), "auto" (the fastest by a tuned table;
         without one as "xla"), "simulator" (Stretto's collectives, simulated).
@@ -89,8 +95,9 @@ def context_parallel_attention(
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
         kv_segment_ids = segment_ids
     _check_segments(q, k, segment_ids, kv_segment_ids)
-    if config is not None and method == HEADS:
-        raise ValueError(f"{OP}: config={config!r} is for method='gather'; pass one of the two.")
+    method = _method_of(method, config)
+    if method == FUSED and config is None:
+        config = attention_config.config_for(q.shape[-1])
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
     question = attention_methods.Question(
         q=q,
@@ -100,7 +107,7 @@ def context_parallel_attention(
         segments=segment_ids is not None,
         devices=devices,
     )
-    chosen = attention_methods.chosen(method if config is None else GATHER, question)
+    chosen = attention_methods.chosen(method, question)
     options = Options(
         method=chosen.name,
         layout=layout,
@@ -119,9 +126,47 @@ def context_parallel_attention(
         *(axes, options),
         backend=backend,
         config=config,
-        remark=lambda _: chosen.reason,
+        obstacle=_not_fused(config, q, k, options, devices, segment_ids is not None),
+        remark=chosen.remark,
     )
     return reference(operands, axes, options) if call is None else perform(operands, call)
+
+
+def _method_of(method: str, config: Any) -> str:
+    """The method, which a configuration decides where the caller does not.
+
+    Raises:
+      ValueError: a configuration of another method.
+    """
+    if config is None:
+        return method
+    own = FUSED if isinstance(config, fused.Config) else GATHER
+    if method not in (own, AUTO):
+        raise ValueError(f"{OP}: config={config!r} is for method={own!r}; pass one of the two.")
+    return own
+
+
+def _not_fused(
+    config: Any, q: jax.Array, k: jax.Array, options: Options, devices: int, segments: bool
+) -> str | None:
+    """Why the fused kernel cannot serve the call, if it is asked for.
+
+    Raises:
+      ValueError: a configuration that serves no call.
+    """
+    if options.method != FUSED or not isinstance(config, fused.Config):
+        return None
+    config.check()
+    return fused.obstacle(
+        q,
+        k,
+        config,
+        mask=options.mask,
+        layout=options.layout,
+        devices=devices,
+        segments=segments,
+        scale=options.scale,
+    )
 
 
 def reference(operands: Operands, axes: Axes, options: Options) -> Any:
@@ -192,7 +237,7 @@ CONTEXT_PARALLEL_ATTENTION = Operation(
     tangent=rules.tangent,
     backward=rules.backward,
     work=examples.work,
-    kernels=(rules.KERNEL,),
+    kernels=(rules.KERNEL, rules.FUSED),
     examples=Examples(
         sets=examples.SETS,
         shapes=examples.shapes,

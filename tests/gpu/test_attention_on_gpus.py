@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.kernels.attention import blockwise
 from stretto.kernels.attention.masks import Mask, Tokens
+from stretto.kernels.engine.hopper.attention.config import AttentionTiles
+from stretto.kernels.fused import attention, attention_config
 from stretto.kernels.operations.attention_rules import Config
 
 WAYS = {
@@ -55,14 +57,8 @@ def errors(found: list[jax.Array], right: list[np.ndarray]) -> np.ndarray:
     )
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_every_way(dim, causal, layout, mesh, scale, tally) -> None:
-    tokens = 8 if scale.rehearsed else 512
-    operands = drawn(mesh.size, tokens, dim)
-    right = exact(operands, causal)
+def prepared(operands, mesh, right, *, causal: bool, layout: str):
+    """A function of further arguments: errors of the result and of its derivatives."""
     is_cut = layout == "zigzag"
     where = NamedSharding(mesh, SPEC)
     given = [jax.device_put(st.to_zigzag(x, mesh.size) if is_cut else x, where) for x in operands]
@@ -81,8 +77,66 @@ def test_every_way(dim, causal, layout, mesh, scale, tally) -> None:
         found = jax.jit(mapped)(*given)
         return errors([st.from_zigzag(x, mesh.size) if is_cut else x for x in found], right)
 
+    return by
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_way(dim, causal, layout, mesh, scale, tally) -> None:
+    operands = drawn(mesh.size, 8 if scale.rehearsed else 512, dim)
+    right = exact(operands, causal)
+    by = prepared(operands, mesh, right, causal=causal, layout=layout)
     plain = by(backend="xla")
     for way, options in WAYS.items():
         found = by(backend=scale.backend, **options)
         tally.checks(1)
         assert (found <= 1.5 * plain + 1e-3).all(), (way, found, plain)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_kernel_that_pulls_keys(dim, causal, layout, mesh, scale, tally) -> None:
+    operands = drawn(mesh.size, 128 if scale.rehearsed else 1024, dim)
+    right = exact(operands, causal)
+    by = prepared(operands, mesh, right, causal=causal, layout=layout)
+    plain = by(backend="xla")
+    config = attention_config.Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
+    for options in (dict(config=config),) if scale.rehearsed else ({}, dict(config=config)):
+        found = by(backend=scale.backend, method="fused", **options)
+        tally.checks(1)
+        assert (found <= 1.5 * plain + 1e-3).all(), (options, found, plain)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 3), (8, 8), (1, 8)])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_kernel_on_one_device(dim, window, queries, keys, scale, tally) -> None:
+    """Of whole tiles, and of a tile with rows for one warpgroup only; without a mask, too."""
+    blocks = 64 if scale.rehearsed else 128
+    config = attention_config.config_for(dim)
+    if scale.rehearsed:
+        config = attention_config.Config(tiles=AttentionTiles(tile_k=64))
+        queries, keys = min(queries, 3), min(keys, 3)
+    q, *others = drawn(1, blocks * max(queries, keys), dim)
+    q, (k, v, _) = q[:, : blocks * queries], (x[:, : blocks * keys] for x in others)
+    causal = queries == keys
+    mask = Mask(causal=causal, window=window if causal else None)
+
+    @jax.jit
+    def both(q, k, v):
+        how = attention_config.Sequence(causal=mask.causal, window=mask.window)
+        found = attention.attend(*(q, k, v, None, how), scale=dim**-0.5, config=config)
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        tokens = Tokens(jnp.arange(q.shape[1])), Tokens(jnp.arange(k.shape[1]))
+        return found, blockwise.forward(*wide, *tokens, mask=mask, scale=dim**-0.5)
+
+    (out, lse), (right, right_lse) = jax.tree.map(np.asarray, both(q, k, v))
+    tally.checks(1)
+    error = np.linalg.norm(out.astype(np.float32) - right) / np.linalg.norm(right)
+    assert error < 1e-2
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-4, atol=1e-3)

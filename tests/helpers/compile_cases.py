@@ -392,6 +392,28 @@ def attention() -> Iterator[Program]:
         yield label, *on_one(pulled, mesh, operands)
 
 
+def attention_kernel(which: str) -> Iterator[Program]:
+    """The kernel that pulls keys, for each size of heads and each mask."""
+    causal = dict(causal=True, layout="zigzag")
+    devices, heads, calls = {
+        "128": (2, (8, 2, 128), {"zigzag": causal}),
+        "64": (4, (8, 4, 64), {"zigzag": causal}),
+        "full": (2, (4, 4, 128), {"full": {}}),
+        # Where most is left to the warps that move data, which have few registers.
+        "window": (8, (8, 2, 128), {"window": dict(causal=True, window=1000)}),
+    }[which]
+    mesh = aot.mesh_of_gpus((devices,), ("x",))
+    operands = [((1, 1024, count, heads[2]), jnp.bfloat16) for count in (*heads[:2], heads[1])]
+    for label, options in calls.items():
+
+        def call(q, k, v, options=options):
+            return st.context_parallel_attention(
+                q, k, v, "x", method="fused", backend="pallas", **options
+            )
+
+        yield f"{label}, {which}", *on_one(call, mesh, operands)
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -673,6 +695,10 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
     "dispatch under a product": dispatch_under_a_product,
     "attention": attention,
+    **{
+        f"attention kernel, {which}": functools.partial(attention_kernel, which)
+        for which in ("128", "64", "full", "window")
+    },
     "windows": windows,
     **{
         f"two nodes {process} {processes}": functools.partial(two_nodes, process, processes)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.benchmarks.cases.case import Case
+from stretto.distributed.private_jax import cuda_version
 from stretto.kernels.attention import cudnn
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.operations import OPERATIONS, attention_heads, attention_methods
@@ -94,6 +95,16 @@ def test_nobody_has_timed_the_ways_to_gather():
     """So `auto` leaves it to XLA on GPUs, too, and a simulation takes the default."""
     found = explained(2, 64, 8, backend="simulator")
     assert found.backend == "simulator" and found.config == Config(by_peer=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [(12080, "12.8"), (12090, "12.9"), (12091, None), (13000, None)]
+)
+def test_an_assembler_that_miscompiles_is_refused(monkeypatch, version, refused):
+    monkeypatch.setattr(cuda_version, "running", lambda: version)
+    found = explained(2, 64, 8, causal=True, method="fused")
+    wanted = f"CUDA {refused} miscompiles" if refused else "the devices are cpu"
+    assert found.backend == "xla" and wanted in found.reason
 
 
 def test_estimates_count_the_last_device_and_what_is_sent():

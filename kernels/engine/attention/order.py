@@ -1,0 +1,63 @@
+"""The order of tiles of queries: heads that share keys together, tiles with most keys first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stretto.distributed.schedule import Int, div, where
+from stretto.kernels.engine.parts import Tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOrder:
+    """Tiles of queries of all heads of a batch.
+
+    A tile's `step` is its chunk of the batch's (`batch * chunks + chunk`), `m` its place within the
+    chunk, and `n` its head. The keys of one head of keys after another are wanted, and so pulled.
+    Of one head of keys, the last queries of the last chunk come first: under a causal mask these
+    see most. Blocks take tiles in turn, every other time from the other end, so that none always
+    gets the larger ones.
+
+    Attributes:
+      batch, chunks, tiles: sequences, chunks of each, tiles of queries in a chunk.
+      kv_heads, group: heads of keys, and of queries for each of them.
+      num_blocks: that share the tiles; block `b` takes those at `b`, `b + num_blocks`, ...
+    """
+
+    batch: int
+    chunks: int
+    tiles: int
+    kv_heads: int
+    group: int
+    num_blocks: int
+
+    @property
+    def num_tiles(self) -> int:
+        """All tiles."""
+        return self.batch * self.kv_heads * self.group * self.chunks * self.tiles
+
+    def count(self) -> int:
+        """All tiles."""
+        return self.num_tiles
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`."""
+        index = self._back_and_forth(index)
+        together = self.group * self.chunks * self.tiles
+        of_keys = div(index, together)
+        batch = div(of_keys, self.kv_heads)
+        kv_head = of_keys - batch * self.kv_heads
+        within = index - of_keys * together
+        place = div(within, self.group)
+        head = kv_head * self.group + within - place * self.group
+        place = self.chunks * self.tiles - 1 - place
+        chunk = div(place, self.tiles)
+        return Tile(batch * self.chunks + chunk, place - chunk * self.tiles, head)
+
+    def _back_and_forth(self, index: Int) -> Int:
+        """`index`, in every other full wave from the end of the wave on."""
+        wave = div(index, self.num_blocks)
+        first = wave * self.num_blocks
+        turned = first + self.num_blocks - 1 - (index - first)
+        is_turned = (wave - 2 * div(wave, 2) == 1) & (wave < self.num_tiles // self.num_blocks)
+        return where(is_turned, turned, index)

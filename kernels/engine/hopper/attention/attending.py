@@ -1,0 +1,157 @@
+"""The attending warpgroups: each makes the result of 64 queries of a tile.
+
+The tensor cores are one warpgroup's at a time (`turn`), for its product of weights and values and
+its next product of queries and keys. Meanwhile the others turn scores into weights. A warpgroup's
+own products do not run beside its softmax: with two of them under way the assembler serialises
+both, because registers of the second are set after the first has started (ptxas, C7513).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import Int, rem
+from stretto.kernels.engine.attention.parts import AttentionParts
+from stretto.kernels.engine.attention.visible import VisibleKeys
+from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.attention import softmax
+from stretto.kernels.engine.hopper.attention.config import ROWS
+from stretto.kernels.engine.hopper.attention.memory import Memory
+from stretto.kernels.engine.hopper.attention.softmax import Folded
+from stretto.kernels.engine.parts import Ref, Tile
+
+
+def attend(block: Block, parts: AttentionParts, memory: Memory) -> None:
+    """Attends with its rows of one tile after another, and hands the results over."""
+    own = lax.axis_index(THREAD_AXIS)
+    plgpu.barrier_arrive(memory.queries.empty.at[own])  # All memory is free at the start.
+    for stage in range(memory.num_stages):
+        plgpu.barrier_arrive(memory.keys.empty.at[stage])
+        plgpu.barrier_arrive(memory.values.empty.at[stage])
+    # The first turn is the first warpgroup's.
+    pl.when(own == memory.warpgroups - 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
+
+    def make_tile(_: Int, tile: Tile, stage: jax.Array) -> jax.Array:
+        folded, stage = _fold_all(parts, memory, tile, stage)
+        _hand_over(memory, folded)
+        return stage
+
+    block.for_each_tile(make_tile, jnp.int32(0))
+
+
+def _fold_all(
+    parts: AttentionParts, memory: Memory, tile: Tile, stage: jax.Array
+) -> tuple[Folded, jax.Array]:
+    """Attention to all keys that the tile sees, and the next stage."""
+    own, visible = lax.axis_index(THREAD_AXIS), parts.visible
+    first_of_tile = parts.first_query(tile)
+    first_query, count = first_of_tile + own * ROWS, visible.count(first_of_tile)
+
+    def of_segment(segment: jax.Array, carry: tuple) -> tuple:
+        first, last = visible.blocks(first_of_tile, segment)
+        first_key = visible.first_key(segment)
+
+        def of_block(place: jax.Array, carry: tuple) -> tuple:
+            folded, stage, left = carry
+            scores = _scores(memory, stage, is_last=left == 1)
+            scores = _masked(visible, scores, first_query, first_key + place * visible.block)
+            weights, folded = softmax.weighed(scores, folded, parts.exponent)
+            weights = weights.astype(memory.values.smem.dtype)
+            folded = folded._replace(out=_with_values(memory, stage, weights, folded.out))
+            return folded, memory.next(stage), left - 1
+
+        return lax.fori_loop(first, last, of_block, carry)
+
+    # This warpgroup's rows of the tile are there.
+    plgpu.barrier_wait(memory.queries.full.at[own])
+    # The warpgroup before has started its products.
+    plgpu.barrier_wait(memory.turn.at[own])
+    start = softmax.nothing(ROWS, memory.values.smem.shape[2]), stage, jnp.int32(count)
+    with jax.named_scope("attend"):
+        folded, stage, _ = lax.fori_loop(0, visible.segments, of_segment, start)
+    _pass_turn(memory)
+    return folded, stage
+
+
+def _masked(
+    visible: VisibleKeys, scores: jax.Array, first_query: jax.Array, first_key: Int
+) -> jax.Array:
+    """Scores of a block of keys, with a mask where one is needed."""
+    if not visible.causal:
+        return scores
+    return lax.cond(
+        visible.needs_mask(first_query, ROWS, first_key),
+        lambda scores: softmax.masked(scores, first_query - first_key, visible.window),
+        lambda scores: scores,
+        scores,
+    )
+
+
+def _scores(memory: Memory, stage: jax.Array, *, is_last: jax.Array) -> jax.Array:
+    """Products of the queries and a block of keys; then the turn is the next warpgroup's.
+
+    Of the tile's last block they release the queries, so that the next tile's are loaded meanwhile.
+    """
+    own = lax.axis_index(THREAD_AXIS)
+    # The copy of the block is complete.
+    plgpu.barrier_wait(memory.keys.full.at[stage])
+
+    def multiply(acc: Ref) -> jax.Array:
+        keys = memory.keys.smem.at[stage].transpose((1, 0))
+        plgpu.wgmma(acc, memory.queries.smem.at[own], keys)
+        _pass_turn(memory)
+        return acc[...]  # Reading it waits for the product.
+
+    shape = ROWS, memory.keys.smem.shape[1]
+    scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    # Publishes to the loading warp that this warpgroup's product has read the keys.
+    plgpu.barrier_arrive(memory.keys.empty.at[stage])
+
+    @pl.when(is_last)
+    def _():
+        # Publishes to the loading warp that all products have read the queries.
+        plgpu.barrier_arrive(memory.queries.empty.at[own])
+
+    return scores
+
+
+def _with_values(memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.Array) -> jax.Array:
+    """`out` plus weighted values, in this warpgroup's turn."""
+    # The copy of the block is complete.
+    plgpu.barrier_wait(memory.values.full.at[stage])
+    # The warpgroup before has started its products.
+    plgpu.barrier_wait(memory.turn.at[lax.axis_index(THREAD_AXIS)])
+
+    def multiply(acc: Ref) -> None:
+        plgpu.wgmma(acc, weights, memory.values.smem.at[stage])
+
+    total: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(out))
+    # Publishes to the loading warp that this warpgroup's product has read the values.
+    plgpu.barrier_arrive(memory.values.empty.at[stage])
+    return total
+
+
+def _pass_turn(memory: Memory) -> None:
+    """Publishes to the next warpgroup that this one has started its products."""
+    following = rem(lax.axis_index(THREAD_AXIS) + 1, memory.warpgroups)
+    plgpu.barrier_arrive(memory.turn.at[following])
+
+
+def _hand_over(memory: Memory, folded: Folded) -> None:
+    """Puts the result and its logsumexp where the storing warp takes them from."""
+    own = lax.axis_index(THREAD_AXIS)
+    out, lse = softmax.finished(folded)
+    # The stores of the last tile's result have read the buffers.
+    plgpu.barrier_wait(memory.free.at[own])
+    memory.out.at[own][...] = out.astype(memory.out.dtype)
+    memory.lse.at[own][...] = lse
+    plgpu.commit_smem()
+    # Publishes both to the storing warp.
+    plgpu.barrier_arrive(memory.filled.at[own])

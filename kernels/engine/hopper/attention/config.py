@@ -1,0 +1,77 @@
+"""How attention is cut up for Hopper: tiles of queries, blocks of keys, and their constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from stretto.kernels.problem.machine import HOPPER
+
+ROWS = 64
+"""Queries of a warpgroup: what its tensor cores multiply at once."""
+DIMS = (64, 128)
+"""Sizes of heads that the main loop is built for."""
+# Registers of a thread that (loads or stores, attends), by the warpgroups that attend.
+REGISTERS = {2: (80, 216), 3: (56, 152)}
+LSE_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionTiles:
+    """How attention is cut up.
+
+    Attributes:
+      warpgroups: that attend, each with 64 queries of a tile: 2 or 3.
+      tile_k: keys of a block.
+      num_stages: blocks of keys and values that are loaded ahead.
+    """
+
+    architecture: ClassVar[str] = HOPPER
+
+    warpgroups: int = 2
+    tile_k: int = 128
+    num_stages: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return ROWS * self.warpgroups
+
+    @property
+    def tile_n(self) -> int:
+        """The largest head size."""
+        return max(DIMS)
+
+    @property
+    def blocks(self) -> int:
+        """Every tile is made by one block."""
+        return 1
+
+    @property
+    def takes_edges(self) -> bool:
+        """Chunks of keys are whole blocks."""
+        return False
+
+    @property
+    def raster_width(self) -> int:
+        """Tiles are in another order (`AttentionOrder`)."""
+        return 1
+
+    def check(self) -> None:
+        """Raises ValueError for what registers or tensor cores cannot take."""
+        if self.warpgroups not in REGISTERS:
+            raise ValueError(f"warpgroups={self.warpgroups} must be 2 or 3.")
+        if self.tile_k not in (64, 128):
+            raise ValueError(f"tile_k={self.tile_k} must be 64 or 128.")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
+
+    def smem_bytes(self, dim: int, itemsize: int) -> int:
+        """Shared memory of queries, keys, values and results of heads of this size, in bytes."""
+        rows = 2 * self.tile_m + 2 * self.num_stages * self.tile_k
+        return rows * dim * itemsize + self.tile_m * LSE_BYTES
+
+
+LARGE = AttentionTiles()
+TALL = AttentionTiles(warpgroups=3)
+"""For heads of size 64, of which three warpgroups have the registers."""

@@ -1,0 +1,187 @@
+"""Attention over a split sequence, the peers' keys and values arriving under the attention to others.
+
+Each device attends with its own queries to its own keys first, then to those of its successors on
+the ring. One spare warp of every block fetches the peers' keys and values at the same time, from the
+peers' operands into a local buffer: one head of keys after another, as the tiles want them. A tile
+waits for a chunk of a peer's head when it comes to it. Chunks that no query of a tile sees are
+passed over, and need not have arrived.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `gathered`, `2 (s - 1)` and the next | the pulling warps | | | keys and values of the `s`-th successor |
+| `received[s - 1, c, h]` | each pulling warp, per piece | the polling warps, a segment | pieces of a chunk, of keys and of values | chunk `c` of its head `h` is in place |
+| `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's keys and values any more |
+
+Peers' operands are ready once the pulling warp has waited for the peers' start (`handshake`). A
+chunk's number `c` counts those of all sequences of the batch.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int
+from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels.engine import stages
+from stretto.kernels.engine.attention.order import AttentionOrder
+from stretto.kernels.engine.attention.parts import AttentionParts
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.hopper.attention.mainloop import Attention
+from stretto.kernels.engine.parts import Product, Ref, Sink, Tile, Transfer
+from stretto.kernels.engine.transfers import Buffers
+from stretto.kernels.fused.attention_config import Config, Sequence, Sizes, obstacle
+from stretto.kernels.fused.attention_keys import Keys
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    team: Team | None,
+    sequence: Sequence,
+    *,
+    scale: float,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to the keys of all devices of `team`, of one device alone without one.
+
+    Args:
+      q: `[batch, tokens, heads, dim]`, bfloat16 or float16.
+      k, v: `[batch, kv_tokens, kv_heads, dim]`, of the same type; kv_heads divides heads.
+      team: the devices, in the order of the sequence.
+      sequence: how tokens lie in it.
+      scale: of the scores, above 0.
+      config: of the kernel.
+      interpret: as `fuse` takes it.
+
+    Returns:
+      (q's shape and type, float32 logsumexp `[batch, heads, tokens]`).
+
+    Raises:
+      ValueError: a configuration that cannot be built.
+      NotImplementedError: operands that the kernel does not take, or another scale.
+    """
+    found = obstacle(q, k.shape[1], sequence.chunks, config.tiles)
+    if found is None and not 0 < scale < math.inf:
+        found = f"scale={scale} must be above 0."
+    if found is not None:
+        raise NotImplementedError(f"attention: {found}")
+    config.check()
+    config.check_heads(q.shape[3], q.dtype.itemsize)
+    several = None if team is None or team.is_alone else team
+    sizes = Sizes.of(q, k, 1 if several is None else several.size, sequence, config)
+    return _launch(q, k, v, several, sizes, scale, interpret)
+
+
+def _launch(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    team: Team | None,
+    sizes: Sizes,
+    scale: float,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    config, heads, queries = sizes.config, sizes.heads, sizes.visible.queries
+    rows = sizes.batch * sizes.chunks
+    keys = (sizes.batch * k.shape[1], sizes.kv_heads * sizes.dim)
+    outs = dict(
+        out=jax.ShapeDtypeStruct((rows, queries, heads * sizes.dim), q.dtype),
+        lse=jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
+    )
+    moving: dict[str, Any] = {}
+    if team is not None:
+        outs["gathered"] = jax.ShapeDtypeStruct((2 * sizes.peers, *keys), k.dtype)
+        received = SemaphoreArray((sizes.peers, rows, sizes.kv_heads), local=True)
+        piece = Buffers(config.pull_slots, config.pull_rows, sizes.dim, k.dtype)
+        moving = dict(semaphores=dict(received=received), buffers=piece, waits=True)
+    product = Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype)
+    found = fuse(
+        lambda refs: _parts(refs, team, sizes, scale),
+        name="attention",
+        team=team,
+        mainloop=Attention(config.tiles, product, sizes.dim),
+        num_tiles=sizes.num_tiles,
+        operands=dict(
+            q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
+        ),
+        outs=outs,
+        # Powers of two by the hardware's own instruction: weights are rounded to 16 bits anyway.
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        **moving,
+    )
+    lse = found["lse"].reshape(sizes.batch, sizes.chunks, heads, queries)
+    lse = lse.transpose(0, 2, 1, 3).reshape(sizes.batch, heads, sizes.chunks * queries)
+    return found["out"].reshape(q.shape), lse
+
+
+def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> AttentionParts:
+    device = 0 if team is None else team.device_id()
+    visible = dataclasses.replace(sizes.visible, device=device)
+    keys = Keys(sizes=sizes, team=team, visible=visible, refs=refs)
+    queries = _Queries(sizes=sizes, refs=refs)
+    return AttentionParts(
+        order=AttentionOrder(
+            batch=sizes.batch,
+            chunks=sizes.chunks,
+            tiles=visible.tiles_of_chunk,
+            kv_heads=sizes.kv_heads,
+            group=sizes.group,
+            num_blocks=refs.num_clusters,
+        ),
+        k_tiles=visible.segments,
+        lhs=keys.keys(),
+        rhs=keys.values(),
+        sink=Sink(store=lambda tile, piece, row, _: queries.store(tile, piece, row)),
+        transfer=None if team is None else Transfer(run=keys.pull),
+        queries=queries.load,
+        store_logsumexp=queries.store_logsumexp,
+        visible=visible,
+        exponent=scale * math.log2(math.e),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Queries:
+    """Queries, and where their results go; rows of a tile behind the end of its chunk are none."""
+
+    sizes: Sizes
+    refs: Refs
+
+    def load(self, tile: Tile, row: Int, rows: int, stage: Ref, barrier: Ref) -> None:
+        """Loads rows of a tile; in place of those behind the chunk's end, the chunk's last ones."""
+        first = jnp.minimum(self._row(tile, row), self.sizes.visible.queries - rows)
+        window = tile.step, pl.ds(first, rows), self.sizes.columns(tile.n)
+        stages.fill(self.refs.q.at[window], stage, barrier)
+
+    def store(self, tile: Tile, piece: Ref, row: Int) -> None:
+        """Starts the copy of rows of a result."""
+        first, rows = self._row(tile, row), piece.shape[0]
+
+        @pl.when(first < self.sizes.visible.queries)
+        def _():
+            window = tile.step, pl.ds(first, rows), self.sizes.columns(tile.n)
+            plgpu.copy_smem_to_gmem(piece, self.refs.out.at[window], commit_group=False)
+
+    def store_logsumexp(self, tile: Tile, piece: Ref, row: Int) -> None:
+        """Starts the copy of their logsumexps."""
+        first, rows = self._row(tile, row), piece.shape[0]
+
+        @pl.when(first < self.sizes.visible.queries)
+        def _():
+            window = tile.step, tile.n, pl.ds(first, rows)
+            plgpu.copy_smem_to_gmem(piece, self.refs.lse.at[window], commit_group=False)
+
+    def _row(self, tile: Tile, row: Int) -> Int:
+        """A row of a tile, within its chunk."""
+        return tile.m * self.sizes.visible.rows + row

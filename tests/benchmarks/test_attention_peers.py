@@ -1,0 +1,55 @@
+"""The attention kernel as a peer: split between devices, and alone on one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import mesh_of
+
+import stretto as st
+from stretto.benchmarks.cases.case import Case
+from stretto.benchmarks.errors import UnavailableError
+from stretto.benchmarks.peers.peers import PEERS
+from stretto.kernels.fused.attention_config import Config
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+
+SIZES = dict(b=1, t=256, kv_t=256, heads=2, kv_heads=2, dim=64, masking=2, passes=1)
+
+
+def case(**changes):
+    record = OPERATIONS["context_parallel_attention"]
+    return Case(operation=record, sizes=SIZES | changes, dtype="bfloat16", devices=2)
+
+
+def test_each_configuration_is_offered():
+    found = PEERS["attention-fused"].candidates_for(case(), mesh_of(2))
+    problem = case().problem(Machine.of_mesh())
+    assert [one.config for one in found] == [str(one) for one in Config.candidates(problem)]
+    assert all(one.operands == case().operands for one in found)
+
+
+@pytest.mark.slow
+def test_the_kernel_alone_has_a_devices_share_of_heads(monkeypatch):
+    monkeypatch.setattr(Machine, "of_mesh", lambda: Machine.of_kind("gpu", "NVIDIA H200"))
+    first, *_ = PEERS["own-attention"].candidates_for(case(), mesh_of(2))
+    assert [operand.shape for operand in first.operands] == [(1, 256, 1, 64)] * 3
+    q, k, v = (
+        jax.random.normal(key, (1, 256, 1, 64), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
+    with st.simulate(core_count=2):
+        out = np.asarray(jax.jit(first.body)(q, k, v), np.float32)
+    right = jax.nn.dot_product_attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True
+    )
+    np.testing.assert_allclose(out, right, atol=2e-2)
+
+
+def test_where_it_is_not_timed():
+    with pytest.raises(UnavailableError, match="runs on GPUs"):
+        PEERS["own-attention"].candidates_for(case(), mesh_of(2))
+    with pytest.raises(UnavailableError, match="derivative is cuDNN's"):
+        PEERS["own-attention"].candidates_for(case(passes=2), mesh_of(2))
