@@ -22,7 +22,7 @@ from stretto.distributed import kernel
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
 from stretto.kernels.collectives.token_sums import Piece, Summing, Sums, added_up
-from stretto.kernels.collectives.token_tables import Chunks, Row, Tables, everyones
+from stretto.kernels.collectives.token_tables import Chunks, Row
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
@@ -123,34 +123,14 @@ def _sums(
     table = chunks.padded(positions, NONE)
     factors = chunks.padded(weights.astype(jnp.float32), 0)
 
-    def body(
-        rows_ref,
-        positions_ref,
-        weights_ref,
-        inbox_ref,
-        *,
-        table,
-        factors,
-        table_arrived,
-        buffers,
-        sums,
-        **loaded,
-    ):
-        tables = Tables(
-            chunks=chunks,
-            sources=[everyones(positions_ref, team), everyones(weights_ref, team)],
-            slots=[table, factors],
-            arrived=table_arrived,
-        )
-        Sums(
-            how=how,
+    def body(rows_ref, positions_ref, weights_ref, inbox_ref, **scratch):
+        Sums.of(
+            how,
             rows=rows_ref,
-            tables=tables,
-            inboxes=everyones(inbox_ref, team),
-            me=team.device_id(),
-            buffers=buffers,
-            sums=sums,
-            loaded=[loaded[f"loaded{j}"] for j in range(top_k)],
+            positions=positions_ref,
+            weights=weights_ref,
+            inbox=inbox_ref,
+            scratch=scratch,
         ).run()
         # Nothing else waits for the last stores where there are no peers to part from.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -165,7 +145,7 @@ def _sums(
         team=team,
         out_type=[jax.ShapeDtypeStruct((team.size, tokens, row.parts, row.columns), wire_dtype)],
         num_blocks=chunks.num_blocks,
-        scratch=how.scratch(table.shape[1]),
+        scratch=how.scratch(),
         interpret=interpret,
     )
     return inbox

@@ -20,7 +20,7 @@ in *rounds*, one for each piece, where the pieces become ready one after another
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from stretto.kernels.collectives.token_tables import (
     Chunks,
     Row,
     Tables,
+    everyones,
     of_device,
 )
 from stretto.kernels.problem.routing import NONE
@@ -97,12 +98,13 @@ class Summing:
         itemsize = jnp.dtype(self.dtype).itemsize
         return plgpu.Layout.WG_STRIDED(self.shape, 8 // itemsize)
 
-    def scratch(self, width: int) -> dict[str, Any]:
-        """Shared memory and barriers by name, for padded tables of `width` columns."""
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers, by name, for `kernel.launch`."""
+        width = self.chunks.padded_width(self.top_k)
         return dict(
-            table=self.chunks.scratch(width, jnp.int32),
+            entries=self.chunks.scratch(width, jnp.int32),
             factors=self.chunks.scratch(width, jnp.float32),
-            table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=TABLE_SLOTS),
+            entries_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=TABLE_SLOTS),
             buffers=plgpu.SMEM((self.stages, self.top_k, *self.shape), self.dtype),
             sums=plgpu.SMEM((2, *self.shape), self.wire_dtype),
             **{f"loaded{j}": plgpu.Barrier(num_barriers=self.stages) for j in range(self.top_k)},
@@ -133,6 +135,37 @@ class Sums:
     sums: Any
     loaded: Sequence[Any]
     ready: Callable[[Int], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        how: Summing,
+        *,
+        rows: Any,
+        positions: Any,
+        weights: Any,
+        inbox: Any,
+        scratch: Mapping[str, Any],
+        ready: Callable[[Int], None] | None = None,
+    ) -> Sums:
+        """With refs of this device's arrays, and those of `Summing.scratch`."""
+        team = how.chunks.team
+        return cls(
+            how=how,
+            rows=rows,
+            tables=Tables(
+                chunks=how.chunks,
+                sources=[everyones(positions, team), everyones(weights, team)],
+                slots=[scratch["entries"], scratch["factors"]],
+                arrived=scratch["entries_arrived"],
+            ),
+            inboxes=everyones(inbox, team),
+            me=team.device_id(),
+            buffers=scratch["buffers"],
+            sums=scratch["sums"],
+            loaded=[scratch[f"loaded{j}"] for j in range(how.top_k)],
+            ready=ready,
+        )
 
     def run(self) -> None:
         """Makes all of them; on return the last ones may still be on their way."""

@@ -117,7 +117,13 @@ class Chunks:
         """`[tokens, top_k]` with whole chunks of rows, of the width that the copy engine needs."""
         tokens, top_k = table.shape
         rows = self.number * self.tokens - tokens
-        return jnp.pad(table, ((0, rows), (0, -top_k % 4)), constant_values=fill)
+        columns = self.padded_width(top_k) - top_k
+        return jnp.pad(table, ((0, rows), (0, columns)), constant_values=fill)
+
+    @staticmethod
+    def padded_width(top_k: int) -> int:
+        """Columns of a padded table, of 4 bytes each."""
+        return -(-top_k // 4) * 4
 
     def scratch(self, width: int, dtype: Any) -> Any:
         """Shared memory for the chunks of a padded table."""

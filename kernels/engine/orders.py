@@ -249,3 +249,27 @@ class RowTilesOrder:
         # Beyond the last tile, where it is not used, it must still be a place in memory.
         m = jnp.clip(m, 0, self.most - 1)
         return Tile(jnp.int32(0), m, n, self.facts(m))
+
+
+@dataclasses.dataclass(frozen=True)
+class BandsOrder:
+    """The tiles of one band of columns of tiles after the other; all bands are of equal width.
+
+    Attributes:
+      rows: the tiles of a band.
+      bands: their number.
+    """
+
+    rows: RowTilesOrder
+    bands: int
+
+    def count(self) -> jax.Array:
+        """All tiles."""
+        return self.rows.count() * self.bands
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`. Beyond the last one it is any."""
+        of_a_band = jnp.maximum(self.rows.count(), 1)
+        band = lax.div(jnp.asarray(index, jnp.int32), of_a_band)
+        step, m, n, facts = self.rows.locate(index - band * of_a_band)
+        return Tile(step, m, band * self.rows.n_tiles + n, facts)

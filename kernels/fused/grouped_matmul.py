@@ -226,6 +226,16 @@ class GroupedRows:
         tiles = self.tiles
         return pl.ds(_first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
 
+    def order(self, refs: Refs, n_tiles: int) -> RowTilesOrder:
+        """The tiles of `n_tiles` columns of tiles."""
+        return RowTilesOrder(
+            refs.table[self.most, 0],
+            self.most,
+            n_tiles,
+            self.tiles,
+            facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
+        )
+
     def parts(self, refs: Refs, lhs: Stream) -> Parts:
         """The kernel, whose rows are `lhs`."""
         tiles, n = self.tiles, self.n
@@ -244,13 +254,7 @@ class GroupedRows:
             return _group(tile), *rhs_window(tiles, k, tile.n, self.rhs_transposed)
 
         return Parts(
-            order=RowTilesOrder(
-                refs.table[self.most, 0],
-                self.most,
-                ceil_div(n, tiles.tile_n),
-                tiles,
-                facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
-            ),
+            order=self.order(refs, ceil_div(n, tiles.tile_n)),
             ahead=True,
             k_tiles=lambda tile: where(
                 _group(tile) < self.groups, ceil_div(self.k, tiles.tile_k), 0
