@@ -50,8 +50,9 @@ from stretto.kernels.problem.routing import NONE
 STORED_COLUMNS = 64  # of a piece of a tile, in 16 bits
 MOST_COLUMNS = 1024  # of a sum, eight registers of each thread
 MAX_PARTS = 256  # of the copy engine
-ROOMY = dataclasses.replace(tile_config.LARGE, store_buffers=2)
-"""Leaves 50 KB of shared memory for rows on their way."""
+NARROWER = dataclasses.replace(tile_config.WIDE_RESULT, num_stages=3)
+"""In a block of four warpgroups a thread has 128 registers at the start, and the assembler refuses
+products of 256 columns, which take 154. Three stages leave 58 KB of shared memory for rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,15 +61,14 @@ class Config:
 
     Attributes:
       tiles: of the matmul.
-      band: columns of tiles that are finished before the next ones; a smaller number, if it does
-        not divide all of them.
+      band: columns of tiles that are finished before the next ones.
       chunk: tokens whose tables are read at once; a multiple of 8.
       stages: sums of a block whose rows are on their way at once, where they fit.
       registers: of each thread that sums.
     """
 
-    tiles: TileConfig = ROOMY
-    band: int = 2
+    tiles: TileConfig = NARROWER
+    band: int = 3
     chunk: int = 32
     stages: int = 6
     registers: int = 56
@@ -77,6 +77,10 @@ class Config:
         """Raises ValueError unless the kernel can be built so."""
         del problem
         self.tiles.check()
+        if self.tiles.tile_n > 192:
+            raise ValueError(
+                f"tile_n={self.tiles.tile_n} must be 192 at most, beside a warpgroup more."
+            )
         if self.band < 1:
             raise ValueError(f"band={self.band} must be at least 1.")
         if self.chunk % 8 or not 8 <= self.chunk <= 256:
@@ -90,12 +94,10 @@ class Config:
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
         del problem
-        yield Config()
-        for band, registers in ((1, 56), (4, 56), (2, 72)):
-            yield Config(band=band, registers=registers)
-        yield Config(
-            tiles=dataclasses.replace(tile_config.WIDE_RESULT, store_buffers=2, num_stages=3)
-        )
+        for band in (3, 2, 6):
+            yield Config(band=band)
+        four_stages = dataclasses.replace(tile_config.WIDE_RESULT, store_buffers=1)
+        yield Config(tiles=four_stages)
 
 
 def cut(width: int) -> tuple[Row, Piece] | None:
@@ -247,8 +249,7 @@ class _Parts:
         lhs = streams.of(self.refs.lhs, self.grouped.lhs_window)
         plain = self.grouped.parts(self.refs, lhs)
         n_tiles = ceil_div(self.grouped.n, self.config.tiles.tile_n)
-        band = max(b for b in range(1, self.config.band + 1) if n_tiles % b == 0)
-        order = BandsOrder(self.grouped.order(self.refs, band), n_tiles // band)
+        order = BandsOrder(self.grouped.order(self.refs, n_tiles), self.config.band)
         sink = Sink(store=self._store, stored=self._tell, rows=plain.sink.rows)
         transfer = Transfer(run=self._sum)
         return dataclasses.replace(plain, order=order, sink=sink, transfer=transfer)
