@@ -20,7 +20,7 @@ in the same order, and have the same bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,23 +33,23 @@ from stretto.distributed import kernel, schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.token_sums import Piece, Summing, Sums, added_up
-from stretto.kernels.collectives.token_tables import TABLE_SLOTS, Chunks, Row
+from stretto.kernels.collectives.token_sums import Summing, Sums, added_up
+from stretto.kernels.collectives.token_tables import TABLE_SLOTS, Chunks
 from stretto.kernels.engine import padding, streams
-from stretto.kernels.engine.architectures import TileConfig, mainloop_of
+from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.orders import BandsOrder
 from stretto.kernels.engine.parts import Parts, Product, Ref, Sink, Tile, Transfer
+from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
+from stretto.kernels.fused.cut_rows import STORED_COLUMNS, cut
 from stretto.kernels.fused.group_tables import ALIGNED, row_tiles
 from stretto.kernels.fused.grouped_matmul import GroupedRows
+from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
 
-STORED_COLUMNS = 64  # of a piece of a tile, in 16 bits
-MOST_COLUMNS = 1024  # of a sum, eight registers of each thread
-MAX_PARTS = 256  # of the copy engine
 NARROWER = dataclasses.replace(tile_config.WIDE_RESULT, num_stages=3)
 """In a block of four warpgroups a thread has 128 registers at the start, and the assembler refuses
 products of 256 columns, which take 154. Three stages leave 58 KB of shared memory for rows."""
@@ -75,8 +75,9 @@ class Config:
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
-        del problem
         self.tiles.check()
+        if problem is not None and problem.types.itemsize == 2:  # Others are made in two steps.
+            check_tiles(self.tiles, problem)
         if self.tiles.tile_n > 192:
             raise ValueError(
                 f"tile_n={self.tiles.tile_n} must be 192 at most, beside a warpgroup more."
@@ -93,30 +94,12 @@ class Config:
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """What the tuner tries, the likely ones first."""
-        del problem
+        if problem is not None and problem.machine.architecture != HOPPER:
+            return
         for band in (3, 2, 6):
             yield Config(band=band)
         four_stages = dataclasses.replace(tile_config.WIDE_RESULT, store_buffers=1)
         yield Config(tiles=four_stages)
-
-
-def cut(width: int) -> tuple[Row, Piece] | None:
-    """How a row of the product is cut, and the piece that is summed at once; None if in no way.
-
-    With the fewest columns that only fill up a warpgroup's registers, and then the smallest: it is
-    ready the earliest.
-    """
-    found = []
-    for columns in range(STORED_COLUMNS, 257, STORED_COLUMNS):
-        parts = width // columns
-        for some in range(1, parts + 1):
-            piece = Piece.of(some, columns, 2)
-            if width % columns or parts % some or parts > MAX_PARTS:
-                continue
-            if piece.padded * columns <= MOST_COLUMNS:
-                found.append((Row(parts, columns, parts), piece))
-    least = lambda x: (x[1].padded / x[1].parts, x[1].padded * x[0].columns, x[0].parts)  # noqa: E731
-    return min(found, key=least, default=None)
 
 
 def _stages(width: int, top_k: int, config: Config) -> int:
@@ -131,12 +114,12 @@ def _stages(width: int, top_k: int, config: Config) -> int:
     return min(config.stages, (SMEM_BYTES - used) // (top_k * elements * 2))
 
 
-def obstacle(lhs: jax.Array, rhs: jax.Array, width: int, top_k: int, config: Config) -> str | None:
-    """Why the kernel does not make such a product, `width` wide; None if it does."""
+def obstacle(lhs: jax.Array, width: int, top_k: int, config: Config) -> str | None:
+    """Why the kernel does not make a product of rows like `lhs`, `width` wide; None if it does."""
     if lhs.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {lhs.dtype}."
     rows = lhs.shape[0]
-    if rows % ALIGNED or rows < 2 * ALIGNED or 0 in (*lhs.shape, *rhs.shape, top_k):
+    if rows % ALIGNED or rows < 2 * ALIGNED or 0 in (*lhs.shape, top_k):
         return f"room for {rows} rows is no multiple of {ALIGNED}, or there is nothing to do."
     if width < 2 * STORED_COLUMNS or cut(width) is None:
         return f"rows of d={width} are no multiple of {STORED_COLUMNS}, or just one."
@@ -146,8 +129,8 @@ def obstacle(lhs: jax.Array, rhs: jax.Array, width: int, top_k: int, config: Con
 
 
 def matmul_combine(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
     sizes: jax.Array,
     weights: jax.Array,
     positions: jax.Array,
@@ -158,11 +141,11 @@ def matmul_combine(
     rhs_transposed: bool,
     interpret: Any,
 ) -> jax.Array:
-    """`[r, k]` and `[e, k, d]` (transposed `[e, d, k]`) -> weighted sums of a token's rows, `[tokens, d]`.
+    """`[r, k]`, `[e, k, d]` (transposed `[e, d, k]`) -> weighted sums of a token's rows, `[tokens, d]`.
 
     Args:
-      lhs: rows in the order of the experts.
-      rhs: a matrix for each expert.
+      lhs: rows in the order of the experts; of several their products are added up.
+      rhs: a matrix for each expert; as many as `lhs`, of one shape.
       sizes: int32 `[e]`, rows of each expert.
       weights: float32 `[tokens, top_k]`, of the device's own tokens.
       positions: int32 `[tokens, top_k]`, `Routing.positions`.
@@ -173,14 +156,15 @@ def matmul_combine(
       interpret: as `fuse` takes it.
     """  # noqa: E501
     tiles, (tokens, top_k) = config.tiles, positions.shape
-    width = rhs.shape[1 if rhs_transposed else 2]
+    width = rhs[0].shape[1 if rhs_transposed else 2]
     found = cut(width)
     if found is None:
-        raise ValueError(f"rows of {width} {lhs.dtype} cannot be summed.")  # `obstacle` says so.
+        raise ValueError(f"rows of {width} {lhs[0].dtype} cannot be summed.")  # `obstacle` says so.
     row, piece = found
-    lhs = padding.pad_to_tiles(lhs, padding.ROWS)
-    rhs = padding.pad_to_tiles(rhs, padding.COLUMNS)
-    grouped = GroupedRows.of(len(lhs), rhs, tiles, rhs_transposed)
+    lhs = [padding.pad_to_tiles(x, padding.ROWS) for x in lhs]
+    rhs = [padding.pad_to_tiles(x, padding.COLUMNS) for x in rhs]
+    rows, dtype = len(lhs[0]), lhs[0].dtype
+    grouped = GroupedRows.of(rows, rhs[0], tiles, rhs_transposed)
     blocks = kernel.num_blocks_for(grouped.num_tiles, tiles.blocks)
     chunks = Chunks.of(team, tokens, config.chunk, blocks)
     how = Summing(
@@ -189,7 +173,7 @@ def matmul_combine(
         top_k=top_k,
         stages=max(2, min(_stages(width, top_k, config), chunks.tokens)),
         chunks=dataclasses.replace(chunks, num_blocks=blocks, rounds=row.parts // piece.parts),
-        dtype=lhs.dtype,
+        dtype=dtype,
         wire_dtype=wire_dtype,
     )
     shape = row.parts, row.columns
@@ -199,24 +183,18 @@ def matmul_combine(
         team=team,
         mainloop=mainloop_of(
             tiles,
-            Product(
-                lhs=lhs.dtype,
-                rhs=rhs.dtype,
-                out=lhs.dtype,
-                rhs_transposed=rhs_transposed,
-                ragged=True,
-            ),
+            Product(lhs=dtype, rhs=dtype, out=dtype, rhs_transposed=rhs_transposed, ragged=True),
         ),
         num_tiles=grouped.num_tiles,
         operands=dict(
             lhs=lhs,
             rhs=rhs,
-            table=row_tiles(sizes, len(lhs), tiles.tile_m, grouped.most, of_groups=True),
+            table=row_tiles(sizes, rows, tiles.tile_m, grouped.most, of_groups=True),
             positions=chunks.padded(positions, NONE),
             weights=chunks.padded(weights.astype(jnp.float32), 0),
         ),
         outs=dict(
-            product=jax.ShapeDtypeStruct((len(lhs), *shape), lhs.dtype),
+            product=jax.ShapeDtypeStruct((rows, *shape), dtype),
             inbox=jax.ShapeDtypeStruct((team.size, tokens, *shape), wire_dtype),
         ),
         semaphores=dict(finished=SemaphoreArray((ceil_div(width, tiles.tile_n),), local=True)),
@@ -225,7 +203,7 @@ def matmul_combine(
         signals=True,
         interpret=interpret,
     )
-    return added_up(results["inbox"].reshape(team.size, tokens, width), positions, lhs.dtype)
+    return added_up(results["inbox"].reshape(team.size, tokens, width), positions, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,13 +224,25 @@ class _Parts:
 
     def made(self) -> Parts:
         """The grouped product's, in bands, stored in the parts of rows, and then summed."""
-        lhs = streams.of(self.refs.lhs, self.grouped.lhs_window)
-        plain = self.grouped.parts(self.refs, lhs)
-        n_tiles = ceil_div(self.grouped.n, self.config.tiles.tile_n)
-        order = BandsOrder(self.grouped.order(self.refs, n_tiles), self.config.band)
-        sink = Sink(store=self._store, stored=self._tell, rows=plain.sink.rows)
-        transfer = Transfer(run=self._sum)
-        return dataclasses.replace(plain, order=order, sink=sink, transfer=transfer)
+        grouped, refs = self.grouped, self.refs
+        segments = Segments.of([grouped.k] * len(refs.lhs), self.config.tiles.tile_k)
+        lhs = streams.along_k(refs.lhs, segments, grouped.lhs_window)
+        rhs = streams.along_k(refs.rhs, segments, grouped.rhs_window)
+        n_tiles = ceil_div(grouped.n, self.config.tiles.tile_n)
+        order = BandsOrder(grouped.order(refs, n_tiles), self.config.band)
+        return Parts(
+            order=order,
+            ahead=True,
+            k_tiles=segments.total,
+            lhs=lhs,
+            rhs=rhs,
+            sink=Sink(
+                store=self._store,
+                stored=self._tell,
+                rows=lambda tile: (tile.facts[2], tile.facts[3]),
+            ),
+            transfer=Transfer(run=self._sum),
+        )
 
     def _store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
         """A piece lies in one part of its rows, and is stored unless it is beyond the last one."""
