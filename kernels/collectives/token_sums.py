@@ -102,9 +102,9 @@ class Summing:
         """Shared memory and barriers, by name, for `kernel.launch`."""
         width = self.chunks.padded_width(self.top_k)
         return dict(
-            entries=self.chunks.scratch(width, jnp.int32),
+            token_table=self.chunks.scratch(width, jnp.int32),
             factors=self.chunks.scratch(width, jnp.float32),
-            entries_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=TABLE_SLOTS),
+            token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=TABLE_SLOTS),
             buffers=plgpu.SMEM((self.stages, self.top_k, *self.shape), self.dtype),
             sums=plgpu.SMEM((2, *self.shape), self.wire_dtype),
             **{f"loaded{j}": plgpu.Barrier(num_barriers=self.stages) for j in range(self.top_k)},
@@ -156,8 +156,8 @@ class Sums:
             tables=Tables(
                 chunks=how.chunks,
                 sources=[everyones(positions, team), everyones(weights, team)],
-                slots=[scratch["entries"], scratch["factors"]],
-                arrived=scratch["entries_arrived"],
+                slots=[scratch["token_table"], scratch["factors"]],
+                arrived=scratch["token_table_arrived"],
             ),
             inboxes=everyones(inbox, team),
             me=team.device_id(),
