@@ -305,3 +305,12 @@ def test_configurations_that_cannot_be_built(changes, message):
             combine_under_product=True, last=matmul_combine.Config(**changes)
         ).check()
     mixture_rules.Config(last=matmul_combine.Config(**changes)).check()  # Not used.
+
+
+def test_nothing_takes_it_by_default():
+    """It was never run on hardware; the tuner tries it, on Hopper."""
+    assert not mixture_rules.KERNEL.default(None).combine_under_product
+    tried = list(mixture_rules.Config.candidates())
+    assert any(config.combine_under_product and config.under_product for config in tried)
+    for config in tried:
+        config.check()
