@@ -19,9 +19,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def div(a: Int, b: int) -> Int:
+def div(a: Int, b: Int) -> Int:
     """`a // b` for `a >= 0`: inside a kernel without the sign correction that `//` would add."""
-    return a // b if isinstance(a, int) else lax.div(a, a.dtype.type(b))
+    if isinstance(a, int):
+        return a // b
+    return lax.div(a, a.dtype.type(b) if isinstance(b, int) else b)
 
 
 def rem(a: Int, b: int) -> Int:

@@ -20,7 +20,7 @@ from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.errors import UnavailableError
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import experts, mixture
+from stretto.kernels.operations import expert_checks, experts, mixture
 from stretto.kernels.problem.activations import swiglu
 from stretto.kernels.xla.routing import ranks_in_groups
 
@@ -103,7 +103,7 @@ def back(rows: jax.Array, weights: jax.Array, plan: Plan, axes: tuple) -> jax.Ar
 def _dispatch(x: jax.Array, index: jax.Array, *, axes: tuple, num_experts: int, chunks: int) -> Any:
     found = plan(index, axes, num_experts, chunks)
     tokens, top_k = index.shape
-    rows = experts.room_for(tokens, top_k, lax.axis_size(axes), None)
+    rows = expert_checks.room_for(tokens, top_k, lax.axis_size(axes), None)
     return there(x, found, axes, rows, top_k)
 
 
@@ -120,7 +120,7 @@ def _layer(
 ) -> Any:
     found = plan(index, axes, num_experts, chunks)
     tokens, top_k = index.shape
-    rows = experts.room_for(tokens, top_k, lax.axis_size(axes), None)
+    rows = expert_checks.room_for(tokens, top_k, lax.axis_size(axes), None)
     came = there(x, found, axes, rows, top_k)
     product = functools.partial(lax.ragged_dot, preferred_element_type=jnp.float32)
     hidden = swiglu(*jnp.split(product(came, w_in, found.group_sizes), 2, axis=1)).astype(x.dtype)

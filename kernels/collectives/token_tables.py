@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -68,12 +69,14 @@ class Chunks:
       tokens: of a chunk.
       number: of chunks of one device.
       num_blocks: of the kernel.
+      rounds: how often each block walks through its chunks.
     """
 
     team: Team
     tokens: int
     number: int
     num_blocks: int
+    rounds: int = 1
 
     @classmethod
     def of(cls, team: Team, tokens: int, most: int, num_blocks: int) -> Chunks:
@@ -86,15 +89,26 @@ class Chunks:
         return cls(team=team, tokens=size, number=number, num_blocks=blocks)
 
     @property
-    def own(self) -> Int:
+    def own_of_a_round(self) -> Int:
         """How many of them this block has."""
         return schedule.share(self.team.size * self.number, kernel.block_id(), self.num_blocks)
+
+    @property
+    def own(self) -> Int:
+        """The same in all rounds together."""
+        return self.own_of_a_round if self.rounds == 1 else self.own_of_a_round * self.rounds
+
+    def round_of(self, n: Int) -> Int:
+        """The round in which this block walks through its chunk `n`, of all rounds."""
+        return lax.div(n, jnp.maximum(self.own_of_a_round, 1))
 
     def place(self, n: Int) -> tuple[Int, Int]:
         """(whose, its first token) of this block's chunk `n`; whose as an offset on the ring.
 
         At the same time, all devices read from different ones.
         """
+        if self.rounds > 1:
+            n = n - self.round_of(n) * self.own_of_a_round
         i = kernel.block_id() + n * self.num_blocks
         chunk = schedule.div(i, self.team.size)
         return i - chunk * self.team.size, chunk * self.tokens
@@ -103,7 +117,13 @@ class Chunks:
         """`[tokens, top_k]` with whole chunks of rows, of the width that the copy engine needs."""
         tokens, top_k = table.shape
         rows = self.number * self.tokens - tokens
-        return jnp.pad(table, ((0, rows), (0, -top_k % 4)), constant_values=fill)
+        columns = self.padded_width(top_k) - top_k
+        return jnp.pad(table, ((0, rows), (0, columns)), constant_values=fill)
+
+    @staticmethod
+    def padded_width(top_k: int) -> int:
+        """Columns of a padded table, of 4 bytes each."""
+        return -(-top_k // 4) * 4
 
     def scratch(self, width: int, dtype: Any) -> Any:
         """Shared memory for the chunks of a padded table."""

@@ -1,7 +1,7 @@
 """Parts of a fused matmul, put together to one kernel.
 
-A block has the warpgroups of its main loop's roles, and after them as many as it takes for warps that
-do one thing each: the main loop's own (loading, storing), the transfer, and one that polls for
+A block has the warpgroups of its main loop's roles, one more for a transfer that calculates, and
+after them as many as it takes for warps that do one thing each: the main loop's own (loading, storing), the transfer, and one that polls for
 operands to arrive (`gates`). What takes long or waits for other blocks and devices is theirs: while a warp that
 multiplies waits for a semaphore, the tensor cores idle.
 
@@ -36,7 +36,7 @@ from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.mainloop import Mainloop, Role
 from stretto.kernels.engine.parts import Parts, Ref, Transfer
-from stretto.kernels.engine.transfers import Buffers
+from stretto.kernels.engine.transfers import Scratch
 
 REGISTERS_OF_A_BLOCK = 65536
 WARPS_OF_A_WARPGROUP = 4
@@ -46,8 +46,8 @@ class Refs(types.SimpleNamespace):
     """What a kernel's parts are made of, by the names given to `fuse`.
 
     Operands, outs and symmetric buffers, in the structures they were given in; semaphores; the
-    transfer's `pulled` and `pulled_full` (`Buffers`), or what these are named; and `num_blocks` and
-    `num_clusters`, of the grid: blocks move data each, and clusters make tiles.
+    transfer's memory (`Scratch`), of `Buffers` `pulled` and `pulled_full`, or what these are named;
+    and `num_blocks` and `num_clusters`, of the grid: blocks move data, clusters make tiles.
     """
 
 
@@ -62,7 +62,8 @@ def fuse(
     outs: Mapping[str, Any],
     symmetric: Mapping[str, Any] | None = None,
     semaphores: Mapping[str, SemaphoreArray] | None = None,
-    buffers: Buffers | Sequence[Buffers] = (),
+    buffers: Scratch | Sequence[Scratch] = (),
+    transfer_registers: int | None = None,
     waits: bool = False,
     signals: bool = False,
     invariant: bool = False,
@@ -82,6 +83,8 @@ def fuse(
       symmetric: those of buffers that are not returned, likewise.
       semaphores: by name; all zero at the start. `released` is this function's own.
       buffers: of the transfer, one or several of different names.
+      transfer_registers: of each thread of a warpgroup that runs the transfer, for one that
+        calculates; by default a single warp does. Those that multiply have fewer then.
       waits: an operand has an `Arrival`.
       signals: the sink has a `stored`, which signals to peers.
       invariant: all devices compute bitwise the same results (`kernel.launch`).
@@ -98,13 +101,15 @@ def fuse(
     arrays = dict(semaphores or {})
     if team is not None:
         arrays["released"] = SemaphoreArray()
-    each = [buffers] if isinstance(buffers, Buffers) else buffers
+    each = buffers if isinstance(buffers, Sequence) else [buffers]
     transfer_scratch = {key: x for one in each for key, x in one.scratch().items()}
     cluster = mainloop.config.blocks
     num_blocks = kernel.num_blocks_for(num_tiles, cluster)
     num_clusters = num_blocks // cluster
-    warps = mainloop.warps + (team is not None) + waits
-    num_warpgroups = mainloop.warpgroups + schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
+    calculates = transfer_registers is not None
+    warps = mainloop.warps + (team is not None and not calculates) + waits
+    of_warps = schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
+    num_warpgroups = mainloop.warpgroups + calculates + of_warps
 
     def body(*refs: Any, handshake: Handshake | None = None, **rest: Any) -> None:
         named = _named(memory, refs)
@@ -117,7 +122,10 @@ def fuse(
         roles = [*mainloop.roles(block, polled, rest)]
         _check_roles(name, mainloop, roles)
         if handshake is not None and made.transfer is not None:
-            roles.append(Role(_moving(made.transfer, handshake, rest["released"])))
+            moving = _moving(made.transfer, handshake, rest["released"])
+            if transfer_registers is not None:
+                roles = _with_fewer_registers(roles, transfer_registers, of_warps)
+            roles.append(Role(moving, int(calculates), transfer_registers))
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
             roles.append(Role(functools.partial(polled.poll, before=wait)))
@@ -182,6 +190,22 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
                 handshake.wait_at_end()
 
     return run
+
+
+def _with_fewer_registers(roles: Sequence[Role], taken: int, of_warps: int) -> list[Role]:
+    """Roles of whole warpgroups leave `taken` registers of each thread of one more.
+
+    `of_warps` are the warpgroups of single warps, which keep theirs.
+    """
+    kept = max((role.registers or 0 for role in roles if not role.warpgroups), default=0)
+    left = REGISTERS_OF_A_BLOCK // 128 - taken - kept * of_warps
+    most = left // sum(role.warpgroups for role in roles) // 8 * 8
+    return [
+        role._replace(registers=min(role.registers, most))
+        if role.warpgroups and role.registers
+        else role
+        for role in roles
+    ]
 
 
 def _assign(roles: Sequence[Role], warpgroups: int) -> None:

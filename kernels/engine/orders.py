@@ -229,7 +229,7 @@ class RowTilesOrder:
 
     m_tiles: jax.Array
     most: int
-    n_tiles: int
+    n_tiles: Int
     shape: TileShape
     facts: Callable[[Int], tuple[Int, ...]] = lambda m: ()
 
@@ -249,3 +249,29 @@ class RowTilesOrder:
         # Beyond the last tile, where it is not used, it must still be a place in memory.
         m = jnp.clip(m, 0, self.most - 1)
         return Tile(jnp.int32(0), m, n, self.facts(m))
+
+
+@dataclasses.dataclass(frozen=True)
+class BandsOrder:
+    """The tiles of one band of columns of tiles after the other; the last band may be narrower.
+
+    Attributes:
+      rows: all tiles.
+      band: columns of tiles of a band.
+    """
+
+    rows: RowTilesOrder
+    band: int
+
+    def count(self) -> jax.Array:
+        """All tiles."""
+        return self.rows.count()
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`. Beyond the last one it is any."""
+        of_a_band = jnp.maximum(self.rows.m_tiles * self.band, 1)
+        band = lax.div(jnp.int32(index), of_a_band)
+        first = band * self.band
+        width = jnp.clip(self.rows.n_tiles - first, 1, self.band)
+        within = dataclasses.replace(self.rows, n_tiles=width).locate(index - band * of_a_band)
+        return within._replace(n=first + within.n)

@@ -9,7 +9,7 @@
 | `Epilogue` | the function that is applied to the total before it is stored |
 | `BesideParts` | the same with arrays, or of two products |
 | `Sink` | where the result of a tile is stored, and which signal follows |
-| `Transfer` | the data that one spare warp of every block moves during the products |
+| `Transfer` | the data that a spare warp, or warpgroup, of every block moves during the products |
 
 `fuse` combines them with a main loop (`mainloop.Mainloop`), which is built for a `Product`: the
 facts that are needed before the kernel's memory, and with it the parts, exist.
@@ -218,6 +218,8 @@ class Sink:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
     """The data that one warp of every block moves, in a kernel of several devices.
+
+    One that calculates is run by a warpgroup (`fuse`).
 
     Attributes:
       run: called once peers' memory may be read; returns when this block has read all it needs.

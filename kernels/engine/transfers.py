@@ -15,6 +15,14 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine.parts import Ref
 
 
+class Scratch(Protocol):
+    """The shared memory of a transfer."""
+
+    def scratch(self) -> dict[str, Any]:
+        """Memory and barriers, by name, for `kernel.launch`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Buffers:
     """Shared memory that a transfer's pieces pass through: `count` buffers of a piece each.

@@ -26,12 +26,14 @@ def sum_before(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(number < number[:, None], x, 0), axis=1, dtype=jnp.int32)
 
 
-def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
+def row_tiles(
+    sizes: jax.Array, m: int, tile_m: int, most: int, *, of_groups: bool = False
+) -> jax.Array:
     """The tiles along the rows, int32 `[most + 1, 4]`; their number is first in the last row.
 
     Of each the group, the first row as a multiple of `ALIGNED`, and the first and the last row
     within the tile that are the group's; the latter exclusive. The rows that belong to no group are
-    a group of their own, numbered after the others.
+    a group of their own, numbered after the others; with `of_groups` its tiles are not counted.
     """
     starts, ends = bounds(sizes, m)
     starts = jnp.concatenate([starts, ends[-1:]])
@@ -46,7 +48,8 @@ def row_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
     group = jnp.minimum(group, len(tiles) - 1)
     first = aligned[group] + (number - before[group]) * tile_m
     own = (jnp.clip(x[group] - first, 0, tile_m) for x in (starts, ends))
-    group = jnp.where(number < most, group, after[-1])
+    count = before[-1] if of_groups else after[-1]
+    group = jnp.where(number < most, group, count)
     return jnp.stack([group, first // ALIGNED, *own], axis=1).astype(jnp.int32)
 
 

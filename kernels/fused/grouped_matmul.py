@@ -226,6 +226,20 @@ class GroupedRows:
         tiles = self.tiles
         return pl.ds(_first_row(tile), tiles.tile_m), pl.ds(k * tiles.tile_k, tiles.tile_k)
 
+    def rhs_window(self, tile: Tile, k: Int) -> tuple:
+        """Where the matrix of a tile's group lies in rhs."""
+        return _group(tile), *rhs_window(self.tiles, k, tile.n, self.rhs_transposed)
+
+    def order(self, refs: Refs, n_tiles: int) -> RowTilesOrder:
+        """The tiles of `n_tiles` columns of tiles."""
+        return RowTilesOrder(
+            refs.table[self.most, 0],
+            self.most,
+            n_tiles,
+            self.tiles,
+            facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
+        )
+
     def parts(self, refs: Refs, lhs: Stream) -> Parts:
         """The kernel, whose rows are `lhs`."""
         tiles, n = self.tiles, self.n
@@ -240,23 +254,14 @@ class GroupedRows:
                 window = pl.ds(_first_row(tile) + row, rows), pl.ds(first_column, columns)
                 plgpu.copy_smem_to_gmem(piece, refs.out.at[window], commit_group=False)
 
-        def rhs_of(tile: Tile, k: Int) -> tuple:
-            return _group(tile), *rhs_window(tiles, k, tile.n, self.rhs_transposed)
-
         return Parts(
-            order=RowTilesOrder(
-                refs.table[self.most, 0],
-                self.most,
-                ceil_div(n, tiles.tile_n),
-                tiles,
-                facts=lambda m: tuple(refs.table[m, fact] for fact in range(4)),
-            ),
+            order=self.order(refs, ceil_div(n, tiles.tile_n)),
             ahead=True,
             k_tiles=lambda tile: where(
                 _group(tile) < self.groups, ceil_div(self.k, tiles.tile_k), 0
             ),
             lhs=lhs,
-            rhs=streams.of(refs.rhs, rhs_of),
+            rhs=streams.of(refs.rhs, self.rhs_window),
             sink=Sink(store=store, rows=lambda tile: (tile.facts[2], tile.facts[3])),
         )
 

@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.operation import Axes, Examples, Operation
+from stretto.kernels.operations import expert_checks, expert_rules, mixture_rules
 from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import expert_layouts as layouts
-from stretto.kernels.operations import experts, mixture_rules
-from stretto.kernels.operations.mixture_rules import Operands, Options
+from stretto.kernels.operations.mixture_steps import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.activations import swiglu
@@ -92,10 +92,10 @@ def mixture_of_experts(
     sides, biases = _as_tuple(w_in), None if b_in is None else _as_tuple(b_in)
     checks.check_array(OP, "w_out", w_out)
     num_experts = devices * w_out.shape[0]
-    experts.check_routing(OP, x, expert_index, num_experts, capacity, devices)
+    expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = _check_matrices(x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
-    rows = experts.room_for(tokens, top_k, devices, capacity)
+    rows = expert_checks.room_for(tokens, top_k, devices, capacity)
     tables = route(expert_index, axes, num_experts=num_experts, rows=rows)
     routing = Routing(*(checkpoint_name(table, "dispatched") for table in tables))
     options = Options(
@@ -126,7 +126,9 @@ def mixture_of_experts(
 
 def reference(operands: Operands, axes: Axes, options: Options) -> jax.Array:
     """The layer whose tokens XLA moves; its matmuls are `grouped_matmul`'s."""
-    return perform(operands, experts.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA))
+    return perform(
+        operands, expert_rules.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA)
+    )
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
-from stretto.kernels.fused import dispatch_matmul
+from stretto.kernels.fused import dispatch_matmul, matmul_combine
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_rules
 from stretto.kernels.problem import node_config
@@ -372,6 +372,39 @@ def dispatch_under_a_product() -> Iterator[Program]:
         yield f"transposed={transposed}", *on_one(program, mesh, shapes)
 
 
+def combine_under_a_product() -> Iterator[Program]:
+    """The last product of a layer of experts, and the sum of two of its backward pass."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, f, experts = 256, 768, 8
+
+    def body(sizes, weights, positions, *operands, transposed):
+        sides = len(operands) // 2
+        return matmul_combine.matmul_combine(
+            operands[:sides],
+            operands[sides:],
+            sizes,
+            weights,
+            positions,
+            Team.along(("x",)),
+            wire_dtype=jnp.bfloat16,
+            config=matmul_combine.Config(),
+            rhs_transposed=transposed,
+            interpret=None,
+        )
+
+    for transposed, width, top_k, sides in ((False, 2048, 8, 1), (True, 2880, 4, 2)):
+        rhs = (width, f) if transposed else (f, width)
+        shapes = [
+            ((experts,), jnp.int32),
+            ((tokens, top_k), jnp.float32),
+            ((tokens, top_k), jnp.int32),
+            *[((4 * tokens * top_k, f), jnp.bfloat16)] * sides,
+            *[((experts, *rhs), jnp.bfloat16)] * sides,
+        ]
+        program = functools.partial(body, transposed=transposed)
+        yield f"transposed={transposed}", *on_one(program, mesh, shapes)
+
+
 def attention() -> Iterator[Program]:
     """The collectives that move keys, and heads, with what is computed beside them."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
@@ -694,6 +727,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
     "dispatch under a product": dispatch_under_a_product,
+    "combine under a product": combine_under_a_product,
     "attention": attention,
     **{
         f"attention kernel, {which}": functools.partial(attention_kernel, which)

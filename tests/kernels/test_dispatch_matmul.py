@@ -17,7 +17,7 @@ from stretto.kernels.engine import gates
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.operations import mixture_rules
-from stretto.kernels.operations.experts import room_for
+from stretto.kernels.operations.expert_checks import room_for
 from stretto.kernels.xla import experts as xla
 from stretto.kernels.xla.routing import route
 

@@ -12,7 +12,7 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, token_tables
+from stretto.kernels.collectives import token_sums, token_tables
 
 
 def operands(devices: int, seed: int, name: str, width: int = 64):
@@ -103,10 +103,10 @@ def test_derivatives():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (combine, "barrier_wait"),
+        (token_sums, "barrier_wait"),
         slow(token_tables, "barrier_wait"),  # Which test_expert_dispatch.py leaves out, too.
-        (combine, "wait_smem_to_gmem"),
-        (combine, "commit_smem"),
+        (token_sums, "wait_smem_to_gmem"),
+        (token_sums, "commit_smem"),
     ],
 )
 def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):

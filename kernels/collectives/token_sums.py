@@ -1,0 +1,288 @@
+"""Weighted sums of the rows of tokens, made by one warpgroup of every block and stored at the owners.
+
+A block walks through chunks of all devices' tokens. Of each it reads where the owner's entries are
+(`positions`) and their weights, loads the rows of those that are here, adds them up in float32 in the
+order of the token's choices, and stores the sum in the owner's `inbox`, in the slot of this device.
+XLA adds the slots up afterwards, in the order of the devices: so the result has the same bits in
+every run.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `inbox[d]` | device `d` | | | its sums |
+| `tables.arrived[slot]` | the copy engine | the warpgroup | 2 | a chunk of positions and weights is there |
+| `loaded[j][stage]` | the copy engine | the warpgroup | 1 | the row of choice `j` is there |
+| stores of the sum before last | | the warpgroup | all | its slot may be written again |
+
+A row is summed in pieces. All pieces of a token follow each other; or the tokens are walked through
+in *rounds*, one for each piece, where the pieces become ready one after another.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import schedule
+from stretto.distributed.schedule import Int
+from stretto.kernels.collectives.token_tables import (
+    REGISTER_BYTES,
+    TABLE_SLOTS,
+    Chunks,
+    Row,
+    Tables,
+    everyones,
+    of_device,
+)
+from stretto.kernels.problem.routing import NONE
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of a row that is summed at once: `parts` of the row's, `padded` in shared memory."""
+
+    parts: int
+    padded: int
+
+    @classmethod
+    def of(cls, parts: int, columns: int, itemsize: int) -> Piece:
+        """The fewest added, so that a warpgroup loads all of it at once."""
+        padded = parts
+        while padded * columns * itemsize % REGISTER_BYTES:
+            padded += 1
+        return cls(parts, padded)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summing:
+    """How the sums are made, as far as it is known before there is any memory.
+
+    Attributes:
+      row: of the rows, in global memory.
+      piece: of a row, summed at once.
+      top_k: choices of a token.
+      stages: sums whose rows are on their way at once.
+      chunks: which tokens, and how often they are walked through: once with all pieces of each, or
+        in a round for each piece.
+      dtype: of the rows.
+      wire_dtype: of the sums.
+    """
+
+    row: Row
+    piece: Piece
+    top_k: int
+    stages: int
+    chunks: Chunks
+    dtype: Any
+    wire_dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a piece in shared memory."""
+        return self.piece.padded, self.row.columns
+
+    @property
+    def pieces(self) -> int:
+        """Of a token that follow each other: in rounds one."""
+        return self.row.parts // self.piece.parts // self.chunks.rounds
+
+    @property
+    def layout(self) -> Any:
+        """Of a piece in registers: eight bytes a thread at once."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return plgpu.Layout.WG_STRIDED(self.shape, 8 // itemsize)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers, by name, for `kernel.launch`."""
+        width = self.chunks.padded_width(self.top_k)
+        return dict(
+            token_table=self.chunks.scratch(width, jnp.int32),
+            factors=self.chunks.scratch(width, jnp.float32),
+            token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=TABLE_SLOTS),
+            buffers=plgpu.SMEM((self.stages, self.top_k, *self.shape), self.dtype),
+            sums=plgpu.SMEM((2, *self.shape), self.wire_dtype),
+            **{f"loaded{j}": plgpu.Barrier(num_barriers=self.stages) for j in range(self.top_k)},
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The sums of one block, in a kernel.
+
+    Attributes:
+      how: they are made.
+      rows: ref `[rows, parts, columns]`, of this device.
+      tables: positions and weights.
+      inboxes: refs `[devices, tokens, parts, columns]`, what `everyones` gives.
+      me: this device.
+      buffers, sums, loaded: of `Summing.scratch`.
+      ready: called with (piece of a row) before the first row of a round is loaded; returns once
+        that piece of all rows is there.
+    """
+
+    how: Summing
+    rows: Any
+    tables: Tables
+    inboxes: Sequence[Any]
+    me: Int
+    buffers: Any
+    sums: Any
+    loaded: Sequence[Any]
+    ready: Callable[[Int], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        how: Summing,
+        *,
+        rows: Any,
+        positions: Any,
+        weights: Any,
+        inbox: Any,
+        scratch: Mapping[str, Any],
+        ready: Callable[[Int], None] | None = None,
+    ) -> Sums:
+        """With refs of this device's arrays, and those of `Summing.scratch`."""
+        team = how.chunks.team
+        return cls(
+            how=how,
+            rows=rows,
+            tables=Tables(
+                chunks=how.chunks,
+                sources=[everyones(positions, team), everyones(weights, team)],
+                slots=[scratch["token_table"], scratch["factors"]],
+                arrived=scratch["token_table_arrived"],
+            ),
+            inboxes=everyones(inbox, team),
+            me=team.device_id(),
+            buffers=scratch["buffers"],
+            sums=scratch["sums"],
+            loaded=[scratch[f"loaded{j}"] for j in range(how.top_k)],
+            ready=ready,
+        )
+
+    def run(self) -> None:
+        """Makes all of them; on return the last ones may still be on their way."""
+        how = self.how
+        total = how.chunks.own * how.chunks.tokens * how.pieces
+
+        def step(i: jax.Array, _: None) -> None:
+            self._add(i)
+            pl.when(i + how.stages < total)(lambda: self._fetch(i + how.stages))
+
+        if how.piece.padded != how.piece.parts:
+            self._clear()  # What pads a row stays zero.
+        self.tables.fetch(jnp.int32(0))
+        for i in range(how.stages):
+            pl.when(i < total)(lambda i=i: self._fetch(jnp.int32(i)))
+        lax.fori_loop(0, total, step, None)
+
+    def _place(self, i: Int) -> tuple[Int, Int, Int]:
+        """(chunk, the token in it, the piece of its row) of this block's sum `i`.
+
+        In rounds the piece is the one within the round: there is one.
+        """
+        tokens, pieces = self.how.chunks.tokens, self.how.pieces
+        n = schedule.div(i, tokens * pieces)
+        rest = i - n * (tokens * pieces)
+        token = schedule.div(rest, pieces)
+        return n, token, rest - token * pieces
+
+    def _window(self, n: Int, part: Int) -> Any:
+        """The parts of a row that are summed."""
+        if self.how.chunks.rounds > 1:
+            part = self.how.chunks.round_of(n)
+        return pl.ds(part * self.how.piece.parts, self.how.piece.parts)
+
+    def _fetch(self, i: Int) -> None:
+        """Starts to load the rows of a sum."""
+        n, token, part = self._place(i)
+        stage, tables = schedule.rem(i, self.how.stages), self.tables
+        if self.ready is not None:
+            self._enter_round(self.ready, n, token)
+        pl.when((token == 0) & (part == 0))(lambda: tables.enter(n))
+        for j in range(self.how.top_k):
+            here, number = tables.row(n, token, j)
+
+            @pl.when(here)
+            def _(j=j, number=number):
+                plgpu.copy_gmem_to_smem(
+                    self.rows.at[number, self._window(n, part)],
+                    self.buffers.at[stage, j, pl.ds(0, self.how.piece.parts)],
+                    self.loaded[j].at[stage],
+                )
+
+    def _enter_round(self, ready: Callable[[Int], None], n: Int, token: Int) -> None:
+        number = self.how.chunks.round_of(n)
+        first = n == number * self.how.chunks.own_of_a_round
+        pl.when(first & (token == 0))(lambda: ready(number))
+
+    def _add(self, i: Int) -> None:
+        """Makes a sum, and starts to store it at the token's owner."""
+        how, tables = self.how, self.tables
+        n, token, part = self._place(i)
+        stage, slot = schedule.rem(i, how.stages), schedule.rem(i, 2)
+        sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
+        wanted = False
+        for j in range(how.top_k):
+            here, _row = tables.row(n, token, j)
+            wanted = here | wanted
+
+            def added(sum_: jax.Array, j: int = j) -> jax.Array:
+                plgpu.barrier_wait(self.loaded[j].at[stage])
+                weight = tables.slots[1][schedule.rem(n, TABLE_SLOTS), token, j]
+                return sum_ + weight * self.buffers[stage, j].astype(jnp.float32)
+
+            sum_ = lax.cond(here, added, lambda sum_: sum_, sum_)
+
+        # At most the sum before is still being stored: the one before that has left its slot.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        @pl.when(wanted)
+        def _():
+            self.sums[slot] = sum_.astype(how.wire_dtype)
+            plgpu.commit_smem()
+            offset, first = how.chunks.place(n)
+            window = self._window(n, part)
+            of_device(
+                list(self.inboxes),
+                offset,
+                lambda ref: plgpu.copy_smem_to_gmem(
+                    self.sums.at[slot, pl.ds(0, how.piece.parts)],
+                    ref.at[self.me, first + token, window],
+                    commit_group=False,
+                ),
+            )
+
+        plgpu.commit_smem_to_gmem_group()  # Of each sum, also where there is none.
+
+    def _clear(self) -> None:
+        """Zeros in the buffers, `[stages, top_k, parts, columns]`."""
+        stages, top_k, *shape = self.buffers.shape
+
+        def clear(stage: jax.Array, _: None) -> None:
+            for j in range(top_k):
+                zeros = jnp.zeros(shape, self.buffers.dtype)
+                self.buffers[stage, j] = plgpu.layout_cast(zeros, self.how.layout)
+
+        lax.fori_loop(0, stages, clear, None)
+        plgpu.commit_smem()
+
+
+def added_up(inbox: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
+    """`[devices, tokens, d]` -> the sum over devices, in their order, `[tokens, d]`.
+
+    Slots that nobody wrote may hold anything.
+    """
+    devices = inbox.shape[0]
+    total = jnp.zeros(inbox.shape[1:], jnp.float32)
+    for device in range(devices):
+        has = jnp.any((positions != NONE) & (positions % devices == device), axis=1)
+        total += jnp.where(has[:, None], inbox[device].astype(jnp.float32), 0)
+    return total.astype(dtype)

@@ -1,0 +1,193 @@
+"""The steps of a layer of experts: each by what serves it, or two of them by one kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.team import Team
+from stretto.kernels.fused import dispatch_matmul, matmul_combine
+from stretto.kernels.operation import Call
+from stretto.kernels.operations import experts
+from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other
+from stretto.kernels.operations.grouped_matmul import grouped_matmul
+from stretto.kernels.operations.perform import run
+from stretto.kernels.xla import experts as xla
+
+
+class Operands(NamedTuple):
+    """Of a layer, as `mixture_of_experts` has them; `w_in` and `b_in` are tuples."""
+
+    x: Any
+    positions: Any
+    group_sizes: Any
+    weights: Any
+    w_in: Any
+    w_out: Any
+    b_in: Any
+    b_out: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of a layer.
+
+    Attributes:
+      rows: that each device has room for.
+      wire_dtype: of the sums that cross between devices.
+      activation: of one array, or of gate and up.
+      gated: which of the two.
+      matmuls: what the caller asked to serve them.
+    """
+
+    rows: int
+    wire_dtype: Any
+    activation: Callable[..., jax.Array]
+    gated: bool
+    matmuls: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The steps of one call."""
+
+    operands: Operands
+    call: Call
+
+    def dispatch(self, x: jax.Array) -> jax.Array:
+        """`[tokens, d]` -> `[rows, d]`."""
+        options = DispatchOptions(rows=self.call.options.rows)
+        call = self._part(experts.EXPERT_DISPATCH, options, "dispatch")
+        return run((x, self.operands.positions), call)
+
+    def dispatch_into(
+        self, x: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """The dispatched rows, and their product with `rhs`."""
+        config, options, interpret = self.call.config, self.call.options, self.call.interpret
+        if (
+            config is None
+            or not config.under_product
+            or dispatch_matmul.obstacle(x, rhs, options.rows, config.product.tiles) is not None
+        ):
+            rows = self.dispatch(x)
+            return rows, self.product(rows, rhs, rhs_transposed=rhs_transposed)
+        axes, positions = self.call.axes, self.operands.positions
+        return dispatch_matmul.dispatch_matmul(
+            x,
+            xla.sources_of_rows(positions, axes, rows=options.rows),
+            self.operands.group_sizes,
+            rhs,
+            Team.along(axes),
+            config=config.product,
+            rhs_transposed=rhs_transposed,
+            interpret=interpret,
+        )
+
+    def combine(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
+        """`[rows, d]` -> `[tokens, d]`."""
+        options = CombineOptions(wire_dtype=self.call.options.wire_dtype)
+        call = self._part(experts.EXPERT_COMBINE, options, "combine")
+        return run((rows, weights, self.operands.positions), call)
+
+    def product_combined(
+        self,
+        lhs: Sequence[jax.Array],
+        rhs: Sequence[jax.Array],
+        weights: jax.Array,
+        *,
+        rhs_transposed: bool = False,
+    ) -> jax.Array:
+        """The sum of the products, as `combine` brings it back."""
+        config, options = self.call.config, self.call.options
+        dtype, positions = self.operands.x.dtype, self.operands.positions
+        width, top_k = self.operands.x.shape[1], positions.shape[1]
+        if (
+            config is None
+            or not config.combine_under_product
+            or matmul_combine.obstacle(lhs[0], width, top_k, config.last) is not None
+        ):
+            products = [
+                self.product(x, y, rhs_transposed=rhs_transposed)
+                for x, y in zip(lhs, rhs, strict=True)
+            ]
+            return self.combine(_summed(products).astype(dtype), weights)
+        return matmul_combine.matmul_combine(
+            lhs,
+            rhs,
+            self.operands.group_sizes,
+            weights,
+            positions,
+            Team.along(self.call.axes),
+            wire_dtype=options.wire_dtype,
+            config=config.last,
+            rhs_transposed=rhs_transposed,
+            interpret=self.call.interpret,
+        )
+
+    def _part(self, operation: Any, options: Any, name: str) -> Call:
+        call = other(self.call, operation, options)
+        given = self.call.config
+        return call if given is None else dataclasses.replace(call, config=getattr(given, name))
+
+    def product(self, lhs: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
+        """Of each row with its expert's matrix."""
+        return grouped_matmul(
+            lhs,
+            rhs,
+            self.operands.group_sizes,
+            rhs_transposed=rhs_transposed,
+            backend=self.call.options.matmuls,
+        )
+
+    def contracted(self, lhs: jax.Array, bar: jax.Array, rhs: jax.Array) -> jax.Array:
+        """`lhs^T @ bar` over the rows of each expert, like `rhs`: its cotangent."""
+        _, pull_back = jax.vjp(lambda rhs: self.product(lhs, rhs), rhs)
+        return pull_back(bar)[0]
+
+    def expert_of_rows(self) -> jax.Array:
+        """The own expert of each row, int32 `[rows]`; the last one for rows of none."""
+        ends = jnp.cumsum(self.operands.group_sizes, dtype=jnp.int32)
+        rows = jnp.arange(self.call.options.rows, dtype=jnp.int32)
+        found = jnp.searchsorted(ends, rows, side="right", method="compare_all")
+        return jnp.minimum(found, ends.shape[0] - 1).astype(jnp.int32)
+
+    def first(self) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The dispatched rows, and their products with w_in, without biases."""
+        side, *others = self.operands.w_in
+        rows, z = self.dispatch_into(self.operands.x, side)
+        return rows, (z, *(self.product(rows, other) for other in others))
+
+    def hidden(self, zs: tuple[jax.Array, ...]) -> jax.Array:
+        """The activation, in float32 `[rows, f]`."""
+        wide = [z.astype(jnp.float32) for z in zs]
+        if self.operands.b_in is not None:
+            expert = self.expert_of_rows()
+            wide = [
+                z + b.astype(z.dtype)[expert] for z, b in zip(wide, self.operands.b_in, strict=True)
+            ]
+        if self.call.options.gated and len(wide) == 1:
+            wide = jnp.split(wide[0], 2, axis=1)
+        return self.call.options.activation(*wide)
+
+    def second(self, hidden: jax.Array) -> jax.Array:
+        """The product with w_out, with its bias, combined: `[tokens, d]`."""
+        w_out, bias, weights = self.operands.w_out, self.operands.b_out, self.operands.weights
+        hidden = hidden.astype(self.operands.x.dtype)
+        if bias is None:
+            return self.product_combined([hidden], [w_out], weights)
+        out = self.product(hidden, w_out)
+        out = (out + bias.astype(jnp.float32)[self.expert_of_rows()]).astype(out.dtype)
+        return self.combine(out, weights)
+
+
+def _summed(products: Sequence[jax.Array]) -> jax.Array:
+    """In float32."""
+    first, *others = products
+    if not others:
+        return first
+    return sum((x.astype(jnp.float32) for x in others), first.astype(jnp.float32))
