@@ -26,7 +26,8 @@ def canonical_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
     for name in names:
         try:
             lax.axis_size(name)
-        except (NameError, ValueError):  # The latter of a number, which JAX takes for an array's.
+        # Of a number, which JAX takes for an array's axis, a ValueError; of a list, a TypeError.
+        except (NameError, TypeError, ValueError):
             raise ValueError(_unknown_axis_message(name)) from None
     return names
 

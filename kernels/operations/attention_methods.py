@@ -10,10 +10,12 @@ from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.choice import costs
 from stretto.kernels.operations import attention_heads as heads
+from stretto.kernels.problem import checks
 
 OP = "context_parallel_attention"
 GATHER, HEADS, AUTO = "gather", "heads", "auto"
 METHODS = (AUTO, GATHER, HEADS)
+UNKNOWN = "a size is known when the program runs."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Question:
 
     def unserved(self, method: str) -> str | None:
         """Why cuDNN cannot attend; None if it can."""
+        if checks.is_symbolic(self.q, self.k):
+            return UNKNOWN
         devices = self.devices if method == GATHER else 1
         return cudnn.obstacle(self.q, self.mask, segments=self.segments, devices=devices)
 
@@ -85,6 +89,8 @@ def _by_sizes(question: Question) -> tuple[str, str]:
         return GATHER, obstacle.removesuffix(".")
     if (why := question.unserved(GATHER)) and question.unserved(HEADS) is None:
         return HEADS, f"by tokens {why.removesuffix('.')}"
+    if checks.is_symbolic(question.q, question.k):
+        return GATHER, UNKNOWN.removesuffix(".")
     gather, by_heads = gather_us(question), heads_us(question)
     name = GATHER if gather <= by_heads else HEADS
     return name, f"it is estimated to be faster (gather {gather:.0f} us, heads {by_heads:.0f} us)"

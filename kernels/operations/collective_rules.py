@@ -85,6 +85,7 @@ def extreme_backward(call: Call, x: jax.Array, bar: jax.Array) -> jax.Array:
 def with_new_axis(op: str, axis: int, x: Any) -> jax.Array:
     """`x` with a dimension of 1 at `axis`, along which shards are stacked."""
     checks.check_array(op, "x", x)
+    axis = checks.check_integer(op, "axis", axis)
     if not -x.ndim - 1 <= axis <= x.ndim:
         raise ValueError(
             f"{op}: axis={axis} is out of range for a result of {x.ndim + 1} dimensions."

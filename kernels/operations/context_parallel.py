@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
@@ -29,7 +30,7 @@ def context_parallel_attention(
     axis_name: AxisNames,
     *,
     causal: bool = False,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     layout: str = CONTIGUOUS,
     window: int | None = None,
     segment_ids: jax.Array | None = None,
@@ -56,7 +57,8 @@ def context_parallel_attention(
     Args:
       axis_name: mesh axis, or tuple of axes, that the tokens are split along.
       causal: a query attends to no later key; k and v must be as long as q.
-      scale: of the scores; `dim ** -0.5` by default.
+      scale: of the scores; `dim ** -0.5` by default. An array, which may be differentiated, is
+        multiplied into q first.
       layout: of q, k and v: "contiguous", or "zigzag" (`to_zigzag`), which balances the work
         of a causal mask between devices.
       window: the largest number of keys that a query attends to, its own included; with `causal`.
@@ -83,7 +85,8 @@ def context_parallel_attention(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    _check(q, k, v, causal, window)
+    window = _check(q, k, v, causal, window)
+    q, scale = rules.scaled(q, scale)
     check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
         kv_segment_ids = segment_ids
@@ -91,6 +94,18 @@ def context_parallel_attention(
     if config is not None and method == HEADS:
         raise ValueError(f"{OP}: config={config!r} is for method='gather'; pass one of the two.")
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
+    call_of = functools.partial(
+        decide,
+        CONTEXT_PARALLEL_ATTENTION,
+        examples.sizes_of(q, k, devices, causal=causal, layout=layout),
+        Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype)),
+        axes,
+        backend=backend,
+        config=config,
+    )
+    if 0 in (*q.shape, *k.shape):
+        call_of(None, obstacle="an operand is empty.")
+        return rules.of_nothing(q, k, v, axes, return_logsumexp)
     question = attention_methods.Question(
         q=q,
         k=k,
@@ -104,22 +119,14 @@ def context_parallel_attention(
         method=chosen.name,
         layout=layout,
         mask=mask,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         by_cudnn=chosen.by_cudnn,
         logsumexp=return_logsumexp,
         moves=backend,
         copies=attention_heads.copies(k.shape[2], devices) if chosen.name == HEADS else 1,
     )
     operands = Operands(q, k, v, segment_ids, kv_segment_ids)
-    call = decide(
-        CONTEXT_PARALLEL_ATTENTION,
-        examples.sizes_of(q, k, devices, causal=causal, layout=layout),
-        Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype)),
-        *(axes, options),
-        backend=backend,
-        config=config,
-        remark=lambda _: chosen.reason,
-    )
+    call = call_of(options, remark=lambda _: chosen.reason)
     return reference(operands, axes, options) if call is None else perform(operands, call)
 
 
@@ -136,10 +143,13 @@ def reference(operands: Operands, axes: Axes, options: Options) -> Any:
     return perform(operands, call)
 
 
-def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> None:
+def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | None:
+    """`window` as an integer; raises ValueError for what does not fit."""
+    if isinstance(causal, Tracer):
+        raise ValueError(f"{OP}: causal is traced; it must be known when the program is traced.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.check_array(OP, name, x)
-        if x.ndim != 4 or 0 in x.shape:
+        if x.ndim != 4 or 0 in x.shape[2:]:
             raise ValueError(
                 f"{OP}: {name} has shape {x.shape}; it must be [batch, tokens, heads, dim]."
             )
@@ -162,8 +172,12 @@ def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> None:
             f"{OP}: causal=True needs as many keys as queries, not {k.shape[1]} for {q.shape[1]};"
             " pass causal=False."
         )
-    if window is not None and (not causal or window < 1):
+    if window is None:
+        return None
+    window = checks.check_integer(OP, "window", window)
+    if not causal or window < 1:
         raise ValueError(f"{OP}: window={window} must be at least 1, and needs causal=True.")
+    return window
 
 
 def _check_segments(q: Any, k: Any, segments: Any, others: Any) -> None:

@@ -96,7 +96,7 @@ def gather(
         outs, _ = operands.results(launch(alike(moved, axes), flat), None)
         return outs if inside or form is None else form.after(outs, arrays)
 
-    outs = without_derivative(op, run, (lhs, sides, of_lhs, of_rhs, found.arrays))
+    outs = without_derivative(op, run, (lhs, sides, of_lhs, of_rhs), found.arrays)
     several = isinstance(rhs, tuple | list) and not (found.form and found.form.gated)
     return outs if several else outs[0]
 
