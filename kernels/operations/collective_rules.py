@@ -95,7 +95,7 @@ def with_new_axis(op: str, axis: int, x: Any) -> jax.Array:
 
 def gathered(op: str, parts: jax.Array, x: jax.Array, axis: int, tiled: bool) -> jax.Array:
     """The gathered array of `x`, of every device's `[D, elements]`."""
-    shards = parts.reshape(-1, *x.shape)
+    shards = parts.reshape(parts.shape[0], *x.shape)
     if not tiled:
         return jnp.moveaxis(shards, 0, axis)
     return arrays.joined(shards, checks.check_array_axis(op, "axis", axis, x))

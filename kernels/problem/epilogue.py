@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stretto.kernels.problem import checks, epilogues
+from stretto.kernels.problem import checks, epilogues, lowered
 
 type Shape = tuple[int, ...]
 
@@ -154,6 +154,8 @@ def fitted(op: str, given: Epilogue | None, products: Sequence[Shape], dtype: An
     seen_as = [dtype] * (1 + given.gated)
     seen_as += [seen_dtype(part(x, 0).dtype, dtype) for x in arrays]
     obstacle = epilogues.obstacle(op, given.function, products, seen_as)
+    if obstacle is None:
+        obstacle = lowered.obstacle(name, given.function, seen_as)
     return Fitted(Form(given.function, given.gated), arrays, obstacle)
 
 
