@@ -134,7 +134,7 @@ def check_array_axis(op: str, what: str, axis: int, x: Any) -> int:
     return axis % ndim
 
 
-def check_integer(op: str, what: str, value: Any) -> int:
+def check_integer(op: str, what: str, value: Any) -> Any:
     """`value` as an integer; ValueError if it is none, or not known when a program is traced.
 
     A symbolic size stays what it is.

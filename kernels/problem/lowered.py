@@ -44,9 +44,9 @@ def obstacle(
 def _lacking(equation: Any) -> str | None:
     """What no kernel has of an operation, in words."""
     name, params = equation.primitive.name, equation.params
-    dtype = equation.invars[0].aval.dtype if equation.invars else None
     if name not in LOWERED:
         return name
+    dtype = equation.invars[0].aval.dtype if equation.invars else jnp.float32
     if name == "not" and dtype == jnp.bool_:
         return "not of bools"
     if name == "rem" and not jnp.issubdtype(dtype, jnp.integer):

@@ -6,7 +6,9 @@ are traced only: what is told here is told there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from typing import Any
 
 import fused_cases as cases
 import jax
@@ -17,10 +19,11 @@ from fused_cases import BF16, F32
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-import stretto as st
+import stretto
 from stretto.kernels.choice import choose
 
-ROWS, TOKENS = P("x"), P(None, "x")
+st: Any = stretto  # Its arguments are of wrong types here.
+ROWS, TOKENS, EVERYWHERE = P("x"), P(None, "x"), P()
 X, INDEX = jnp.ones((6, 8), BF16), jnp.zeros((6, 2), jnp.int32)
 W = jnp.ones((2, 8, 8), BF16)
 Q, KV = jnp.ones((1, 8, 4, 4), BF16), jnp.ones((1, 8, 2, 4), BF16)
@@ -28,7 +31,7 @@ ROWS_OF_NORM = jnp.ones((4, 256), BF16)
 FP8 = jnp.ones((16, 256), jnp.float8_e4m3fn)
 
 
-def on_devices(body, *, in_specs=P(), out_specs=P(), **options):
+def on_devices(body, *, in_specs=EVERYWHERE, out_specs=EVERYWHERE, **options):
     return jax.shard_map(
         body,
         mesh=cases.mesh_of(2),
@@ -65,13 +68,12 @@ def total(call, *operands):
     [
         (dispatch, (X[:0], INDEX[:0])),
         (dispatch, (X, INDEX[:, :0])),
-        (layer, (X[:0], INDEX[:0])),
+        pytest.param(layer, (X[:0], INDEX[:0]), marks=pytest.mark.slow),
         (attend, (Q[:0], KV[:0])),
         (attend, (Q, KV[:, :0])),
         (attend, (Q[:, :0], KV)),
-        (lambda x: st.all_gather([x, x[:0]], "x")[1], (X,)),
     ],
-    ids=lambda x: getattr(x, "__name__", "x".join(str(y.size) for y in x) if x else ""),
+    ids=["tokens", "choices", "layer", "batch", "keys", "queries"],
 )
 def test_sizes_of_none(call, operands, check_vma):
     """In a simulation, where kernels serve what they can; with derivatives."""
@@ -83,6 +85,12 @@ def test_sizes_of_none(call, operands, check_vma):
         found = jax.eval_shape(program, *wide)
     assert found.shape == wide[0].shape
     assert any("empty" in choice.reason for choice in choices)
+
+
+def test_an_empty_array_of_a_tree():
+    with st.simulate(seed=0):
+        found = jax.eval_shape(on_devices(lambda x: st.all_gather([x, x[:0]], "x")), X)
+    assert [x.shape for x in found] == [(12, 8), (0, 8)]
 
 
 def test_attention_to_no_keys_is_zero():
@@ -109,9 +117,10 @@ def test_attention_to_no_keys_is_zero():
 def test_symbolic_sizes(call, shapes, spec):
     """Traced with derivatives, of operands and of integers, whose tangents have no type."""
     (b,) = export.symbolic_shape("b")
+    types = BF16, BF16 if len(shapes[1]) == 4 else jnp.int32
     structs = [
         jax.ShapeDtypeStruct([8 * b if n == "b" else n for n in shape], dtype)
-        for shape, dtype in zip(shapes, (BF16, BF16 if len(shapes[1]) == 4 else jnp.int32))
+        for shape, dtype in zip(shapes, types, strict=True)
     ]
     program = on_devices(jax.grad(functools.partial(total, call)), in_specs=spec, out_specs=spec)
     with choose.recorded() as choices:
@@ -119,10 +128,14 @@ def test_symbolic_sizes(call, shapes, spec):
     assert "known when the program runs" in choices[0].reason
 
 
-@pytest.mark.parametrize(
+traced_numbers = pytest.mark.parametrize(
     ("of_traced", "of_number", "operand"),
     [
-        (lambda q, s: attend(q, KV, scale=s), lambda q, s: attend(q * s, KV, scale=1), Q),
+        (
+            lambda q, s: attend(q, KV, scale=s),
+            lambda q, s: attend(q * s.astype(BF16), KV, scale=1),
+            Q,
+        ),
         (
             lambda x, s: layer(x, INDEX, activation=lambda z: jnp.tanh(z) * s),
             lambda x, s: s.astype(BF16) * layer(x, INDEX, activation=jnp.tanh),
@@ -130,12 +143,26 @@ def test_symbolic_sizes(call, shapes, spec):
         ),
         (
             lambda x, s: norm(x, epsilon=s),
-            lambda x, s: (0, x * jax.lax.rsqrt(1 + s) * 2) if False else norm(x, epsilon=0.5),
+            lambda x, s: norm(x, epsilon=0.5),
             ROWS_OF_NORM,
         ),
     ],
     ids=["scale", "activation", "epsilon"],
 )
+
+
+@traced_numbers
+@pytest.mark.parametrize("simulated", [False, True])
+def test_numbers_that_are_traced_have_derivatives(of_traced, of_number, operand, simulated):
+    del of_number
+    derivative = jax.grad(lambda x, s: total(of_traced, x, s), (0, 1))
+    with st.simulate(seed=0) if simulated else contextlib.nullcontext():
+        found = jax.eval_shape(on_devices(derivative), operand, jnp.float32(0.5))
+    assert [x.shape for x in found] == [operand.shape, ()]
+
+
+@pytest.mark.slow
+@traced_numbers
 def test_numbers_that_are_traced(of_traced, of_number, operand):
     def derivatives(call):
         run = on_devices(jax.value_and_grad(lambda x, s: total(call, x, s), (0, 1)))
@@ -179,7 +206,7 @@ def traced(x):
         (lambda x: st.all_gather(x, "x", axis=None, tiled=False), X, "axis=None is of type"),
         (lambda x: st.all_to_all(x, "x", split_axis="a", concat_axis=0), X, "split_axis='a'"),
         (lambda x: st.quantise(x, axis=-1.0), X, "quantise: axis=-1.0 is of type float"),
-        (lambda x: st.all_gather(x, {"x"}), X, "axis {'x'} is not among"),
+        (lambda x: st.all_gather(x, {"x"}), X, "is no name; pass one, or a tuple"),
         (lambda x: dispatch(x, num_experts=4.0), X, "num_experts=4.0 is of type float"),
         (lambda x: dispatch(x, capacity=1.5), X, "capacity=1.5 is of type float"),
         (lambda x: dispatch(x, capacity=traced(x)), X, "an integer that is known when"),
