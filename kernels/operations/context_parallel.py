@@ -174,10 +174,9 @@ def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | No
         )
     if window is None:
         return None
-    window = checks.check_integer(OP, "window", window)
-    if not causal or window < 1:
+    if not causal or checks.check_integer(OP, "window", window) < 1:
         raise ValueError(f"{OP}: window={window} must be at least 1, and needs causal=True.")
-    return window
+    return int(window)
 
 
 def _check_segments(q: Any, k: Any, segments: Any, others: Any) -> None:

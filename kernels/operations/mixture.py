@@ -150,8 +150,9 @@ def _uses_traced_values(options: Options, rows: int, sides: tuple[Any, ...]) -> 
             f"{OP}: the activation {name} cannot be applied to {count} float32"
             f" {list(struct.shape)}: {error}"
         ) from error
-    if [x.shape for x in traced.out_avals] != [struct.shape]:
-        found = [list(x.shape) for x in traced.out_avals]
+    shapes = [getattr(x, "shape", None) for x in traced.out_avals]
+    if shapes != [struct.shape]:
+        found = [list(x or ()) for x in shapes]
         raise ValueError(
             f"{OP}: the activation {name} makes {found} of {list(struct.shape)}; it must be"
             " elementwise."

@@ -71,7 +71,8 @@ def without_derivative(
 
 
 def _as_array(dot: Any) -> jax.Array:
-    return jnp.zeros(dot.shape, dot.dtype) if isinstance(dot, SymbolicZero) else dot
+    missing: Any = dot
+    return jnp.zeros(dot.shape, missing.dtype) if isinstance(dot, SymbolicZero) else dot
 
 
 def each(op: str, given: Any, operands: tuple) -> tuple:

@@ -42,7 +42,8 @@ class Rules:
 
 def product(rules: Rules, how: Any, operands: Arrays) -> Arrays:
     """The results of `rules.forward`, differentiable in every direction."""
-    return _forward(rules, how, operands)[0]
+    both: Any = _forward(rules, how, operands)
+    return both[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -54,7 +55,8 @@ def _forward(rules: Rules, how: Any, operands: Arrays) -> tuple[Arrays, Any]:
 def _forward_jvp(rules: Rules, how: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """No derivative goes through the rounding of what is kept."""
     (operands,), (dots,) = primals, tangents
-    results, kept = _forward(rules, how, operands)
+    both: Any = _forward(rules, how, operands)
+    results, kept = both
     varying = jax.tree.map(varying_axes, results)
 
     def tangent(residuals: Any, dots: Arrays) -> Arrays:
