@@ -123,9 +123,9 @@ def _check(x: Any, residual: Any, weight: Any, epsilon: Any) -> Any:
     try:
         number = float(epsilon)
     except (TypeError, ValueError):
-        number = math.nan
+        raise ValueError(f"{OP}: epsilon={epsilon!r:.60} must be a number.") from None
     if not number >= 0:
-        raise ValueError(f"{OP}: epsilon={epsilon!r:.60} must be a number that is not negative.")
+        raise ValueError(f"{OP}: epsilon={epsilon} must not be negative.")
     return number
 
 
