@@ -21,12 +21,16 @@ def canonical_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names:
         raise ValueError("axis_name is empty; name at least one mesh axis.")
+    for name in names:
+        if not isinstance(name, Hashable):
+            raise ValueError(f"axis_name={name!r} is no name; pass one, or a tuple of names.")
     if len(set(names)) != len(names):
         raise ValueError(f"axis_name={names} names an axis twice; name each once.")
     for name in names:
         try:
             lax.axis_size(name)
-        except (NameError, ValueError):  # The latter of a number, which JAX takes for an array's.
+        # Of a number, which JAX takes for an array's axis, a ValueError; of a list, a TypeError.
+        except (NameError, TypeError, ValueError):
             raise ValueError(_unknown_axis_message(name)) from None
     return names
 

@@ -249,7 +249,7 @@ def _token_blocks(tokens: Tokens, block: int) -> Tokens:
 def _cut(x: jax.Array, axis: int, block: int, fill: int = 0, edge: bool = False) -> jax.Array:
     """`x` with this axis cut into blocks, padded with `fill`, or with the last value."""
     size = x.shape[axis]
-    block = min(block, size)
+    block = min(block, size) if isinstance(size, int) else size  # All, if it is symbolic.
     count = -(-size // block)
     if count * block != size:
         widths = [(0, 0)] * x.ndim

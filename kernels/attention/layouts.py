@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
+from stretto.kernels.problem import checks
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 LAYOUTS = (CONTIGUOUS, ZIGZAG)
@@ -65,6 +66,7 @@ def token_positions(tokens: int, axis_name: AxisNames, *, layout: str = CONTIGUO
       ValueError: an unknown layout or axis, or an odd number of tokens in zigzag.
     """
     axes = canonical_axes(axis_name)
+    tokens = checks.check_integer("token_positions", "tokens", tokens)
     check_layout("token_positions", layout, tokens=tokens)
     return Span(layout, axis_size(axes), lax.axis_index(axes)).positions(tokens)
 
@@ -80,7 +82,7 @@ def check_layout(op: str, layout: str, **tokens: int) -> None:
         known = ", ".join(map(repr, LAYOUTS))
         raise ValueError(f"{op}: layout={layout!r} is not one of {known}.")
     for name, count in tokens.items():
-        if layout == ZIGZAG and count % 2:
+        if layout == ZIGZAG and isinstance(count, int) and count % 2:
             raise ValueError(
                 f"{op}: {name}={count} of a device must be even for layout='zigzag', which holds a"
                 f" chunk from both ends; pad the sequence, or pass layout='contiguous'."
@@ -139,11 +141,11 @@ class Span:
 
 def _chunks(op: str, x: jax.Array, devices: int, axis: int) -> jax.Array:
     """`x` with its axis of tokens cut into twice as many chunks as devices."""
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{op}: axis={axis} is out of range for an array of {x.ndim} dimensions.")
-    axis %= x.ndim
+    axis = checks.check_array_axis(op, "axis", axis, x)
+    if checks.check_integer(op, "devices", devices) < 1:
+        raise ValueError(f"{op}: devices={devices} must be at least 1.")
     count = 2 * devices
-    if devices < 1 or x.shape[axis] % count:
+    if isinstance(x.shape[axis], int) and x.shape[axis] % count:
         raise ValueError(
             f"{op}: dimension {axis}={x.shape[axis]} must be a multiple of {count}, two chunks for"
             f" each of devices={devices}; pad the sequence."

@@ -11,11 +11,13 @@ from stretto.kernels.attention.masks import Mask
 from stretto.kernels.choice import costs
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operations import attention_heads as heads
+from stretto.kernels.problem import checks
 
 OP = "context_parallel_attention"
 GATHER, HEADS, FUSED, AUTO = "gather", "heads", "fused", "auto"
 METHODS = (AUTO, GATHER, HEADS, FUSED)
 NEVER_TIMED = "'fused' was never timed, and only serves if it is asked for"
+UNKNOWN = "a size is known when the program runs."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Question:
 
     def unserved(self, method: str) -> str | None:
         """Why cuDNN cannot attend; None if it can."""
+        if checks.is_symbolic(self.q, self.k):
+            return UNKNOWN
         devices = 1 if method == HEADS else self.devices
         return cudnn.obstacle(self.q, self.mask, segments=self.segments, devices=devices)
 
@@ -99,6 +103,8 @@ def _by_sizes(question: Question) -> tuple[str, str]:
         return GATHER, obstacle.removesuffix(".")
     if (why := question.unserved(GATHER)) and question.unserved(HEADS) is None:
         return HEADS, f"by tokens {why.removesuffix('.')}"
+    if checks.is_symbolic(question.q, question.k):
+        return GATHER, UNKNOWN.removesuffix(".")
     gather, by_heads = gather_us(question), heads_us(question)
     name = GATHER if gather <= by_heads else HEADS
     return name, f"it is estimated to be faster (gather {gather:.0f} us, heads {by_heads:.0f} us)"

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -32,8 +34,9 @@ from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Kernel
 from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads as heads
-from stretto.kernels.operations.attention_methods import HEADS
+from stretto.kernels.operations.attention_methods import HEADS, OP
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
+from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.xla.matmul import accumulator_dtype
 
@@ -93,6 +96,31 @@ class Config:
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises nothing: every problem can be served."""
+
+
+def scaled(q: jax.Array, scale: Any) -> tuple[jax.Array, float]:
+    """q and the number that its scores are multiplied with; a scale that is an array is in q.
+
+    Raises:
+      ValueError: `scale` is neither a number nor an array of one.
+    """
+    if scale is None:
+        return q, 1 / math.sqrt(q.shape[-1])
+    if isinstance(scale, int | float | np.generic):
+        return q, float(scale)
+    if not hasattr(scale, "dtype") or scale.shape != ():
+        raise ValueError(f"{OP}: scale={scale!r:.60} must be a number, or an array of shape ().")
+    wide = accumulator_dtype(q.dtype)
+    return (q.astype(wide) * scale.astype(wide)).astype(q.dtype), 1.0
+
+
+def of_nothing(q: jax.Array, k: jax.Array, v: jax.Array, axes: Axes, logsumexp: bool) -> Any:
+    """The results where there are no queries, or no keys for them."""
+    out, *_ = typed_alike(axes, [jnp.zeros(q.shape, q.dtype), q, k, v])
+    if not logsumexp:
+        return out
+    lse = jnp.full(q.shape[:3], -jnp.inf, accumulator_dtype(q.dtype))
+    return out, typed_alike(axes, [lse, q, k, v])[0]
 
 
 def apply(operands: Operands, call: Call) -> Any:

@@ -90,6 +90,7 @@ def extreme_backward(call: Call, x: jax.Array, bar: jax.Array) -> jax.Array:
 def with_new_axis(op: str, axis: int, x: Any) -> jax.Array:
     """`x` with a dimension of 1 at `axis`, along which shards are stacked."""
     checks.check_array(op, "x", x)
+    axis = checks.check_integer(op, "axis", axis)
     if not -x.ndim - 1 <= axis <= x.ndim:
         raise ValueError(
             f"{op}: axis={axis} is out of range for a result of {x.ndim + 1} dimensions."
@@ -99,7 +100,7 @@ def with_new_axis(op: str, axis: int, x: Any) -> jax.Array:
 
 def gathered(op: str, parts: jax.Array, x: jax.Array, axis: int, tiled: bool) -> jax.Array:
     """The gathered array of `x`, of every device's `[D, elements]`."""
-    shards = parts.reshape(-1, *x.shape)
+    shards = parts.reshape(parts.shape[0], *x.shape)
     if not tiled:
         return jnp.moveaxis(shards, 0, axis)
     return arrays.joined(shards, checks.check_array_axis(op, "axis", axis, x))

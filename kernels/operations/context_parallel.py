@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
@@ -31,7 +32,7 @@ def context_parallel_attention(
     axis_name: AxisNames,
     *,
     causal: bool = False,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     layout: str = CONTIGUOUS,
     window: int | None = None,
     segment_ids: jax.Array | None = None,
@@ -59,7 +60,8 @@ def context_parallel_attention(
       q, k, v: the device's own tokens.
       axis_name: mesh axis, or tuple of axes, that the tokens are split along.
       causal: a query attends to no later key; k and v must be as long as q.
-      scale: of the scores; `dim ** -0.5` by default.
+      scale: of the scores; `dim ** -0.5` by default. An array, which may be differentiated, is
+        multiplied into q first.
       layout: of q, k and v: "contiguous", or "zigzag" (`to_zigzag`), which balances the work
         of a causal mask between devices.
       window: the largest number of keys that a query attends to, its own included; with `causal`.
@@ -90,7 +92,8 @@ def context_parallel_attention(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    _check(q, k, v, causal, window)
+    window = _check(q, k, v, causal, window)
+    q, scale = rules.scaled(q, scale)
     check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
         kv_segment_ids = segment_ids
@@ -99,6 +102,18 @@ def context_parallel_attention(
     if method == FUSED and config is None:
         config = attention_config.config_for(q.shape[-1])
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
+    call_of = functools.partial(
+        decide,
+        CONTEXT_PARALLEL_ATTENTION,
+        examples.sizes_of(q, k, devices, causal=causal, layout=layout),
+        Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype)),
+        axes,
+        backend=backend,
+        config=config,
+    )
+    if 0 in (*q.shape, *k.shape):
+        call_of(None, obstacle="an operand is empty.")
+        return rules.of_nothing(q, k, v, axes, return_logsumexp)
     question = attention_methods.Question(
         q=q,
         k=k,
@@ -112,23 +127,15 @@ def context_parallel_attention(
         method=chosen.name,
         layout=layout,
         mask=mask,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         by_cudnn=chosen.by_cudnn,
         logsumexp=return_logsumexp,
         moves=backend,
         copies=attention_heads.copies(k.shape[2], devices) if chosen.name == HEADS else 1,
     )
     operands = Operands(q, k, v, segment_ids, kv_segment_ids)
-    call = decide(
-        CONTEXT_PARALLEL_ATTENTION,
-        examples.sizes_of(q, k, devices, causal=causal, layout=layout),
-        Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype)),
-        *(axes, options),
-        backend=backend,
-        config=config,
-        obstacle=_not_fused(config, q, k, options, devices, segment_ids is not None),
-        remark=chosen.remark,
-    )
+    obstacle = _not_fused(config, q, k, options, devices, segment_ids is not None)
+    call = call_of(options, obstacle=obstacle, remark=chosen.remark)
     return reference(operands, axes, options) if call is None else perform(operands, call)
 
 
@@ -157,6 +164,8 @@ def _not_fused(
     if options.method != FUSED or not isinstance(config, fused.Config):
         return None
     config.check()
+    if checks.is_symbolic(q, k):
+        return attention_methods.UNKNOWN
     return fused.obstacle(
         q,
         k,
@@ -182,10 +191,13 @@ def reference(operands: Operands, axes: Axes, options: Options) -> Any:
     return perform(operands, call)
 
 
-def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> None:
+def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | None:
+    """`window` as an integer; raises ValueError for what does not fit."""
+    if isinstance(causal, Tracer):
+        raise ValueError(f"{OP}: causal is traced; it must be known when the program is traced.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.check_array(OP, name, x)
-        if x.ndim != 4 or 0 in x.shape:
+        if x.ndim != 4 or 0 in x.shape[2:]:
             raise ValueError(
                 f"{OP}: {name} has shape {x.shape}; it must be [batch, tokens, heads, dim]."
             )
@@ -208,8 +220,11 @@ def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> None:
             f"{OP}: causal=True needs as many keys as queries, not {k.shape[1]} for {q.shape[1]};"
             " pass causal=False."
         )
-    if window is not None and (not causal or window < 1):
+    if window is None:
+        return None
+    if not causal or checks.check_integer(OP, "window", window) < 1:
         raise ValueError(f"{OP}: window={window} must be at least 1, and needs causal=True.")
+    return int(window)
 
 
 def _check_segments(q: Any, k: Any, segments: Any, others: Any) -> None:

@@ -30,6 +30,7 @@ def check_routing(
             f"{op}: expert_index is {expert_index.dtype}{list(expert_index.shape)}; it must be"
             f" int32[{x.shape[0]}, top_k], the experts of each of the {x.shape[0]} tokens of x."
         )
+    num_experts = checks.check_integer(op, "num_experts", num_experts)
     if num_experts < 1:
         raise ValueError(f"{op}: num_experts={num_experts} must be at least 1.")
     if num_experts % devices:
@@ -37,9 +38,11 @@ def check_routing(
             f"{op}: num_experts={num_experts} must be a multiple of the {devices} devices, which"
             " have as many each; add experts that nobody chooses."
         )
-    if capacity is not None and capacity < 1:
+    if capacity is not None and checks.check_integer(op, "capacity", capacity) < 1:
         raise ValueError(f"{op}: capacity={capacity} must be at least 1; None drops nothing.")
     tokens, top_k = expert_index.shape
+    if checks.is_symbolic(x, expert_index):
+        return
     rows = room_for(tokens, top_k, devices, capacity)
     places = max(rows * devices, tokens * top_k * (num_experts + 1) // 2)
     if places >= 2**31:
@@ -75,4 +78,5 @@ def room_for(tokens: int, top_k: int, devices: int, capacity: int | None) -> int
     """Rows that each device has room for."""
     if capacity is not None:
         return capacity
-    return max(2 * ROWS, -(-devices * tokens * top_k // ROWS) * ROWS)
+    needed = -(-devices * tokens * top_k // ROWS) * ROWS
+    return max(2 * ROWS, needed) if isinstance(needed, int) else needed

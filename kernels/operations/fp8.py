@@ -9,14 +9,14 @@ their own current values ("current scaling"), and each product of a step has ope
 | `dx = g @ w^T` | features out | g `bwd_qtype`, w `weight_qtype`, as it lies |
 | `dw = x^T @ g` | tokens | transposed copies of both; in bfloat16 for "block" and without `bwd_qtype` |
 
-The copies are made by XLA in the passes that quantise. The names `act_qtype`, `weight_qtype` and
+Forward mode and derivatives of derivatives are XLA's, of the products without rounding
+(`straight_through`). The copies are made by XLA in the passes that quantise. The names `act_qtype`, `weight_qtype` and
 `bwd_qtype` are qwix's. float8_e4m3fn forward and float8_e5m2 backward is TransformerEngine's
 `Format.HYBRID`; "block" with float8_e4m3fn for all operands is DeepSeek-V3's recipe.
 """  # noqa: E501
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +30,16 @@ from stretto.distributed.devices.axes import (
     make_varying,
     varying_axes,
 )
-from stretto.kernels.operations import batches, matmuls
+from stretto.kernels.operations import batches, matmuls, straight_through
 from stretto.kernels.operations import fp8_products as products
 from stretto.kernels.operations.fp8_products import How, Matrices, Recipe
 from stretto.kernels.operations.perform import typed_alike
+from stretto.kernels.operations.straight_through import Rules
 from stretto.kernels.problem import checks
 from stretto.kernels.xla import collectives
+from stretto.kernels.xla.matmul import matmul as wide_matmul
+
+type Pair = tuple[jax.Array, jax.Array]
 
 __all__ = [
     "Recipe",
@@ -59,7 +63,7 @@ def all_gather_matmul(
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: str = "auto",
 ) -> Any:
-    """`all_gather(x) @ w` in 8 bits, inside `jax.shard_map`; differentiable in reverse.
+    """`all_gather(x) @ w` in 8 bits, inside `jax.shard_map`; differentiable.
 
     Per device x is `[..., k]`, gathered along `axis`, and w `[k, n]`, or a tuple of such matrices,
     as for `stretto.all_gather_matmul`. Values and scales of x are gathered. Those of the device's
@@ -83,7 +87,7 @@ def all_gather_matmul(
     axis = batches.checked_axis(op, axis, x)
     how = _how(op, x, recipe, out_dtype, axes=axes, axis=axis, backend=backend)
     x, *sides = typed_alike(axes, [x, *sides])
-    outs: Any = _gather(how, x, tuple(sides))
+    outs: Any = straight_through.product(GATHER, how, (x, tuple(sides)))
     return outs if several else outs[0]
 
 
@@ -97,7 +101,7 @@ def matmul_reduce_scatter(
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`reduce_scatter(x @ w)` in 8 bits, inside `jax.shard_map`; differentiable in reverse.
+    """`reduce_scatter(x @ w)` in 8 bits, inside `jax.shard_map`; differentiable.
 
     Per device x is `[..., k_shard]` and w `[k_shard, n]`. The products are summed over the devices
     in `out_dtype`, as by `stretto.matmul_reduce_scatter`. Arguments and errors are those of
@@ -108,7 +112,7 @@ def matmul_reduce_scatter(
     axis = batches.checked_axis(op, axis, x)
     checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
     how = _how(op, x, recipe, out_dtype, axes=axes, axis=axis, backend=backend)
-    return _reduce(how, *typed_alike(axes, [x, w]))
+    return straight_through.product(REDUCE, how, tuple(typed_alike(axes, [x, w])))
 
 
 def matmul_all_reduce(
@@ -124,7 +128,7 @@ def matmul_all_reduce(
     axes, op = canonical_axes(axis_name), "fp8.matmul_all_reduce"
     checks.check_matmul_operands(op, x, w, batches=True, scaled=True)
     how = _how(op, x, recipe, out_dtype, axes=axes, backend=backend)
-    return _reduce(how, *typed_alike(axes, [x, w]))
+    return straight_through.product(REDUCE, how, tuple(typed_alike(axes, [x, w])))
 
 
 def matmul(
@@ -134,17 +138,22 @@ def matmul(
     recipe: Recipe = HYBRID,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """`x @ w` in 8 bits on one device, by XLA; x `[..., k]`, w `[k, n]`; differentiable in reverse.
+    """`x @ w` in 8 bits on one device, by XLA; x `[..., k]`, w `[k, n]`; differentiable.
 
     Raises:
       ValueError: operands that do not fit each other.
     """
     op = "fp8.matmul"
     checks.check_matmul_operands(op, x, w, batches=True, scaled=True)
-    return _alone(_how(op, x, recipe, out_dtype), *typed_alike((), [x, w]))
+    how = _how(op, x, recipe, out_dtype)
+    return straight_through.product(ALONE, how, tuple(typed_alike((), [x, w])))
 
 
 def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> How:
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{op}: recipe={recipe!r:.60} must be a stretto.fp8.Recipe.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: x is {x.dtype}; it must be floating-point. Cast it.")
     dtype = checks.check_out_dtype(op, out_dtype, x.dtype)
     return How(recipe=recipe, out_dtype=dtype, typed=bool(varying_axes(x)), **more)
 
@@ -152,23 +161,19 @@ def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> 
 # --- All-gather matmul ----------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: How, x: jax.Array, ws: Matrices) -> Matrices:
-    return _gather_forward(how, x, ws)[0]
-
-
-def _gather_forward(how: How, x: jax.Array, ws: Matrices) -> tuple[Matrices, Any]:
-    recipe = how.recipe
+def _gather_forward(how: How, operands: tuple[jax.Array, Matrices]) -> tuple[Matrices, Any]:
+    (x, ws), recipe = operands, how.recipe
     values = recipe.quantised(x, recipe.act_qtype, -1)
     weights = [recipe.weight(w) for w in ws]
     outs = products.scaled_gather(how, values, weights, how.out_dtype)
-    return outs, (products.kept(recipe, x, values), ws)
+    return outs, products.kept(recipe, x, values)
 
 
-def _gather_backward(how: How, residuals: Any, bars: Matrices) -> tuple[jax.Array, Matrices]:
+def _gather_backward(
+    how: How, operands: tuple[jax.Array, Matrices], residuals: Any, bars: Matrices
+) -> tuple[jax.Array, Matrices]:
     """Weights and gradients of several products are joined: one product makes dx."""
-    (kept, like), ws = residuals
-    recipe = how.recipe
+    (_, ws), (kept, like), recipe = operands, residuals, how.recipe
     bar = jnp.concatenate(bars, axis=-1)
     w = jnp.concatenate(ws, axis=1)
     if recipe.bwd_qtype is None:
@@ -191,27 +196,27 @@ def _gather_backward(how: How, residuals: Any, bars: Matrices) -> tuple[jax.Arra
     return dx.astype(like.dtype), tuple(x.astype(w.dtype) for x, w in zip(parts, ws, strict=True))
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+def _gather_wide(how: How, operands: tuple[jax.Array, Matrices]) -> Matrices:
+    x, ws = products.unrounded(*operands)
+    whole = collectives.all_gather(x, how.axes, axis=how.token_axis)
+    return tuple(wide_matmul(whole, w).astype(how.out_dtype) for w in ws)
+
+
+GATHER = Rules(forward=_gather_forward, backward=_gather_backward, wide=_gather_wide)
 
 
 # --- Sums over the devices ------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reduce(how: How, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _reduce_forward(how, x, w)[0]
-
-
-def _reduce_forward(how: How, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    recipe = how.recipe
+def _reduce_forward(how: How, operands: Pair) -> tuple[jax.Array, Any]:
+    (x, w), recipe = operands, how.recipe
     values = recipe.quantised(x, recipe.act_qtype, -1)
     out = products.scaled_reduce(how, values, recipe.weight(w), how.out_dtype)
-    return out, (products.kept(recipe, x, values), w)
+    return out, products.kept(recipe, x, values)
 
 
-def _reduce_backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (kept, like), w = residuals
-    recipe = how.recipe
+def _reduce_backward(how: How, operands: Pair, residuals: Any, bar: jax.Array) -> Pair:
+    (_, w), (kept, like), recipe = operands, residuals, how.recipe
     if how.axis is None:
         # The cotangent of a replicated sum: without types, each device has a share of it.
         whole = make_varying(bar, how.axes) if how.typed else collectives.all_reduce(bar, how.axes)
@@ -236,29 +241,36 @@ def _reduce_backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Arra
     return dx.astype(like.dtype), dw.astype(w.dtype)
 
 
-_reduce.defvjp(_reduce_forward, _reduce_backward)
+def _reduce_wide(how: How, operands: Pair) -> jax.Array:
+    product = _alone_wide(how, operands)
+    if how.axis is None:
+        return collectives.all_reduce(product, how.axes)
+    return collectives.reduce_scatter(product, how.axes, axis=how.axis)
+
+
+REDUCE = Rules(forward=_reduce_forward, backward=_reduce_backward, wide=_reduce_wide)
 
 
 # --- One device -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _alone(how: How, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _alone_forward(how, x, w)[0]
-
-
-def _alone_forward(how: How, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    recipe = how.recipe
+def _alone_forward(how: How, operands: Pair) -> tuple[jax.Array, Any]:
+    (x, w), recipe = operands, how.recipe
     values = recipe.quantised(x, recipe.act_qtype, -1)
     out = products.product(values, recipe.weight(w)).astype(how.out_dtype)
-    return out, (products.kept(recipe, x, values), w)
+    return out, products.kept(recipe, x, values)
 
 
-def _alone_backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (kept, like), w = residuals
+def _alone_backward(how: How, operands: Pair, residuals: Any, bar: jax.Array) -> Pair:
+    (_, w), (kept, like) = operands, residuals
     dx = products.times_transposed(how.recipe, bar, w, like.dtype)
     dw = products.weight_gradient(how.recipe, products.wide(kept, like.dtype), bar)
     return dx, dw.astype(w.dtype)
 
 
-_alone.defvjp(_alone_forward, _alone_backward)
+def _alone_wide(how: How, operands: Pair) -> jax.Array:
+    x, (w,) = products.unrounded(operands[0], operands[1:])
+    return wide_matmul(x, w).astype(how.out_dtype)
+
+
+ALONE = Rules(forward=_alone_forward, backward=_alone_backward, wide=_alone_wide)

@@ -126,6 +126,12 @@ def product(lhs: Quantised, rhs: Quantised) -> jax.Array:
     return scaled_matmul(lhs.qvalue, rhs.qvalue, of_lhs, of_rhs, kind, rhs_transposed=True)
 
 
+def unrounded(x: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, Matrices]:
+    """Operands in one type, which is x's unless that has 8 bits itself."""
+    dtype = x.dtype if x.dtype.itemsize > 1 else jnp.bfloat16
+    return x.astype(dtype), tuple(w.astype(dtype) for w in ws)
+
+
 def as_it_lies(recipe: Recipe, w: jax.Array) -> Quantised:
     """`w` `[k, n]` as the transposed right-hand side of `g @ w^T`."""
     return recipe.quantised(w, recipe.weight_qtype, -1, weight=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from stretto.kernels.fused import grouped_matmul as kernel
 from stretto.kernels.fused.group_tables import bounds
@@ -21,7 +20,7 @@ from stretto.kernels.problem import checks, scales
 from stretto.kernels.problem.options import MatmulOptions, types_of
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Work
-from stretto.kernels.xla.matmul import accumulator_dtype
+from stretto.kernels.xla import ragged
 
 OP = "grouped_matmul"
 type Operands = tuple[jax.Array, jax.Array, jax.Array]
@@ -105,11 +104,7 @@ def reference(operands: Operands, axes: Axes, options: MatmulOptions) -> jax.Arr
     del axes
     lhs, rhs, sizes = operands
     rhs = rhs.swapaxes(1, 2) if options.rhs_transposed else rhs
-    wide = accumulator_dtype(lhs.dtype)
-    sizes = _cut_sizes(sizes, lhs.shape[0])
-    out = lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=wide)
-    in_a_group = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)
-    return jnp.where(in_a_group[:, None], out, 0).astype(options.out_dtype)
+    return ragged.product(lhs, rhs, _cut_sizes(sizes, lhs.shape[0])).astype(options.out_dtype)
 
 
 def _forward(operands: Operands, call: Call) -> tuple[jax.Array, Operands]:
@@ -133,20 +128,12 @@ def _contracted(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, call: Call) ->
 
 @_contracted.defjvp
 def _contracted_jvp(call: Call, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Second derivatives: by XLA, which contracts as the transpose of `ragged_dot`."""
+    """Second derivatives: by XLA."""
     lhs, rhs, sizes = primals
-    lhs_dot, rhs_dot, _ = tangents
-
-    def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        def product(weights: jax.Array) -> jax.Array:
-            return lax.ragged_dot(lhs, weights, _cut_sizes(sizes, lhs.shape[0]))
-
-        shape = (sizes.shape[0], lhs.shape[1], rhs.shape[1])
-        (out,) = jax.linear_transpose(product, jax.ShapeDtypeStruct(shape, lhs.dtype))(rhs)
-        return out
-
-    _, out_dot = jax.jvp(contract, (lhs, rhs), (lhs_dot, rhs_dot))
-    return _contracted(lhs, rhs, sizes, call), out_dot
+    dots = tangents[:2]
+    cut = _cut_sizes(sizes, lhs.shape[0])
+    _, out_dot = jax.jvp(lambda x, y: ragged.contraction(x, y, cut), (lhs, rhs), dots)
+    return _contracted(lhs, rhs, sizes, call), out_dot.astype(lhs.dtype)
 
 
 def _cut_sizes(sizes: jax.Array, m: int) -> jax.Array:

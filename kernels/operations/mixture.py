@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.operation import Axes, Examples, Operation
@@ -16,7 +17,7 @@ from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations.mixture_steps import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
-from stretto.kernels.problem import checks
+from stretto.kernels.problem import checks, epilogues
 from stretto.kernels.problem.activations import swiglu
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.problem.routing import Routing
@@ -91,6 +92,8 @@ def mixture_of_experts(
     devices = axis_size(axes)
     sides, biases = _as_tuple(w_in), None if b_in is None else _as_tuple(b_in)
     checks.check_array(OP, "w_out", w_out)
+    if w_out.ndim != 3:
+        raise ValueError(f"{OP}: w_out has shape {w_out.shape}; it must be [e, f, d].")
     num_experts = devices * w_out.shape[0]
     expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = _check_matrices(x, weights, expert_index, sides, w_out, biases, b_out)
@@ -118,10 +121,43 @@ def mixture_of_experts(
         num_experts=num_experts,
     )
     types = Types(lhs=str(x.dtype), rhs="int32", out=str(x.dtype))
-    call = decide(MIXTURE_OF_EXPERTS, sizes, types, axes, options, backend=backend, config=config)
+    uses_traced = _uses_traced_values(options, rows, sides)
+    call = decide(
+        MIXTURE_OF_EXPERTS,
+        *(sizes, types, axes, options),
+        backend=backend,
+        config=config,
+        obstacle="the activation uses a traced value from outside." if uses_traced else None,
+    )
+    if uses_traced:  # Its derivative is JAX's, step by step.
+        call = expert_rules.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA)
+        return perform(operands, call, mixture_rules.apply), routing
     if call is None:
         return reference(operands, axes, options), routing
     return perform(operands, call), routing
+
+
+def _uses_traced_values(options: Options, rows: int, sides: tuple[Any, ...]) -> bool:
+    """Whether the activation does; raises ValueError where it does not map each element."""
+    count = 1 + options.gated
+    columns = sides[0].shape[2] // (count if len(sides) == 1 else 1)
+    struct = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+    name = epilogues.name_of(options.activation)
+    try:
+        traced = jax.make_jaxpr(options.activation)(*[struct] * count)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{OP}: the activation {name} cannot be applied to {count} float32"
+            f" {list(struct.shape)}: {error}"
+        ) from error
+    shapes = [getattr(x, "shape", None) for x in traced.out_avals]
+    if shapes != [struct.shape]:
+        found = [list(x or ()) for x in shapes]
+        raise ValueError(
+            f"{OP}: the activation {name} makes {found} of {list(struct.shape)}; it must be"
+            " elementwise."
+        )
+    return any(isinstance(const, Tracer) for const in epilogues.constants(traced))
 
 
 def reference(operands: Operands, axes: Axes, options: Options) -> jax.Array:
@@ -152,14 +188,14 @@ def _check_matrices(
             f"{OP}: weights is {weights.dtype}{list(weights.shape)}; it must be"
             f" floating-point{list(expert_index.shape)}, a weight for each of expert_index."
         )
-    if w_out.ndim != 3 or w_out.shape[2] != x.shape[1] or w_out.dtype != x.dtype:
+    if w_out.shape[2] != x.shape[1] or w_out.dtype != x.dtype:
         raise ValueError(
             f"{OP}: w_out is {w_out.dtype}{list(w_out.shape)}; it must be {x.dtype}[e, f,"
             f" {x.shape[1]}], with as many columns as x and of its type."
         )
     e, f, d = w_out.shape
     wanted = [(e, d, f)] * 2 if len(sides) == 2 else [(e, d, f), (e, d, 2 * f)]
-    fits = all(side.shape in wanted for side in sides) and len(sides) <= 2
+    fits = all(side.shape in wanted for side in sides) and len(sides) in (1, 2)
     if not fits or any(side.dtype != x.dtype for side in sides):
         found = ", ".join(f"{side.dtype}{list(side.shape)}" for side in sides)
         raise ValueError(
@@ -170,6 +206,8 @@ def _check_matrices(
     for name, bias, shapes in (("b_in", b_in, wanted), ("b_out", (b_out,), [(e, d)])):
         if bias is None or bias == (None,):
             continue
+        for y in bias:
+            checks.check_array(OP, name, y)
         if [y.shape for y in bias] != shapes:
             raise ValueError(
                 f"{OP}: {name} has shape {[y.shape for y in bias]}; it must be {shapes}, a number"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stretto.distributed.devices.axes import axis_size, make_varying, varying_axes
@@ -14,7 +15,7 @@ from stretto.distributed.primitives.batching import mapped
 from stretto.distributed.primitives.linear import linear
 from stretto.kernels.choice import choose
 from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
-from stretto.kernels.problem import node_config
+from stretto.kernels.problem import checks, node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.xla import collectives
@@ -153,16 +154,21 @@ def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     moving = [i for i, dot in enumerate(dots) if dot.dtype != jax.dtypes.float0]
 
     def tangent(residuals: Any, moved: Sequence[jax.Array]) -> Arrays:
-        filled: list[Any] = [np.zeros(dot.shape, jax.dtypes.float0) for dot in dots]
-        for i, dot in zip(moving, moved, strict=True):
-            filled[i] = dot
-        return _tangent(call, residuals, jax.tree.unflatten(tree, filled))
+        filled = dict(zip(moving, moved, strict=True))
+        whole = [filled[i] if i in filled else _without_type(x) for i, x in enumerate(dots)]
+        return _tangent(call, residuals, jax.tree.unflatten(tree, whole))
 
     def transpose(residuals: Any, bars: Arrays) -> list[jax.Array]:
         found = tree.flatten_up_to(call.operation.backward(call, residuals, bars))
         return [found[i] for i in moving]
 
     return results, linear(tangent, transpose, residuals, [dots[i] for i in moving])
+
+
+def _without_type(dot: jax.Array) -> Any:
+    """The tangent of integers."""
+    make = jnp.zeros if checks.is_symbolic(dot) else np.zeros
+    return make(dot.shape, jax.dtypes.float0)
 
 
 def _forward(operands: Arrays, call: Call) -> tuple[Arrays, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from stretto.kernels.operation import Axes, Operation
 from stretto.kernels.operations.perform import typed_alike
@@ -25,26 +27,39 @@ NOT_K_MAJOR = (
 )
 
 
-def without_derivative(op: str, run: Callable[[Any], Any], operands: Any) -> Any:
-    """`run(operands)`, which refuses to be differentiated.
+def without_derivative(
+    op: str, run: Callable[[Any], Any], operands: tuple, arrays: tuple | None = None
+) -> Any:
+    """`run(operands)`, which refuses to be differentiated by them.
+
+    `arrays` of an epilogue follow the operands, and have derivatives.
 
     Raises:
-      NotImplementedError: it is.
+      NotImplementedError: it is differentiated by values or scales.
     """
 
-    @jax.custom_jvp
-    def product(operands: Any) -> Any:
-        return run(operands)
+    def whole(operands: tuple, arrays: tuple | None) -> Any:
+        return run(operands if arrays is None else (*operands, arrays))
 
-    @product.defjvp
-    def _refuse(primals: Any, tangents: Any) -> Any:
-        del primals, tangents
-        raise NotImplementedError(
-            f"{op}: a product of operands in 8 bits with scales has no derivative; differentiate"
-            f" stretto.fp8.{op}, which quantises its operands itself."
-        )
+    product = jax.custom_jvp(whole)
 
-    return product(operands)
+    def of_arrays(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        if not all(isinstance(dot, SymbolicZero) for dot in jax.tree.leaves(tangents[0])):
+            raise NotImplementedError(
+                f"{op}: a product of operands in 8 bits with scales has no derivative;"
+                f" differentiate stretto.fp8.{op}, which quantises its operands itself."
+            )
+        operands, arrays = primals
+        dots = jax.tree.map(_as_array, tangents[1])
+        return jax.jvp(lambda arrays: whole(operands, arrays), (arrays,), (dots,))
+
+    product.defjvp(of_arrays, symbolic_zeros=True)
+    return product(operands, arrays)
+
+
+def _as_array(dot: Any) -> jax.Array:
+    missing: Any = dot
+    return jnp.zeros(dot.shape, missing.dtype) if isinstance(dot, SymbolicZero) else dot
 
 
 def each(op: str, given: Any, operands: tuple) -> tuple:

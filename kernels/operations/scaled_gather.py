@@ -90,7 +90,7 @@ def gather(
         outs, _ = operands.results(launch(alike(moved, axes), flat), None)
         return outs if inside or form is None else form.after(outs, arrays)
 
-    outs = without_derivative(op, run, (lhs, sides, of_lhs, of_rhs, found.arrays))
+    outs = without_derivative(op, run, (lhs, sides, of_lhs, of_rhs), found.arrays)
     return gathered.as_given(outs, rhs, found.form)
 
 

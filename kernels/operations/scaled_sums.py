@@ -70,7 +70,7 @@ def reduce(
         out = launch(moved, call.with_options(epilogue=None)).reshape(shape)
         return out if found.form is None else found.form.after((out,), arrays)[0]
 
-    return without_derivative(op, run, (*pairs, of_lhs, of_rhs, found.arrays))
+    return without_derivative(op, run, (*pairs, of_lhs, of_rhs), found.arrays)
 
 
 def scatter_reference(operands: Any, axes: Axes, options: ScatterOptions) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from stretto.distributed.devices.axes import (
     AxisNames,
@@ -29,6 +30,7 @@ from stretto.kernels.operations.perform import (
     typed_alike,
 )
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.epilogue import at_least_float32
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.xla import collectives
 
@@ -40,9 +42,9 @@ type Results = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the norm: `epsilon` is added to the mean square."""
+    """Of the norm: `epsilon` is added to the mean square; an array if it is known at run time."""
 
-    epsilon: float
+    epsilon: Any
 
 
 def all_reduce_rms_norm(
@@ -51,7 +53,7 @@ def all_reduce_rms_norm(
     weight: jax.Array,
     axis_name: AxisNames,
     *,
-    epsilon: float = 1e-6,
+    epsilon: float | jax.Array = 1e-6,
     config: kernel.Config | None = None,
     backend: str = "auto",
 ) -> Results:
@@ -74,7 +76,7 @@ def all_reduce_rms_norm(
       x, residual, weight: as above. The kernel takes bfloat16, float16 and float32, and rows of a
         multiple of 256 elements.
       axis_name: mesh axis, or tuple of axes, to add over.
-      epsilon: added to the mean square; not negative.
+      epsilon: added to the mean square; not negative. One that is traced is XLA's.
       config: of the kernel; chosen for the size by default.
       backend: "auto" (the kernel where it is known to be faster), "pallas" (the kernel, or an
         error), "xla" (lax), "simulator" (the kernel, simulated on CPU devices).
@@ -85,12 +87,14 @@ def all_reduce_rms_norm(
 
     Synchronisation: every device of the team must make the call. Over several nodes it is XLA's.
     """
-    _check(x, residual, weight, epsilon)
+    epsilon = _check(x, residual, weight, epsilon)
     axes, options = canonical_axes(axis_name), Options(epsilon=epsilon)
     operands = x, residual, weight
     types = Types(lhs=str(x.dtype), rhs=str(residual.dtype), out=str(x.dtype))
     sizes = dict(m=x.shape[0], n=x.shape[1])
     obstacle = _obstacle_of_operands(operands, axes)
+    if isinstance(epsilon, Tracer):
+        obstacle = "epsilon is known when the program runs, and the kernel needs a number."
     call = decide(
         ALL_REDUCE_RMS_NORM,
         *(sizes, types, axes, options),
@@ -101,7 +105,8 @@ def all_reduce_rms_norm(
     return reference(operands, axes, options) if call is None else _perform(operands, call)
 
 
-def _check(x: Any, residual: Any, weight: Any, epsilon: float) -> None:
+def _check(x: Any, residual: Any, weight: Any, epsilon: Any) -> Any:
+    """`epsilon`, as a number unless it is traced; raises ValueError for what does not fit."""
     for name, array in (("x", x), ("residual", residual), ("weight", weight)):
         checks.check_array(OP, name, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -113,8 +118,15 @@ def _check(x: Any, residual: Any, weight: Any, epsilon: float) -> None:
             raise ValueError(
                 f"{OP}: {name} has shape {array.shape}; with x {x.shape} it is {shape}."
             )
-    if not epsilon >= 0:
+    if isinstance(epsilon, Tracer) and epsilon.shape == ():
+        return epsilon
+    try:
+        number = float(epsilon)
+    except (TypeError, ValueError):
+        raise ValueError(f"{OP}: epsilon={epsilon!r:.60} must be a number.") from None
+    if not number >= 0:
         raise ValueError(f"{OP}: epsilon={epsilon} must not be negative.")
+    return number
 
 
 def _obstacle_of_operands(operands: Operands, axes: Axes) -> str | None:
@@ -132,14 +144,14 @@ def _obstacle_of_operands(operands: Operands, axes: Axes) -> str | None:
 
 def rms_norm(h: jax.Array, weight: jax.Array, epsilon: float, dtype: Any) -> jax.Array:
     """`h / sqrt(mean(h ** 2) + epsilon) * weight`, row by row, in float32 at least."""
-    wide = jnp.promote_types(h.dtype, jnp.float32)
+    wide = at_least_float32(h.dtype)
     h, weight = h.astype(wide), weight.astype(wide)
     scale = lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + jnp.asarray(epsilon, wide))
     return (h * scale * weight).astype(dtype)
 
 
 def _added(residual: jax.Array, total: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(residual.dtype, jnp.float32)
+    wide = at_least_float32(residual.dtype)
     return (residual.astype(wide) + total.astype(wide)).astype(residual.dtype)
 
 

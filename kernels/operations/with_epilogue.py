@@ -35,6 +35,8 @@ def obstacle_of(found: Fitted, results: Sequence[Shape], out_dtype: Any) -> str 
         for one in array if apart else [array]:
             if one.dtype.itemsize > LARGEST_ITEM:
                 return f"an array of the epilogue is {one.dtype}, and kernels take up to 32 bits."
+            if one.dtype.itemsize == 1 and one.dtype != jnp.bool_:
+                return f"an array of the epilogue is {one.dtype}, and kernels take 16 or 32 bits."
         first = array[0] if apart else array
         kind = kind_of(first.shape, results[0])
         if kind == "elements":

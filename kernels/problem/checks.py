@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 BACKENDS = ("auto", "pallas", "xla", "simulator")
 
@@ -126,10 +128,31 @@ def check_divisible(op: str, what: str, size: int, by: int) -> None:
 def check_array_axis(op: str, what: str, axis: int, x: Any) -> int:
     """`axis` of `x`, made non-negative; ValueError if out of range, or if `x` is no array."""
     check_array(op, "x", x)
-    ndim = x.ndim
+    axis, ndim = check_integer(op, what, axis), x.ndim
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: {what}={axis} is out of range for an array of {ndim} dimensions.")
     return axis % ndim
+
+
+def check_integer(op: str, what: str, value: Any) -> Any:
+    """`value` as an integer; ValueError if it is none, or not known when a program is traced.
+
+    A symbolic size stays what it is.
+    """
+    if export.is_symbolic_dim(value):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"{op}: {what}={value!r:.60} is of type {type(value).__name__}; it must be an integer"
+            " that is known when the program is traced."
+        ) from None
+
+
+def is_symbolic(*arrays: Any) -> bool:
+    """Whether some size is known when the program runs (`jax.export.symbolic_shape`)."""
+    return not all(isinstance(size, int) for x in arrays for size in x.shape)
 
 
 def check_out_dtype(op: str, out_dtype: jax.typing.DTypeLike | None, default: Any) -> jnp.dtype:

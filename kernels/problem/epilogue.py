@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stretto.kernels.problem import checks, epilogues
+from stretto.kernels.problem import checks, epilogues, lowered
 
 type Shape = tuple[int, ...]
 
@@ -82,8 +82,14 @@ class Form:
 
     def after(self, outs: Sequence[jax.Array], arrays: Sequence[Any]) -> tuple[jax.Array, ...]:
         """The same of products that have been rounded, in the type that these have."""
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in outs]
+        wide = [x.astype(at_least_float32(x.dtype)) for x in outs]
         return tuple(x.astype(outs[0].dtype) for x in self.results(wide, arrays))
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """`dtype`, or float32 where that is the wider one."""
+    # JAX promotes no floats of 8 bits by itself.
+    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize > 1 else jnp.float32
 
 
 def part(array: Any, index: int) -> Any:
@@ -148,6 +154,8 @@ def fitted(op: str, given: Epilogue | None, products: Sequence[Shape], dtype: An
     seen_as = [dtype] * (1 + given.gated)
     seen_as += [seen_dtype(part(x, 0).dtype, dtype) for x in arrays]
     obstacle = epilogues.obstacle(op, given.function, products, seen_as)
+    if obstacle is None:
+        obstacle = lowered.obstacle(name, given.function, seen_as)
     return Fitted(Form(given.function, given.gated), arrays, obstacle)
 
 

@@ -64,7 +64,7 @@ def obstacle(
             " function: epilogue=(function, array)."
         )
     _check(op, epilogue, traced, EXAMPLE)
-    for const in _constants(traced):
+    for const in constants(traced):
         if isinstance(const, Tracer):
             return f"the epilogue {name_of(epilogue)} uses a traced value from outside."
         if _shape(const):
@@ -89,12 +89,12 @@ def _numbers(traced: Any) -> Iterator[Any]:
         yield from (x.val for x in equation.invars if isinstance(x, Literal))
 
 
-def _constants(traced: Any) -> Iterator[Any]:
+def constants(traced: Any) -> Iterator[Any]:
     """What a traced function uses from outside, and what the functions do that it calls."""
     yield from traced.consts
     for equation in traced.jaxpr.eqns:
         if equation.primitive.name in CALLS:
-            yield from _constants(equation.params[CALLS[equation.primitive.name]])
+            yield from constants(equation.params[CALLS[equation.primitive.name]])
 
 
 def _trace(

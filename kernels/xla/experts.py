@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed.devices.axes import axis_size
+from stretto.distributed.devices.axes import axis_size, make_varying, varying_axes
 from stretto.kernels.problem.routing import NONE
 from stretto.kernels.xla import collectives
 
 
 def dispatch(x: jax.Array, positions: jax.Array, axes: tuple, *, rows: int) -> jax.Array:
     """`[tokens, d]` -> `[rows, d]`, those of this device's experts; zero where there are none."""
+    if 0 in positions.shape:  # Nothing is chosen, and there may be no row to take.
+        return make_varying(jnp.zeros((rows, x.shape[1]), x.dtype), varying_axes(x))
     own = _own_rows(positions, axes)
     places = jnp.where(own == NONE, rows, own).reshape(-1)
     tokens = jnp.arange(own.shape[0] * own.shape[1], dtype=jnp.int32) // own.shape[1]
@@ -40,6 +42,8 @@ def combine(
     """
     devices = axis_size(axes)
     tokens, top_k = positions.shape
+    if 0 in positions.shape or 0 in rows.shape:
+        return make_varying(jnp.zeros((tokens, rows.shape[1]), rows.dtype), varying_axes(rows))
     own = _own_rows(positions, axes)
     weights = _gathered(weights.astype(jnp.float32), axes)
     total = jnp.zeros((devices * tokens, rows.shape[1]), jnp.float32)
@@ -91,6 +95,8 @@ def numbers_of_entries(numbers: jax.Array, positions: jax.Array, axes: tuple) ->
     """A number of each row, `[rows]` -> of each entry, float32 `[tokens, top_k]`; zero for none."""
     devices = axis_size(axes)
     rows = numbers.shape[0]
+    if rows == 0:
+        return make_varying(jnp.zeros(positions.shape, jnp.float32), varying_axes(positions))
     everywhere = _gathered(numbers.astype(jnp.float32), axes)
     place = positions % devices * rows + positions // devices
     return jnp.where(positions == NONE, 0, everywhere[jnp.where(positions == NONE, 0, place)])

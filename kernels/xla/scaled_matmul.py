@@ -21,6 +21,7 @@ from jax import lax
 
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.scales import Granularity
+from stretto.kernels.xla import ragged
 from stretto.kernels.xla.quantisation import dequantise
 
 E5M2 = jnp.dtype(jnp.float8_e5m2)
@@ -85,7 +86,7 @@ def scaled_ragged_matmul(
         values = lhs.astype(wide), rhs.astype(wide)
     x, y = values
     y = y.swapaxes(1, 2) if rhs_transposed else y
-    out = lax.ragged_dot(x, y, sizes, preferred_element_type=jnp.float32)
+    out = ragged.product(x, y, sizes)
     if granularity == "row":
         group = jnp.minimum(jnp.sum(ends <= row[:, None], axis=1), len(ends) - 1)
         of_columns = rhs_scale[:, :, 0] if rhs_transposed else rhs_scale[:, 0]

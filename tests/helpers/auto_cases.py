@@ -384,6 +384,7 @@ CASES: dict[str, Case] = {
     "row of biases": epilogue(lambda x, w: lambda y: y + w[0], "fits results of shape"),
     "places": epilogue(lambda x, w: lambda y: y + jnp.arange(y.shape[1]) * HALF, "the place in"),
     "size": epilogue(lambda x, w: lambda y: y / y.shape[1], "depends on the size"),
+    "operation that kernels lack": epilogue(lambda x, w: jax.nn.softplus, "uses log1p"),
     "scalar array": epilogue(lambda x, w: lambda y: y * HALF, None),
     "bias beside the function": Case(
         make=functools.partial(_with_arrays, lambda x, w: st.epilogues.gelu(w[0])),

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from stretto.kernels.problem import epilogues
+import stretto as st
+from stretto.distributed.tools import aot
+from stretto.kernels.problem import epilogues, lowered
 from stretto.kernels.problem.epilogues import without_derivatives
 
 
@@ -67,3 +71,59 @@ def test_elementwise_functions_pass(name):
 def test_functions_that_mix_elements_are_refused(function, said):
     with pytest.raises(ValueError, match=f"op: epilogue=.* must be elementwise, and {said}"):
         obstacle(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "lacking"),
+    [
+        (jax.nn.softplus, "log1p"),
+        (jax.jit(jax.nn.elu), "expm1"),
+        (lambda x: jax.nn.gelu(x, approximate=False), "copy, erfc"),
+        (lambda x: x**2.5, "pow"),
+        (lambda x: x**-2, "the power -2"),
+        (lambda x: jnp.where(~(x > 0), x, 0), "not of bools"),
+        (lambda x: lax.rem(x, 2.0), "rem of floats"),
+        (lambda x: lax.cond(True, jnp.sin, jnp.tan, x), "tan"),
+        (jax.checkpoint(jnp.sin), "remat2"),
+    ],
+)
+def test_what_no_gpu_kernel_has_is_an_obstacle(function, lacking):
+    said = lowered.obstacle("this", function, [jnp.float32])
+    assert said == f"the epilogue this uses {lacking}, which XLA has and kernels lack."
+
+
+def every_operation(x):
+    """Of `lowered.LOWERED`, in the forms that are not refused."""
+    y = jnp.abs(x) + jnp.exp2(jnp.sin(x)) - jnp.cos(x) / 3
+    y = lax.clamp(-1.0, jnp.round(y), 1.0) * lax.logistic(x) + jnp.sign(y) * x**3
+    y = jnp.sqrt(lax.square(y)) + lax.rsqrt(jnp.exp(y)) + jnp.log(jnp.log2(-y)) + jnp.tanh(y)
+    y = lax.optimization_barrier(jnp.maximum(jnp.minimum(y, 2.0), -2.0))
+    some = ((y > 0) & (y < 1)) | (y == 2) ^ (y != 3)
+    y = jnp.where(some, y, jax.nn.relu(y) + jnp.zeros_like(y) + (y >= 1) + (y <= 0))
+    n = lax.bitcast_convert_type(y, jnp.int32)
+    n = ~lax.shift_left(n, jnp.int32(1)) ^ lax.shift_right_logical(n, jnp.int32(2)) & 7 | 1
+    n = lax.rem(lax.shift_right_arithmetic(n, jnp.int32(1)), jnp.int32(5)) + lax.clz(n)
+    y = lax.cond(True, jnp.sin, jnp.cos, y)
+    return lax.scan(lambda y, _: (y * 0.5, None), y, length=2)[0] + n.astype(jnp.float32)
+
+
+def test_every_operation_is_in_the_example():
+    traced = jax.make_jaxpr(every_operation)(jnp.zeros((64, 64)))
+    used = {eqn.primitive.name for eqn in lowered.equations(traced.jaxpr)}
+    assert lowered.LOWERED - used == {"custom_vjp_call", "iota"}
+    assert lowered.obstacle("this", every_operation, [jnp.float32]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not aot.is_available(), reason="needs the compiler: `uv sync --group aot`")
+def test_kernels_have_all_others():
+    mesh, whole = aot.mesh_of_gpus((2,), ("x",)), jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+    program = jax.shard_map(
+        lambda x, w: st.all_gather_matmul(x, w, "x", epilogue=every_operation, backend="pallas"),
+        mesh=mesh,
+        in_specs=(P("x"), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    weights = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    assert "mosaic_gpu" in jax.jit(program).lower(whole, weights).as_text()

@@ -83,6 +83,28 @@ def test_gradients_are_as_good_as_8_bits(recipe, dtype, most):
         assert min(errors) > 0.005, "the backward pass is in 8 bits"
 
 
+def test_forward_mode_and_derivatives_of_derivatives():
+    """Those of the product without rounding, at what the rounded ones have made."""
+    dots = normal(4, *X.shape), normal(5, *W1.shape) * K**-0.5, normal(6, *W2.shape) * K**-0.5
+    at, dots = ([jnp.asarray(x) for x in xs] for xs in ((X, W1, W2), dots))
+    program = jax.shard_map(
+        functools.partial(layer, recipe=HYBRID, dtype=F32),
+        mesh=cases.mesh_of(2),
+        in_specs=(ROWS, COLUMNS, ROWS, ROWS),
+        out_specs=P(),
+    )
+
+    def derivatives(loss):
+        gradient = jax.grad(loss, (0, 1, 2))
+        _, dot = jax.jvp(loss, at, dots)
+        return dot, jax.grad(lambda x: jnp.sum(gradient(x, *at[1:])[1] ** 2))(at[0])
+
+    found = jax.jit(lambda: derivatives(lambda *xs: program(*xs, jnp.asarray(C))))()
+    want = derivatives(lambda x, w1, w2: jnp.sum((x @ w1 @ w2) * C))
+    errors = [error(a, b) for a, b in zip(found, want, strict=True)]
+    assert max(errors) < 0.11, errors
+
+
 @pytest.mark.parametrize("check_vma", [pytest.param(False, marks=slow), True])
 def test_a_sum_on_every_device(check_vma):
     def body(x, w1, w2):

@@ -102,6 +102,32 @@ def test_derivatives(case, transposed):
             np.testing.assert_array_equal(np.asarray(x, np.float32), rounded(y, BF16))
 
 
+def test_derivatives_of_any_order_of_any_batch_by_xla():
+    """`lax.ragged_dot` has neither a derivative of its derivative nor a batch of both operands."""
+    m, k, n, sizes = CASES["uneven"]
+    batch = jnp.array([sizes, sizes[::-1]], jnp.int32)
+    operands = whole_numbers(1, 2, m, k) * 0.1, whole_numbers(2, 2, len(sizes), k, n) * 0.1
+
+    def masked(x, y, sizes):
+        ends = jnp.cumsum(sizes)
+        rows = jnp.arange(m)[:, None]
+        member = (rows >= ends - sizes) & (rows < ends)
+        return jnp.einsum("mk,mg,gkn->mn", x, member.astype(x.dtype), y)
+
+    def second_derivatives(product):
+        def loss(x, y, sizes):
+            return jnp.sum(jnp.sin(product(x, y, sizes)))
+
+        def norm(x, y, sizes):
+            return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, y, sizes))
+
+        return jax.jit(jax.vmap(jax.grad(norm, (0, 1))))(*operands, batch)
+
+    found = second_derivatives(functools.partial(st.grouped_matmul, backend="xla"))
+    for got, want in zip(found, second_derivatives(masked), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
 def test_rows_of_no_group_are_zero_whatever_they_hold():
     """Nothing of theirs is multiplied, so that NaN in them stays there."""
     lhs = np.full((64, 64), np.nan, np.float32)
