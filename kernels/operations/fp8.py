@@ -7,7 +7,7 @@ scaled by their own numbers ("current scaling"), and each product of a step is o
 |---|---|---|
 | `out = x @ w` | features in | x `act_qtype`, w `weight_qtype`, a transposed copy |
 | `dx = g @ w^T` | features out | g `bwd_qtype`, w `weight_qtype`, as it lies |
-| `dw = x^T @ g` | tokens | transposed copies of both; in bfloat16 for "block" and without `bwd_qtype` |
+| `dw = x^T @ g` | tokens | transposed copies of both; in bfloat16 for "block", for groups and without `bwd_qtype` |
 
 The copies are made by XLA in the passes that quantise. The names `act_qtype`, `weight_qtype` and
 `bwd_qtype` are qwix's. float8_e4m3fn forward and float8_e5m2 backward is TransformerEngine's
@@ -32,7 +32,9 @@ from stretto.distributed.devices.axes import (
 )
 from stretto.kernels.operations import batches, matmuls
 from stretto.kernels.operations import fp8_products as products
-from stretto.kernels.operations.fp8_products import How, Matrices, Recipe
+from stretto.kernels.operations.fp8_groups import grouped_matmul
+from stretto.kernels.operations.fp8_mixture import mixture_of_experts
+from stretto.kernels.operations.fp8_products import HYBRID, How, Matrices, Recipe
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem import checks
 from stretto.kernels.xla import collectives
@@ -40,13 +42,12 @@ from stretto.kernels.xla import collectives
 __all__ = [
     "Recipe",
     "all_gather_matmul",
+    "grouped_matmul",
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "mixture_of_experts",
 ]
-
-
-HYBRID = Recipe()
 
 
 def all_gather_matmul(

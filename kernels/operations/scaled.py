@@ -38,12 +38,15 @@ class Asked:
     backend: str
 
 
-def without_derivative(op: str, run: Callable[[Any], Any], operands: Any) -> Any:
+def without_derivative(
+    op: str, run: Callable[[Any], Any], operands: Any, instead: str | None = None
+) -> Any:
     """`run(operands)`, which refuses to be differentiated.
 
     Raises:
-      NotImplementedError: it is.
+      NotImplementedError: it is; with what to do `instead`, by default the same of `stretto.fp8`.
     """
+    instead = instead or f"differentiate stretto.fp8.{op}, which quantises its operands itself"
 
     @jax.custom_jvp
     def product(operands: Any) -> Any:
@@ -53,8 +56,7 @@ def without_derivative(op: str, run: Callable[[Any], Any], operands: Any) -> Any
     def _refuse(primals: Any, tangents: Any) -> Any:
         del primals, tangents
         raise NotImplementedError(
-            f"{op}: a product of operands in 8 bits with scales has no derivative; differentiate"
-            f" stretto.fp8.{op}, which quantises its operands itself."
+            f"{op}: a product of operands in 8 bits with scales has no derivative; {instead}."
         )
 
     return product(operands)
