@@ -499,6 +499,27 @@ def fp8_groups(target: str = "h100") -> Iterator[Program]:
         yield f"grouped_matmul, {kind}", *on_one(call, mesh, operands)
 
 
+def fp8_experts() -> Iterator[Program]:
+    """A layer of experts in 8 bits, and its derivatives, with each granularity of scales."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, d, f, experts, top_k = 256, 2048, 768, 8, 4
+    shapes = [((tokens, d), jnp.bfloat16), ((tokens, top_k), jnp.int32)]
+    shapes += [((tokens, top_k), jnp.float32)]
+    shapes += [(shape, jnp.bfloat16) for shape in ((experts, d, 2 * f), (experts, f, d))]
+    for granularity in ("row", "block"):
+        recipe = st.fp8.Recipe(granularity=granularity)
+
+        def pulled(x, index, weights, w_in, w_out, recipe=recipe):
+            def call(x, weights, w_in, w_out):
+                given = dict(recipe=recipe, backend="pallas")
+                return st.fp8.mixture_of_experts(x, index, weights, w_in, w_out, "x", **given)[0]
+
+            out, pull = jax.vjp(call, x, weights, w_in, w_out)
+            return out, *pull(out)
+
+        yield f"experts, {granularity}", *on_one(pulled, mesh, shapes)
+
+
 def blackwell(*names: str) -> Iterator[Program]:
     """The default configurations of fused matmuls for B200s."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
@@ -629,6 +650,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     ),
     **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
     "fp8, grouped_matmul": fp8_groups,
+    "fp8, experts": fp8_experts,
     **{
         f"Blackwell fp8, {name}": functools.partial(fp8_fused, name, target="b200")
         for name in scaled_cases.NAMES

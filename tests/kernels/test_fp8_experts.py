@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import fused_cases as cases
 import jax
@@ -214,7 +215,7 @@ def layer_alone(recipe, backend="auto", prepare=as_it_is):
 
     def body(index, x, weights, w_in, w_out, b_in, b_out):
         w_in, w_out = prepare(recipe, w_in), prepare(recipe, w_out)
-        given = dict(recipe=recipe, b_in=b_in, b_out=b_out, backend=backend)
+        given: Any = dict(recipe=recipe, b_in=b_in, b_out=b_out, backend=backend)
         x = x.astype(BF16)
         return fp8.mixture_of_experts(x, index, weights, w_in, w_out, "x", **given)[0]
 
