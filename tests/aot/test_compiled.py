@@ -124,7 +124,8 @@ def test_other_parts_cost_no_spills(tmp_path):
         (kernel,) = program["kernels"]
         assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
         assert not kernel["warnings"], program["label"]
-        assert kernel["registers"] == 168 and "wgmma.mma_async" in kernel["ptx"]
+        evenly = 128 if "three warpgroups" in program["label"] else 168
+        assert kernel["registers"] == evenly and "wgmma.mma_async" in kernel["ptx"]
 
 
 @pytest.mark.slow

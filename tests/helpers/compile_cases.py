@@ -38,7 +38,7 @@ from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
-from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
+from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import dispatch_matmul
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_rules
@@ -465,6 +465,7 @@ def fp8() -> Iterator[Program]:
         ("rows", LARGE_FP8, of_rows, e4m3),
         ("rows, mixed", LARGE_FP8, of_rows, e5m2),
         ("blocks", BLOCKS, of_blocks, e4m3),
+        ("blocks, three warpgroups", BLOCKS_BY_THREE, of_blocks, e4m3),
     ):
         operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)

@@ -22,7 +22,7 @@ from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell
-from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, TileConfig
+from stretto.kernels.engine.hopper.tile_config import BLOCKS_BY_THREE, LARGE_FP8, TileConfig
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operations import SCALED
@@ -99,6 +99,22 @@ def test_with_tiles_of_blackwell(name, kind, devices, shape, blocks):
     """By one block, or by two together."""
     config = dataclasses.replace(CONFIGS[name], tiles=OF_BLACKWELL[blocks])
     right, report = simulated(name, kind, devices, shape, config=config, target="b200")
+    assert report.ok, str(report)
+    assert right
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("all_gather_matmul", (200, 300, 128)),
+        pytest.param("matmul_reduce_scatter", (200, 256, 136), marks=slow),
+    ],
+)
+def test_with_three_warpgroups_that_multiply(name, shape):
+    """Tiles of 192 rows, of which the scales of 64 are pulled at once."""
+    slots = dict(pull_slots=3) if name == "all_gather_matmul" else {}
+    config = dataclasses.replace(CONFIGS[name], tiles=BLOCKS_BY_THREE, **slots)
+    right, report = simulated(name, "block", 2, shape, config=config)
     assert report.ok, str(report)
     assert right
 

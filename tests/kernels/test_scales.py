@@ -16,6 +16,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper import scaling
 from stretto.kernels.engine.hopper.tile_config import (
     BLOCKS,
+    BLOCKS_BY_THREE,
     LARGE_FP8,
     TileConfig,
 )
@@ -71,6 +72,7 @@ def simulated(lhs, rhs, lhs_scale, rhs_scale, *, dtypes=(E4M3, E4M3), seed=0, **
         ("tensor", SMALL, (E4M3, E5M2), (136, 128, 128), BF16),
         ("block", HIGH_BLOCKS, (E4M3, E4M3), (264, 384, 320), F32),
         ("block", BLOCKS, (E4M3, E5M2), (136, 128, 192), BF16),
+        ("block", BLOCKS_BY_THREE, (E5M2, E4M3), (264, 384, 192), F32),
         ("block", dataclasses.replace(SMALL, tile_m=256), (E5M2, E5M2), (272, 256, 192), F32),
     ],
 )
@@ -186,6 +188,13 @@ def test_operands_that_have_no_scales():
     [
         (TileConfig(), one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
         (LARGE_FP8, one(128, 2), ValueError, "tile_n=256 must divide 128, the columns that share"),
+        (
+            dataclasses.replace(LARGE_FP8, tile_m=192),
+            one(),
+            ValueError,
+            "192 x 256 needs more registers than 3 warpgroups have; at most 192 x 128",
+        ),
+        (dataclasses.replace(BLOCKS, tile_m=64), one(), ValueError, "multiple of 128, or 192"),
         (dataclasses.replace(LARGE_FP8, num_stages=5), one(), ValueError, "of shared memory and"),
         (blackwell_tiles.LARGE, one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
     ],
