@@ -64,7 +64,13 @@ def test_rows_by_the_kernel(devices, seed):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(16, BF16), (72, BF16), (16, "float8_e4m3fn"), (4, F32)]
+    ("width", "dtype"),
+    [
+        (16, "float8_e4m3fn"),
+        (72, BF16),
+        pytest.param(16, BF16, marks=pytest.mark.slow),
+        pytest.param(4, F32, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_are_no_multiple_of_what_the_copy_engine_writes(width, dtype):
     """In shared memory each begins at a multiple of 128 bytes all the same.

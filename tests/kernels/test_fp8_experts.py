@@ -82,6 +82,7 @@ def test_groups_and_their_derivatives(name):
         assert min(errors) > 0.005 and max(errors) < 0.08, errors
 
 
+@slow
 def test_a_scale_for_each_groups_matrix():
     """A small matrix beside a large one is as exact as alone."""
     w = normal(1, 2, D, F, of=D) * np.array([1e-6, 1e6], np.float32)[:, None, None]

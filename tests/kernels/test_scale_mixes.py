@@ -55,19 +55,21 @@ def wanted(name, axis, x, y):
 
 
 @pytest.mark.parametrize(
-    ("name", "axis"),
+    ("name", "axis", "every"),
     [
-        pytest.param("all_gather_matmul", "m", marks=slow),
-        ("all_gather_matmul", "k"),
-        pytest.param("all_gather_matmul", "n", marks=slow),
-        pytest.param("matmul_reduce_scatter", None, marks=slow),
-        pytest.param("matmul_all_reduce", None, marks=slow),
+        ("all_gather_matmul", "k", 5),
+        pytest.param("all_gather_matmul", "m", 1, marks=slow),
+        pytest.param("all_gather_matmul", "k", 1, marks=slow),
+        pytest.param("all_gather_matmul", "n", 1, marks=slow),
+        pytest.param("matmul_reduce_scatter", None, 1, marks=slow),
+        pytest.param("matmul_all_reduce", None, 1, marks=slow),
     ],
 )
-def test_every_mix(name, axis):
+def test_every_mix(name, axis, every):
+    mixes = MIXES[::every]
     options = {} if axis is None else dict(gather_axis=axis)
     operands, right = [], []
-    for lhs, rhs, transposed in MIXES:
+    for lhs, rhs, transposed in mixes:
         x, of_x, wide_x = drawn(0, lhs, M, K, 1)
         y, of_y, wide_y = drawn(50, rhs, N, DEVICES * K if axis == "k" else K, 128)
         if not transposed:
@@ -81,7 +83,7 @@ def test_every_mix(name, axis):
     def call(operands):
         outs = []
         types = itertools.cycle(itertools.product((E4M3, E5M2), repeat=2))
-        for mix, given, (first, second) in zip(MIXES, operands, types, strict=False):
+        for mix, given, (first, second) in zip(mixes, operands, types, strict=False):
             x, y, of_x, of_y = (None if a is None else a[0] for a in given)
             out = getattr(st, name)(
                 x.astype(first),
@@ -101,5 +103,70 @@ def test_every_mix(name, axis):
     program = jax.shard_map(
         call, mesh=cases.mesh_of(DEVICES), in_specs=along, out_specs=along, check_vma=False
     )
-    for mix, out, want in zip(MIXES, jax.jit(program)(operands), right, strict=True):
+    for mix, out, want in zip(mixes, jax.jit(program)(operands), right, strict=True):
+        np.testing.assert_array_equal(out, want, err_msg=str(mix))
+
+
+# --- Groups of rows -------------------------------------------------------------------------------
+
+SIZES, ROWS = np.array([12, 0, 9], np.int32), 24
+
+
+def of_groups(kind):
+    """rhs of each group, `[g, n, k]`, its scales, and both; "each" is one scale for each group."""
+    rhs = cases.whole_numbers(2, len(SIZES), N, K)
+    shape = dict(tensor=(), each=(1, 1), row=(N, 1), block=(blocks(N), blocks(K))).get(kind)
+    if shape is None:
+        return rhs, None, rhs
+    scale = powers_of_two(4, *(shape and (len(SIZES), *shape)))
+    wide = scale
+    if kind == "block":
+        wide = np.repeat(np.repeat(scale, 128, 1)[:, :N], 128, 2)[:, :, :K]
+    wide = rhs * wide
+    if kind == "row":
+        scale[1] = np.nan  # Of the group without rows.
+    return rhs, scale, wide
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=slow)])
+def test_every_mix_of_groups(every):
+    """Rows of no group, and the scales of a group without rows, are NaN."""
+    kinds = itertools.product(KINDS, (None, "tensor", "each", "row", "block"), (True, False))
+    left_out = (None, None), ("block", "row")
+    mixes = [mix for mix in kinds if mix[:2] not in left_out][::every]
+    operands, right = [], []
+    for lhs, rhs, transposed in mixes:
+        x, of_x, wide_x = drawn(0, lhs, ROWS, K, 1)
+        y, of_y, wide_y = of_groups(rhs)
+        want = np.zeros((ROWS, N), np.float32)
+        want[:12], want[12:21] = wide_x[0][:12] @ wide_y[0].T, wide_x[0][12:21] @ wide_y[2].T
+        right.append(want)
+        x = x[0].copy()
+        x[SIZES.sum() :] = np.nan
+        if not transposed:
+            y = y.swapaxes(1, 2)
+            of_y = of_y if of_y is None or of_y.ndim == 0 else of_y.swapaxes(1, 2)
+        given = x, y, None if of_x is None else of_x[0], of_y
+        operands.append(jax.tree.map(lambda a: jnp.asarray(a, F32), given))
+
+    @jax.jit
+    def call(operands):
+        types = itertools.cycle(itertools.product((E4M3, E5M2), repeat=2))
+        return [
+            st.grouped_matmul(
+                x.astype(first),
+                y.astype(second),
+                jnp.asarray(SIZES),
+                rhs_transposed=mix[2],
+                lhs_scale=of_x,
+                rhs_scale=of_y,
+                out_dtype=F32,
+                backend="xla",
+            )
+            for mix, (x, y, of_x, of_y), (first, second) in zip(
+                mixes, operands, types, strict=False
+            )
+        ]
+
+    for mix, out, want in zip(mixes, call(operands), right, strict=True):
         np.testing.assert_array_equal(out, want, err_msg=str(mix))

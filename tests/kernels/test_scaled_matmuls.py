@@ -103,12 +103,10 @@ def test_with_tiles_of_blackwell(name, kind, devices, shape, blocks):
     assert right
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("all_gather_matmul", (136, 300, 128)),
-        pytest.param("matmul_reduce_scatter", (200, 256, 136), marks=slow),
-    ],
+    [("all_gather_matmul", (136, 300, 128)), ("matmul_reduce_scatter", (200, 256, 136))],
 )
 def test_with_three_warpgroups_that_multiply(name, shape):
     """Tiles of 192 rows, of which the scales of 64 are pulled at once."""

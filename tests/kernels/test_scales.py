@@ -102,6 +102,19 @@ def test_what_is_no_number_stays_in_its_row_and_column():
         np.testing.assert_array_equal(out, (lhs @ rhs.T) * of_rows * of_columns.T)
 
 
+def test_what_is_no_number_in_a_block_stays_in_its_row():
+    lhs, rhs = whole_numbers(0, 128, 256), whole_numbers(1, 128, 256)
+    of_rows, of_columns = scales_of("block", 128, 256, 128)
+    of_rows[3, 1], of_rows[5, 0] = np.nan, np.inf
+    out, _ = simulated(lhs, rhs, of_rows, of_columns, config=BLOCKS, out_dtype=F32)
+    assert np.isnan(out[3]).all()
+    assert not np.isfinite(out[5]).any()
+    others = np.setdiff1d(np.arange(128), [3, 5])
+    wide = lhs * spread(np.nan_to_num(of_rows, posinf=0), lhs.shape, 1)
+    want = wide @ (rhs * spread(of_columns, rhs.shape, 128)).T
+    np.testing.assert_array_equal(out[others], want[others])
+
+
 # --- Steps that are needed ------------------------------------------------------------------------
 
 
