@@ -110,12 +110,14 @@ def times_transposed(
 ) -> jax.Array:
     """`bar[r] @ w[group of r]^T`, of w `[g, k, n]`, as the recipe has it; in `dtype`."""
     recipe = how.recipe
-    if recipe.bwd_qtype is None:
+    if isinstance(bar, Quantised):
+        g = bar
+    elif recipe.bwd_qtype is not None:
+        g = recipe.quantised(bar, recipe.bwd_qtype, -1)
+    else:
         wide = bar.astype(dtype), w.astype(dtype)
         return plain.grouped_matmul(*wide, sizes, rhs_transposed=True, backend=how.backend)
-    if not isinstance(bar, Quantised):
-        bar = recipe.quantised(bar, recipe.bwd_qtype, -1)
-    return times(bar, products.as_it_lies(recipe, w), sizes, dtype, how.backend)
+    return times(g, products.as_it_lies(recipe, w), sizes, dtype, how.backend)
 
 
 def contracted(how: How, x: jax.Array, bar: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:

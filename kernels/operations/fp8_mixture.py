@@ -69,7 +69,7 @@ def mixture_of_experts(
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)
     sides = tuple(w_in) if _is_several(w_in) else (w_in,)
-    biases = b_in if b_in is None or isinstance(b_in, tuple | list) else (b_in,)
+    biases = None if b_in is None else checks.as_matrices(OP, "b_in", b_in)
     likes = [_as_x(name, w, x) for name, w in (*(("w_in", w) for w in sides), ("w_out", w_out))]
     num_experts = devices * likes[-1].shape[0]
     experts.check_routing(OP, x, expert_index, num_experts, capacity, devices)
