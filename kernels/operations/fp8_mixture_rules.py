@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.devices.axes import axis_size
@@ -142,7 +143,7 @@ def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
     recipe, positions = layer.recipe, operands.positions
     tokens = recipe.quantised(operands.x, recipe.act_qtype, -1)
     rows = layer.dispatched(tokens, positions)
-    rows = Quantised(*(checkpoint_name(x, "dispatched") for x in rows))
+    rows = Quantised(_named(rows.qvalue), checkpoint_name(rows.scale, "dispatched"))
     zs = tuple(layer.times(rows, w, operands) for w in operands.w_in)
     zs = tuple(checkpoint_name(z, "experts") for z in zs)
     # Rows of no expert may hold anything, and there may be one scale for all rows.
@@ -153,6 +154,16 @@ def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
         out = (out + bias).astype(out.dtype)
     kept = None if recipe.bwd_qtype is None else rows
     return layer.combined(out, operands.weights, positions), (operands, kept, zs)
+
+
+def _named(values: jax.Array) -> jax.Array:
+    """`values`, kept by policies of `jax.checkpoint` as bits.
+
+    Of floats that it keeps JAX 0.11.2 reduces the precision to theirs, as of an IEEE type: what is
+    above 240 in float8_e4m3fn, whose largest number is 448, would be NaN.
+    """
+    bits = checkpoint_name(lax.bitcast_convert_type(values, jnp.uint8), "dispatched")
+    return lax.bitcast_convert_type(bits, values.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
