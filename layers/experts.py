@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from stretto.kernels.operations import fp8
 from stretto.kernels.operations.mixture import mixture_of_experts
 from stretto.layers import products
 from stretto.layers.linear import NOTHING, Initializer, parameter
@@ -52,7 +54,8 @@ class MixtureOfExperts(nnx.Module):
       capacity: the largest number of rows on a device, as in `stretto.expert_dispatch`; by
         default no row is dropped.
       parallel: the mesh axes that split the experts, and the sharding of activations; with
-        `sequence_parallel`.
+        `sequence_parallel`. With `fp8`, tokens are quantised before they are sent, and products
+        are in 8 bits (`stretto.fp8.mixture_of_experts`).
       kernel_init: for gate and up; also for down, unless `out_kernel_init` is given.
       out_kernel_init: for down.
       dtype: of the operands; by default their promoted type.
@@ -64,7 +67,6 @@ class MixtureOfExperts(nnx.Module):
       ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` does not split
         tokens; in calls, the team cannot split the experts or the tokens, or `scores` do not
         match x.
-      NotImplementedError: `parallel` quantises (`fp8`).
     """
 
     def __init__(
@@ -92,10 +94,6 @@ class MixtureOfExperts(nnx.Module):
             raise ValueError(
                 "sequence_parallel=False leaves all tokens on every device, which would all send"
                 " them; pass a Parallel with sequence_parallel=True."
-            )
-        if parallel.fp8 is not None:
-            raise NotImplementedError(
-                "MixtureOfExperts has no products in 8 bits; pass a Parallel without fp8."
             )
         self.num_experts = num_experts
         self.top_k = top_k
@@ -184,7 +182,10 @@ class MixtureOfExperts(nnx.Module):
             (x.reshape(rows, x.shape[-1]), *kernels), dtype=self.dtype
         )
         activation, is_gated = self.activation, len(into) == 2
-        out, routing = mixture_of_experts(
+        layer = mixture_of_experts
+        if how.fp8 is not None:
+            layer = functools.partial(fp8.mixture_of_experts, recipe=how.fp8)
+        out, routing = layer(
             x_rows,
             index.reshape(rows, self.top_k),
             weights.reshape(rows, self.top_k),

@@ -118,8 +118,8 @@ class Execution:
       cp: devices that each sequence is split between, along the mesh axis "cp".
       remat: what the backward pass computes again in place of keeping it: what is "elementwise"
         (norms, rotary positions, SwiGLU), or a whole "layer" but for two sums.
-      fp8: granularity of the scales of projections in 8 bits, as `stretto.fp8.Recipe` has it; None
-        for projections of `dtype`.
+      fp8: granularity of the scales of projections and experts in 8 bits, as `stretto.fp8.Recipe`
+        has it; None for products of `dtype`.
     """
 
     backend: str = "auto"

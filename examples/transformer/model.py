@@ -118,7 +118,7 @@ KEEP_SPLIT = {**KEEP, "elementwise": _only("gathered", "product", "sum", "attent
 
 
 def recipe(how: config.Execution) -> st.fp8.Recipe | None:
-    """How the projections' operands are quantised: forward float8_e4m3fn, gradients float8_e5m2."""
+    """How the products' operands are quantised: forward float8_e4m3fn, gradients float8_e5m2."""
     return None if how.fp8 is None else st.fp8.Recipe(granularity=how.fp8)
 
 
@@ -173,7 +173,7 @@ class Block(nnx.Module):
         back = normal(width**-0.5 * out_of)
         self.mlp: sf.FeedForward | Experts
         if sizes.experts:
-            spread = sf.Parallel(AXES, backend=how.backend)
+            spread = sf.Parallel(AXES, backend=how.backend, fp8=recipe(how))
             self.mlp = Experts(sizes, parallel=spread, out_kernel_init=back, **into)
         else:
             self.mlp = sf.FeedForward(

@@ -71,8 +71,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fp8",
         choices=("tensor", "row", "block"),
-        help="projections in 8 bits, with scales of a tensor, of rows or of blocks; weights and"
-        " optimiser stay in float32, and experts in the other products' type",
+        help="projections and experts in 8 bits, with scales of a tensor, of rows or of blocks;"
+        " weights and optimiser stay in float32",
     )
     parser.add_argument("--resume", action="store_true", help="go on with the newest run, if any")
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end")

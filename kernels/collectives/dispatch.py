@@ -39,6 +39,7 @@ from stretto.kernels.collectives.token_tables import (
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
+from stretto.kernels.problem.scales import FP8
 
 SMEM_BYTES = 200_000
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
@@ -197,7 +198,7 @@ def _run(operands: tuple[jax.Array, jax.Array], call: Call) -> jax.Array:
 
 
 def _obstacle(problem: Problem) -> str | None:
-    return obstacle(problem, ("bfloat16", "float16", "float32"))
+    return obstacle(problem, ("bfloat16", "float16", "float32", *FP8))
 
 
 def obstacle(problem: Problem, dtypes: tuple[str, ...]) -> str | None:

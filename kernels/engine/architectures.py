@@ -33,6 +33,7 @@ class Tiles(NamedTuple):
       adding_large: for other results that are added up, where `large` has no room for addends.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
+      tried: that the tuner tries besides, and that nobody gets by default.
     """
 
     large: TileConfig
@@ -43,11 +44,13 @@ class Tiles(NamedTuple):
     paired: TileConfig | None = None
     paired_adding: TileConfig | None = None
     adding_large: TileConfig | None = None
+    tried: tuple[TileConfig, ...] = ()
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
         """What the tuner tries where there are many rows."""
-        return (self.large,) if self.paired is None else (self.large, self.paired)
+        paired = () if self.paired is None else (self.paired,)
+        return (self.large, *paired, *self.tried)
 
     def large_for(self, rows: int) -> TileConfig:
         """`paired` if `rows` fill its tiles, else `large`."""
@@ -86,20 +89,10 @@ TILES = {
 }
 
 
-def _one(tile: TileConfig, *, narrowest: TileConfig) -> Tiles:
-    """The same tile for everything but the fewest rows."""
-    return Tiles(large=tile, narrow=tile, narrowest=narrowest, adding=(tile,), adding_wide=tile)
-
-
 def _in_pairs(*, adding: TileConfig, paired_adding: TileConfig, **others: TileConfig) -> Tiles:
     """Tiles of which `adding` serves all sums, and `paired_adding` those of many rows."""
-    return Tiles(
-        adding=(adding, paired_adding),
-        adding_wide=adding,
-        adding_large=adding,
-        paired_adding=paired_adding,
-        **others,
-    )
+    sums = dict(adding_wide=adding, adding_large=adding, paired_adding=paired_adding)
+    return Tiles(adding=(adding, paired_adding), tried=(), **sums, **others)
 
 
 SCALED: dict[str, dict[Granularity, Tiles]] = {
@@ -111,7 +104,14 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
             adding_wide=hopper_tiles.WIDE_RESULT_FP8,
         ),
-        "block": _one(hopper_tiles.BLOCKS, narrowest=hopper_tiles.NARROW_BLOCKS),
+        "block": Tiles(
+            large=hopper_tiles.BLOCKS,
+            narrow=hopper_tiles.BLOCKS,
+            narrowest=hopper_tiles.NARROW_BLOCKS,
+            adding=(hopper_tiles.BLOCKS, hopper_tiles.BLOCKS_BY_THREE),
+            adding_wide=hopper_tiles.BLOCKS,
+            tried=(hopper_tiles.BLOCKS_BY_THREE,),
+        ),
     },
     BLACKWELL: {
         "row": _in_pairs(

@@ -19,6 +19,7 @@ Peers' operands are ready once the pulling warp has waited for the peers' start 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -257,6 +258,6 @@ def _plan_of_scales(scaling: Scaling) -> PullPlan:
         rows=along_k,
         columns=rows,
         piece_rows=piece_rows,
-        piece_columns=piece_columns,
+        piece_columns=math.gcd(piece_columns, rows),
         chunk_columns=rows,
     )

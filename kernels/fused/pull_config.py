@@ -17,9 +17,10 @@ from stretto.kernels.problem.scales import SCALE_BYTES, Granularity
 
 
 def scale_piece(granularity: Granularity) -> tuple[int, int]:
-    """Scales that are fetched at once: along the contraction, and of the rows of the lowest tile.
+    """Scales that are fetched at once, at most: along the contraction, and of rows.
 
-    Arrays of scales are multiples of it, so that no piece reaches over an edge.
+    Arrays of scales are multiples of a piece, so that none reaches over an edge: of tiles of 192
+    rows a piece may have 64.
     """
     return 8 if granularity == "block" else 1, 128
 

@@ -57,7 +57,8 @@ def expert_dispatch(
     `routing.out_of_range`. Differentiable by x.
 
     Args:
-      x: the device's own tokens; the kernel takes bfloat16, float16 and float32.
+      x: the device's own tokens; the kernel takes bfloat16, float16, float32, and 8 bits
+        (float8_e4m3fn, float8_e5m2), whose scales are sent as tokens of their own.
       expert_index: the experts that each token goes to.
       axis_name: mesh axis, or tuple of axes, that the experts lie along.
       num_experts: over all devices.

@@ -7,7 +7,7 @@ their own current values ("current scaling"), and each product of a step has ope
 |---|---|---|
 | `out = x @ w` | features in | x `act_qtype`, w `weight_qtype`, a transposed copy |
 | `dx = g @ w^T` | features out | g `bwd_qtype`, w `weight_qtype`, as it lies |
-| `dw = x^T @ g` | tokens | transposed copies of both; in bfloat16 for "block" and without `bwd_qtype` |
+| `dw = x^T @ g` | tokens | transposed copies of both; in bfloat16 for "block", for groups and without `bwd_qtype` |
 
 Forward mode and derivatives of derivatives are XLA's, of the products without rounding
 (`straight_through`). The copies are made by XLA in the passes that quantise. The names `act_qtype`, `weight_qtype` and
@@ -32,7 +32,9 @@ from stretto.distributed.devices.axes import (
 )
 from stretto.kernels.operations import batches, matmuls, straight_through
 from stretto.kernels.operations import fp8_products as products
-from stretto.kernels.operations.fp8_products import How, Matrices, Recipe
+from stretto.kernels.operations.fp8_groups import grouped_matmul
+from stretto.kernels.operations.fp8_mixture import mixture_of_experts
+from stretto.kernels.operations.fp8_products import HYBRID, How, Matrices, Recipe
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.operations.straight_through import Rules
 from stretto.kernels.problem import checks
@@ -44,13 +46,12 @@ type Pair = tuple[jax.Array, jax.Array]
 __all__ = [
     "Recipe",
     "all_gather_matmul",
+    "grouped_matmul",
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "mixture_of_experts",
 ]
-
-
-HYBRID = Recipe()
 
 
 def all_gather_matmul(

@@ -65,9 +65,33 @@ class Recipe:
         )
 
     def weight(self, w: jax.Array) -> Quantised:
-        """`w` `[k, n]` for `x @ w`: transposed, `[n, k]`, as the tensor cores take it."""
-        found = self.quantised(w, self.weight_qtype, -2, weight=True)
-        return Quantised(found.qvalue.T, found.scale.T)
+        """`w` for `x @ w`, in 8 bits and transposed, as the tensor cores take it.
+
+        Of `[k, n]` it is `[n, k]`; of a matrix for each group, `[g, k, n]`, it is `[g, n, k]`, with
+        scales of each group's own. Where weights do not change, make it once.
+        """
+        return transposed(of_matrices(self, w, -2))
+
+
+HYBRID = Recipe()
+"""The default of all products."""
+
+
+def of_matrices(recipe: Recipe, w: jax.Array, axis: int) -> Quantised:
+    """Weights `[k, n]`, or of groups `[g, k, n]`, with their contraction along `axis`."""
+    quantised = functools.partial(
+        recipe.quantised, qtype=recipe.weight_qtype, axis=axis, weight=True
+    )
+    if w.ndim == 2 or recipe.granularity != "tensor":
+        return quantised(w)
+    found = jax.vmap(quantised)(w)
+    return Quantised(found.qvalue, found.scale[:, None, None])
+
+
+def transposed(x: Quantised) -> Quantised:
+    """The same with the last two dimensions exchanged; one scale of a tensor stays as it is."""
+    scale = x.scale.mT if x.scale.ndim else x.scale
+    return Quantised(x.qvalue.mT, scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,8 +157,8 @@ def unrounded(x: jax.Array, ws: Sequence[jax.Array]) -> tuple[jax.Array, Matrice
 
 
 def as_it_lies(recipe: Recipe, w: jax.Array) -> Quantised:
-    """`w` `[k, n]` as the transposed right-hand side of `g @ w^T`."""
-    return recipe.quantised(w, recipe.weight_qtype, -1, weight=True)
+    """`w` `[k, n]`, or `[g, k, n]`, as the transposed right-hand side of `g @ w^T`."""
+    return of_matrices(recipe, w, -1)
 
 
 def times_transposed(recipe: Recipe, bar: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -152,7 +176,7 @@ def weight_gradient(recipe: Recipe, x: jax.Array, bar: jax.Array) -> jax.Array:
         # No main loop multiplies two operands with blocks of 1 x 128 along tokens.
         return matmul_of_columns(x, bar.astype(x.dtype)).astype(jnp.float32)
     columns = recipe.quantised(x, recipe.act_qtype, 0), recipe.quantised(bar, recipe.bwd_qtype, 0)
-    return product(*(Quantised(q.qvalue.T, q.scale.T) for q in columns))
+    return product(*map(transposed, columns))
 
 
 # --- What the backward pass keeps -----------------------------------------------------------------

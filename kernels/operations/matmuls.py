@@ -92,11 +92,12 @@ def all_gather_matmul(
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
       lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also
-        mixed), float32, for gather_axis "m": of a device's lhs `[..., k]` `[]`, `[..., 1]` or
-        `[..., k / 128]`, which are gathered with its rows; of rhs `[]`, `[1, n]` or
-        `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple. Without one of both,
-        it is 1. `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes
-        rhs transposed, `[n, k]`; there is no derivative (`stretto.fp8` has one).
+        mixed), float32: of a device's lhs `[..., k]` `[]`, `[..., 1]` or `[..., k / 128]`; of its
+        rhs `[]`, `[1, n]` or `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple.
+        Those of what is gathered are gathered with it. Without one of both, it is 1.
+        `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
+        transposed, `[n, k]`, and gather_axis "m" or, without blocks, "n"; there is no derivative
+        (`stretto.fp8` has one).
       config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an

@@ -96,7 +96,7 @@ def mixture_of_experts(
         raise ValueError(f"{OP}: w_out has shape {w_out.shape}; it must be [e, f, d].")
     num_experts = devices * w_out.shape[0]
     expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
-    gated = _check_matrices(x, weights, expert_index, sides, w_out, biases, b_out)
+    gated = check_matrices(OP, x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
     rows = expert_checks.room_for(tokens, top_k, devices, capacity)
     tables = route(expert_index, axes, num_experts=num_experts, rows=rows)
@@ -171,7 +171,8 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
-def _check_matrices(
+def check_matrices(
+    op: str,
     x: Any,
     weights: Any,
     expert_index: Any,
@@ -182,15 +183,15 @@ def _check_matrices(
 ) -> bool:
     """Whether experts are gated; raises ValueError unless the operands make a layer."""
     for name, y in (("weights", weights), *(("w_in", side) for side in sides)):
-        checks.check_array(OP, name, y)
+        checks.check_array(op, name, y)
     if weights.shape != expert_index.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
-            f"{OP}: weights is {weights.dtype}{list(weights.shape)}; it must be"
+            f"{op}: weights is {weights.dtype}{list(weights.shape)}; it must be"
             f" floating-point{list(expert_index.shape)}, a weight for each of expert_index."
         )
     if w_out.shape[2] != x.shape[1] or w_out.dtype != x.dtype:
         raise ValueError(
-            f"{OP}: w_out is {w_out.dtype}{list(w_out.shape)}; it must be {x.dtype}[e, f,"
+            f"{op}: w_out is {w_out.dtype}{list(w_out.shape)}; it must be {x.dtype}[e, f,"
             f" {x.shape[1]}], with as many columns as x and of its type."
         )
     e, f, d = w_out.shape
@@ -199,7 +200,7 @@ def _check_matrices(
     if not fits or any(side.dtype != x.dtype for side in sides):
         found = ", ".join(f"{side.dtype}{list(side.shape)}" for side in sides)
         raise ValueError(
-            f"{OP}: w_in is {found}; with w_out {list(w_out.shape)} it must be"
+            f"{op}: w_in is {found}; with w_out {list(w_out.shape)} it must be"
             f" {x.dtype}{[e, d, f]}, or of gated experts {[e, d, 2 * f]} or two of {[e, d, f]}."
         )
     wanted = None if b_in is None else [(side.shape[0], side.shape[2]) for side in sides]
@@ -210,7 +211,7 @@ def _check_matrices(
             checks.check_array(OP, name, y)
         if [y.shape for y in bias] != shapes:
             raise ValueError(
-                f"{OP}: {name} has shape {[y.shape for y in bias]}; it must be {shapes}, a number"
+                f"{op}: {name} has shape {[y.shape for y in bias]}; it must be {shapes}, a number"
                 " for each column of each expert."
             )
     return any(side.shape[2] != f for side in sides) or len(sides) == 2

@@ -28,15 +28,22 @@ NOT_K_MAJOR = (
 
 
 def without_derivative(
-    op: str, run: Callable[[Any], Any], operands: tuple, arrays: tuple | None = None
+    op: str,
+    run: Callable[[Any], Any],
+    operands: tuple,
+    arrays: tuple | None = None,
+    *,
+    instead: str | None = None,
 ) -> Any:
     """`run(operands)`, which refuses to be differentiated by them.
 
     `arrays` of an epilogue follow the operands, and have derivatives.
 
     Raises:
-      NotImplementedError: it is differentiated by values or scales.
+      NotImplementedError: it is differentiated by values or scales; with what to do `instead`, by
+        default the same of `stretto.fp8`.
     """
+    instead = instead or f"differentiate stretto.fp8.{op}, which quantises its operands itself"
 
     def whole(operands: tuple, arrays: tuple | None) -> Any:
         return run(operands if arrays is None else (*operands, arrays))
@@ -46,8 +53,7 @@ def without_derivative(
     def of_arrays(primals: Any, tangents: Any) -> tuple[Any, Any]:
         if not all(isinstance(dot, SymbolicZero) for dot in jax.tree.leaves(tangents[0])):
             raise NotImplementedError(
-                f"{op}: a product of operands in 8 bits with scales has no derivative;"
-                f" differentiate stretto.fp8.{op}, which quantises its operands itself."
+                f"{op}: a product of operands in 8 bits with scales has no derivative; {instead}."
             )
         operands, arrays = primals
         dots = jax.tree.map(_as_array, tangents[1])

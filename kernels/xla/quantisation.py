@@ -115,7 +115,7 @@ def _checked(
     if granularity not in GRANULARITIES:
         known = ", ".join(map(repr, GRANULARITIES))
         raise ValueError(f"{OP}: granularity={granularity!r} is not one of {known}.")
-    if jnp.dtype(dtype).name not in FP8:
+    if _name_of(dtype) not in FP8:
         raise ValueError(f"{OP}: dtype={dtype} must be {' or '.join(FP8)}.")
     if block_scaling_dim not in (1, 2):
         raise ValueError(
@@ -135,6 +135,14 @@ def _checked(
             f"{OP}: axis={axis} of x {x.shape} must be one of the last two dimensions, -1 or -2."
         )
     return found
+
+
+def _name_of(dtype: jax.typing.DTypeLike) -> str | None:
+    """Of a type; None of what is none, such as "e4m3"."""
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return None
 
 
 def _other(axis: int, ndim: int) -> int:

@@ -35,17 +35,26 @@ def scaled_matmul(
     granularity: Granularity,
     *,
     rhs_transposed: bool,
+    lhs_parts: int = 1,
 ) -> jax.Array:
     """`(lhs * lhs_scale) @ (rhs * rhs_scale)` in float32, `[..., k]` and `[k, n]` or `[n, k]`.
 
-    Scales are as `problem.scales.checked` returns them: of blocks, or of every row and column.
+    Scales are as `problem.scales.checked` returns them: of blocks, or of every row and column. Lhs
+    may be of several equal parts along k, each with scales of its own, which lie side by side.
     """
+    parts = jnp.split(lhs, lhs_parts, axis=-1), jnp.split(lhs_scale, lhs_parts, axis=-1)
     if granularity == "block":
         wide = compute_dtype()
-        pair = dequantise(lhs, lhs_scale, wide), dequantise(rhs, rhs_scale, wide)
-        return _product(*pair, rhs_transposed)
-    product = _product(*multiplied_as(lhs, rhs), rhs_transposed)
-    return product * lhs_scale * (rhs_scale.T if rhs_transposed else rhs_scale)
+        dequantised = [dequantise(x, of_x, wide) for x, of_x in zip(*parts, strict=True)]
+        whole = jnp.concatenate(dequantised, axis=-1)
+        return _product(whole, dequantise(rhs, rhs_scale, wide), rhs_transposed)
+    sides = jnp.split(rhs, lhs_parts, axis=1 if rhs_transposed else 0)
+    products = [
+        _product(*multiplied_as(x, side), rhs_transposed) * of_x
+        for x, of_x, side in zip(*parts, sides, strict=True)
+    ]
+    product = functools.reduce(jnp.add, products)
+    return product * (rhs_scale.T if rhs_transposed else rhs_scale)
 
 
 def sum_of_scaled_products(

@@ -38,7 +38,7 @@ from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
-from stretto.kernels.engine.hopper.tile_config import BLOCKS, LARGE_FP8
+from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import dispatch_matmul, matmul_combine
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_rules
@@ -520,6 +520,7 @@ def fp8() -> Iterator[Program]:
         ("rows", LARGE_FP8, of_rows, e4m3),
         ("rows, mixed", LARGE_FP8, of_rows, e5m2),
         ("blocks", BLOCKS, of_blocks, e4m3),
+        ("blocks, three warpgroups", BLOCKS_BY_THREE, of_blocks, e4m3),
     ):
         operands = [((4096, 4096), e4m3), ((4096, 4096), rhs), *((s, f32) for s in shapes)]
         yield f"fp8, {label}", *on_one(functools.partial(call, config=config), mesh, operands)
@@ -552,6 +553,27 @@ def fp8_groups(target: str = "h100") -> Iterator[Program]:
             return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, **given)
 
         yield f"grouped_matmul, {kind}", *on_one(call, mesh, operands)
+
+
+def fp8_experts() -> Iterator[Program]:
+    """A layer of experts in 8 bits, and its derivatives, with each granularity of scales."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, d, f, experts, top_k = 256, 2048, 768, 8, 4
+    shapes = [((tokens, d), jnp.bfloat16), ((tokens, top_k), jnp.int32)]
+    shapes += [((tokens, top_k), jnp.float32)]
+    shapes += [(shape, jnp.bfloat16) for shape in ((experts, d, 2 * f), (experts, f, d))]
+    for granularity in ("row", "block"):
+        recipe = st.fp8.Recipe(granularity=granularity)
+
+        def pulled(x, index, weights, w_in, w_out, recipe=recipe):
+            def call(x, weights, w_in, w_out):
+                given = dict(recipe=recipe, backend="pallas")
+                return st.fp8.mixture_of_experts(x, index, weights, w_in, w_out, "x", **given)[0]
+
+            out, pull = jax.vjp(call, x, weights, w_in, w_out)
+            return out, *pull(out)
+
+        yield f"experts, {granularity}", *on_one(pulled, mesh, shapes)
 
 
 def blackwell(*names: str) -> Iterator[Program]:
@@ -684,6 +706,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     ),
     **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
     "fp8, grouped_matmul": fp8_groups,
+    "fp8, experts": fp8_experts,
     **{
         f"Blackwell fp8, {name}": functools.partial(fp8_fused, name, target="b200")
         for name in scaled_cases.NAMES

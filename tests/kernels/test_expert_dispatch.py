@@ -64,14 +64,20 @@ def test_rows_by_the_kernel(devices, seed):
         check(devices, index, x, *out)
 
 
-@pytest.mark.parametrize("width", [slow(16), 72])
-def test_rows_that_are_no_multiple_of_what_the_copy_engine_writes(width):
-    """In shared memory each begins at a multiple of 128 bytes all the same."""
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(16, "float8_e4m3fn"), (72, BF16), slow(16, BF16), slow(4, F32)]
+)
+def test_rows_that_are_no_multiple_of_what_the_copy_engine_writes(width, dtype):
+    """In shared memory each begins at a multiple of 128 bytes all the same.
+
+    In 8 bits, and as scales of such rows are sent: 16 bytes are the fewest that are copied.
+    """
     x = whole_numbers(0, 2 * TOKENS, width)
     index = routings(2, 0)["one choice"]
     with st.simulate(core_count=3) as report:
-        rows, routing = dispatched(2)(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32))
+        rows, routing = dispatched(2)(jnp.asarray(x, dtype), jnp.asarray(index, jnp.int32))
         found = np.asarray(rows, np.float32).reshape(2, -1, width)
+    assert rows.dtype == dtype
     assert report.ok and report.launches == 1, str(report)
     for token, place in np.ndenumerate(np.asarray(routing.positions)[:, 0]):
         np.testing.assert_array_equal(found[place % 2, place // 2], x[token])

@@ -108,6 +108,27 @@ def test_scales_that_are_powers_of_two():
     np.testing.assert_array_equal(exact.scale, 1)
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("force_pow_2_scales", [False, True])
+def test_the_largest_and_the_smallest_numbers(dtype, force_pow_2_scales):
+    """Of float32 nothing overflows; what is below its least normal number may be lost."""
+    x = drawn(5, 256) / 120  # At most about 1.
+    x *= np.array([1e-36, 1e-40, 3e38, 1, 1], np.float32)[:, None]
+    x[2, 0], x[3] = np.finfo(np.float32).max, -0.0
+    x[4] = np.where(np.arange(256) == 0, 3e38, 1e-30)
+    options = dict(force_pow_2_scales=force_pow_2_scales)
+    q = jax.jit(lambda x: st.quantise(x, "row", dtype, **options))(x)
+    values, scale = np.asarray(q.qvalue, np.float64), np.asarray(q.scale, np.float64)
+    found, exact = values * scale, x.astype(np.float64)
+    assert np.isfinite(found).all() and np.isfinite(np.asarray(q.scale)).all()
+    error = np.linalg.norm(found - exact, axis=1) / np.maximum(
+        np.linalg.norm(exact, axis=1), 1e-300
+    )
+    most = 0.04 if dtype == "float8_e4m3fn" else 0.08
+    assert (error[[0, 2, 4]] < most).all(), error
+    assert np.abs(found[1]).max() < 1e-38 and (found[3] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
@@ -116,6 +137,7 @@ def test_scales_that_are_powers_of_two():
         (np.ones(4, np.float32), {}, "'row' needs two dimensions or more"),
         (np.ones((2, 4), np.float32), dict(granularity="column"), "'column' is not one of"),
         (np.ones((2, 4), np.float32), dict(dtype=jnp.bfloat16), "must be float8_e4m3fn or"),
+        (np.ones((2, 4), np.float32), dict(dtype="e4m3"), "dtype=e4m3 must be float8_e4m3fn or"),
         (np.ones((2, 2, 4), np.float32), dict(axis=0), "one of the last two dimensions"),
         (np.ones((2, 4), np.float32), dict(axis=2), "axis=2 is out of range"),
         (np.ones((2, 4), np.float32), dict(block_scaling_dim=3), "block_scaling_dim=3 must be 1"),

@@ -13,7 +13,7 @@ import pytest
 import scaled_cases
 from fused_cases import BF16, F32
 from jax.sharding import PartitionSpec as P
-from scaled_cases import E4M3, E5M2, NAMES
+from scaled_cases import E4M3, E5M2, NAMES, powers_of_two
 
 import stretto as st
 from stretto.benchmarks.cases.case import Case
@@ -22,7 +22,7 @@ from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell
-from stretto.kernels.engine.hopper.tile_config import LARGE_FP8, TileConfig
+from stretto.kernels.engine.hopper.tile_config import BLOCKS_BY_THREE, LARGE_FP8, TileConfig
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operations import SCALED
@@ -103,6 +103,20 @@ def test_with_tiles_of_blackwell(name, kind, devices, shape, blocks):
     assert right
 
 
+@slow
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("all_gather_matmul", (136, 300, 128)), ("matmul_reduce_scatter", (200, 256, 136))],
+)
+def test_with_three_warpgroups_that_multiply(name, shape):
+    """Tiles of 192 rows, of which the scales of 64 are pulled at once."""
+    slots = dict(pull_slots=3) if name == "all_gather_matmul" else {}
+    config = dataclasses.replace(CONFIGS[name], tiles=BLOCKS_BY_THREE, **slots)
+    right, report = simulated(name, "block", 2, shape, config=config)
+    assert report.ok, str(report)
+    assert right
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_an_epilogue_with_arrays_follows_the_kernel(gated):
     """XLA applies it to the kernel's product, here exact."""
@@ -151,6 +165,42 @@ def test_in_any_order_of_steps(kind, seed):
     for name in NAMES:
         right, report = simulated(name, kind, 3, (72, 256, 128), seed=seed)
         assert right and report.ok, str(report)
+
+
+def test_rhs_that_is_gathered_is_lhs_of_the_transposed_problem():
+    """`gather_axis="n"`, of a batch, by the kernel; an epilogue with an array follows it."""
+    lhs, rhs = cases.whole_numbers(0, 4, 20, 200), cases.whole_numbers(1, 144, 200)
+    of_lhs, of_rhs = powers_of_two(2, 4, 20, 1), powers_of_two(3, 144, 1)
+    bias = cases.whole_numbers(4, 144)
+
+    def call(x, y, s, t, b):
+        return st.all_gather_matmul(
+            x,
+            y,
+            "x",
+            gather_axis="n",
+            rhs_transposed=True,
+            lhs_scale=s,
+            rhs_scale=t,
+            epilogue=(lambda z, b: jnp.maximum(z + b, 0), b),
+            out_dtype=F32,
+            config=CONFIGS["all_gather_matmul"],
+        )
+
+    rows = P("x")
+    program = jax.shard_map(
+        call,
+        mesh=cases.mesh_of(2),
+        in_specs=(rows, rows, rows, rows, P()),
+        out_specs=rows,
+        check_vma=False,
+    )
+    with st.simulate(core_count=2) as report:
+        values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E5M2)
+        out = jax.jit(program)(*values, of_lhs, of_rhs, jnp.asarray(bias, F32))
+    assert report.ok, str(report)
+    want = (lhs * of_lhs) @ (rhs * of_rhs).T + bias
+    np.testing.assert_array_equal(out, np.maximum(want, 0))
 
 
 @slow
@@ -348,9 +398,12 @@ def test_scales_that_do_not_fit(name):
 
 def test_what_is_not_built_for_scales():
     given = dict(lhs_scale=jnp.ones(()), rhs_transposed=True)
-    with pytest.raises(NotImplementedError, match="gather_axis='k' is not built for scales"):
-        traced("all_gather_matmul", X, jax.ShapeDtypeStruct((16, 512), E4M3), gather_axis="k",
-               **given)  # fmt: skip
+    wide = jax.ShapeDtypeStruct((16, 512), E4M3)
+    with pytest.raises(BackendUnavailableError, match="columns of lhs have scales of each device"):
+        traced("all_gather_matmul", X, wide, gather_axis="k", backend="simulator", **given)
+    with pytest.raises(BackendUnavailableError, match="lhs has blocks of 1 x 128"):
+        blocks = given | dict(lhs_scale=jnp.ones((16, 2)))
+        traced("all_gather_matmul", X, X, gather_axis="n", backend="simulator", **blocks)
     with pytest.raises(
         NotImplementedError, match=r"gather values and scales by stretto\.all_gather"
     ):

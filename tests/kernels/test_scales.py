@@ -16,6 +16,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper import scaling
 from stretto.kernels.engine.hopper.tile_config import (
     BLOCKS,
+    BLOCKS_BY_THREE,
     LARGE_FP8,
     TileConfig,
 )
@@ -71,6 +72,7 @@ def simulated(lhs, rhs, lhs_scale, rhs_scale, *, dtypes=(E4M3, E4M3), seed=0, **
         ("tensor", SMALL, (E4M3, E5M2), (136, 128, 128), BF16),
         ("block", HIGH_BLOCKS, (E4M3, E4M3), (264, 384, 320), F32),
         ("block", BLOCKS, (E4M3, E5M2), (136, 128, 192), BF16),
+        ("block", BLOCKS_BY_THREE, (E5M2, E4M3), (264, 384, 192), F32),
         ("block", dataclasses.replace(SMALL, tile_m=256), (E5M2, E5M2), (272, 256, 192), F32),
     ],
 )
@@ -98,6 +100,19 @@ def test_what_is_no_number_stays_in_its_row_and_column():
     out, _ = simulated(lhs, rhs, of_rows, of_columns, config=SMALL, out_dtype=F32)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(out, (lhs @ rhs.T) * of_rows * of_columns.T)
+
+
+def test_what_is_no_number_in_a_block_stays_in_its_row():
+    lhs, rhs = whole_numbers(0, 128, 256), whole_numbers(1, 128, 256)
+    of_rows, of_columns = scales_of("block", 128, 256, 128)
+    of_rows[3, 1], of_rows[5, 0] = np.nan, np.inf
+    out, _ = simulated(lhs, rhs, of_rows, of_columns, config=BLOCKS, out_dtype=F32)
+    assert np.isnan(out[3]).all()
+    assert not np.isfinite(out[5]).any()
+    others = np.setdiff1d(np.arange(128), [3, 5])
+    wide = lhs * spread(np.nan_to_num(of_rows, posinf=0), lhs.shape, 1)
+    want = wide @ (rhs * spread(of_columns, rhs.shape, 128)).T
+    np.testing.assert_array_equal(out[others], want[others])
 
 
 # --- Steps that are needed ------------------------------------------------------------------------
@@ -186,6 +201,13 @@ def test_operands_that_have_no_scales():
     [
         (TileConfig(), one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
         (LARGE_FP8, one(128, 2), ValueError, "tile_n=256 must divide 128, the columns that share"),
+        (
+            dataclasses.replace(LARGE_FP8, tile_m=192),
+            one(),
+            ValueError,
+            "192 x 256 needs more registers than 3 warpgroups have; at most 192 x 128",
+        ),
+        (dataclasses.replace(BLOCKS, tile_m=64), one(), ValueError, "multiple of 128, or 192"),
         (dataclasses.replace(LARGE_FP8, num_stages=5), one(), ValueError, "of shared memory and"),
         (blackwell_tiles.LARGE, one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
     ],

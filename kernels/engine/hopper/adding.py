@@ -27,7 +27,7 @@ from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
-from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Addends, Ref, Tile
 
 
@@ -133,7 +133,7 @@ class Adding:
     ) -> None:
         """Starts the copies of both halves of a piece; each publishes its half once complete."""
         rows, columns = self.pieces.rows, self.pieces.columns
-        for half in range(MULTIPLYING_WARPGROUPS):
+        for half in range(self.pieces.config.warpgroups):
             row, column = self.pieces.within_tile(place, half)
             window = self.addends.window(tile, number, row, rows, column, columns)
             plgpu.copy_gmem_to_smem(
@@ -145,6 +145,6 @@ def scratch(config: TileConfig) -> dict[str, Any]:
     """The barriers, by name, for `kernel.launch`."""
     buffers = config.store_buffers
     return dict(
-        loaded=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
-        added=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
+        loaded=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=buffers),
+        added=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=buffers),
     )

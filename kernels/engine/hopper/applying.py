@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.hopper.pieces import Pieces
-from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Beside, BesideParts, Ref, Tile
 
 FULL, EMPTY, LOADED = "beside_full", "beside_empty", "beside_loaded"
@@ -69,7 +69,7 @@ class Applying:
         The matrix has the result's shape and type, so a piece is loaded as it is stored.
         """
         pieces, buffer = self.pieces, index % self.pieces.num_buffers
-        for half in range(MULTIPLYING_WARPGROUPS):
+        for half in range(pieces.config.warpgroups):
             row, column = pieces.within_tile(pieces.places[index], half)
             window = self.parts.window(tile, row, pieces.rows, column, pieces.columns)  # pyright: ignore[reportOptionalCall]
             plgpu.copy_gmem_to_smem(window, pieces.stored.at[half, buffer], self.loaded.at[buffer])
@@ -128,10 +128,10 @@ def scratch(config: TileConfig, beside: Beside, columns: int) -> dict[str, Any]:
     }
     if beside.vectors:
         found[FULL] = plgpu.Barrier(num_arrivals=len(beside.vectors))
-        found[EMPTY] = plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS)
+        found[EMPTY] = plgpu.Barrier(num_arrivals=config.warpgroups)
     if beside.has_matrix:
         found[LOADED] = plgpu.Barrier(
-            num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=config.store_buffers
+            num_arrivals=config.warpgroups, num_barriers=config.store_buffers
         )
     return found
 

@@ -5,6 +5,9 @@ Of the third one warp loads tiles of lhs and rhs into a ring of `num_stages` sta
 (`ring`), and one stores finished tiles (`pieces`); the others are `fuse`'s. While a multiplying
 warpgroup signals or waits for a semaphore its tensor cores idle, and where it does the latter the
 assembler serialises them (ptxas, C7520), so both are for the third.
+
+For tiles of 192 rows (`TileConfig.warpgroups`) there are four, of which three multiply a third
+each; what is said of two, and of halves of a tile, is of three then.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from stretto.kernels.engine.hopper.multiplying import multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.scaling import ScaledByStage, ScaledByTile, TileScales
-from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.loading import load
 from stretto.kernels.engine.mainloop import Role
 from stretto.kernels.engine.parts import Addends, Fold, Product, Ref, Sum, Tile
@@ -40,6 +43,8 @@ REGISTERS: dict[type[Fold], tuple[int, int]] = {
     Sum: (40, 232),
     Addends: (56, 224),  # A storing warp that brings addends has more to remember.
 }
+# The same where three multiply; evenly shared they would be 128.
+OF_FOUR: dict[type[Fold], tuple[int, int]] = {Sum: (32, 160), Addends: (32, 160)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +77,12 @@ class Matmul:
     @property
     def registers(self) -> Mapping[type[Fold], tuple[int, int]]:
         """The folds that it has, and the registers that loading and multiplying need for them."""
-        return REGISTERS
+        return REGISTERS if self.config.warpgroups == 2 else OF_FOUR
 
     @property
     def warpgroups(self) -> int:
         """Those that multiply."""
-        return MULTIPLYING_WARPGROUPS
+        return self.config.warpgroups
 
     @property
     def warps(self) -> int:
@@ -92,7 +97,7 @@ class Matmul:
                 self.config.num_stages,
                 self.product,
                 empty=plgpu.Barrier(
-                    num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=self.config.num_stages
+                    num_arrivals=self.config.warpgroups, num_barriers=self.config.num_stages
                 ),
                 copies=4 if self.product.scales == "block" else 2,
             ),
@@ -148,7 +153,7 @@ class Matmul:
         return [
             Role(
                 functools.partial(multiply, block, stages, buffers, folding, beside),
-                warpgroups=MULTIPLYING_WARPGROUPS,
+                warpgroups=self.config.warpgroups,
                 registers=multiplying,
             ),
             Role(functools.partial(load, block, gates, stages, of_tile), registers=spare),

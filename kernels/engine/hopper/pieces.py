@@ -21,11 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine import partial
-from stretto.kernels.engine.hopper.tile_config import (
-    MULTIPLYING_WARPGROUPS,
-    PIECE_ROWS,
-    TileConfig,
-)
+from stretto.kernels.engine.hopper.tile_config import PIECE_ROWS, TileConfig
 from stretto.kernels.engine.parts import Product, Ref, Sink, Tile
 from stretto.kernels.engine.shared_memory import row_elements, swizzled, with_edges
 
@@ -69,7 +65,7 @@ class Pieces:
     @property
     def half_rows(self) -> int:
         """Rows of a tile that a multiplying warpgroup holds."""
-        return self.config.tile_m // MULTIPLYING_WARPGROUPS
+        return self.config.tile_m // self.config.warpgroups
 
     @property
     def num_buffers(self) -> int:
@@ -85,7 +81,7 @@ class Pieces:
 
     def store(self, sink: Sink, tile: Tile, buffer: int, place: tuple[int, int]) -> None:
         """Starts the copies of a piece of both halves, or of those of its rows that are stored."""
-        for half in range(MULTIPLYING_WARPGROUPS):
+        for half in range(self.config.warpgroups):
             row, column = self.within_tile(place, half)
             whole = self.stored.at[half, buffer]
             if self.edge is None:
@@ -107,7 +103,7 @@ class Pieces:
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     """The buffers and their barriers, by name, for `kernel.launch`."""
     buffers = config.store_buffers
-    shape = MULTIPLYING_WARPGROUPS, buffers, PIECE_ROWS, row_elements(product.out)
+    shape = config.warpgroups, buffers, PIECE_ROWS, row_elements(product.out)
     out = plgpu.SMEM(shape, product.out, transforms=swizzled(product.out))
     if product.out_edges:
         out = with_edges(shape, product.out)
@@ -115,7 +111,7 @@ def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
         out = plgpu.RefUnion(out, plgpu.SMEM(shape, product.out))
     return dict(
         out_smem=out,
-        filled=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS, num_barriers=buffers),
+        filled=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=buffers),
         free=plgpu.Barrier(num_barriers=buffers),
     )
 

@@ -13,14 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
-from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Product, Ref
 from stretto.kernels.engine.ring import Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Products:
-    """Half a tile's products: of this warpgroup's rows of lhs and all columns of rhs."""
+    """A warpgroup's share of a tile's products: of its rows of lhs and all columns of rhs."""
 
     config: TileConfig
     product: Product
@@ -29,7 +29,7 @@ class Products:
     @property
     def rows(self) -> int:
         """Rows of a tile that a warpgroup makes."""
-        return self.config.tile_m // MULTIPLYING_WARPGROUPS
+        return self.config.tile_m // self.config.warpgroups
 
     @property
     def first_row(self) -> jax.Array:
@@ -37,7 +37,7 @@ class Products:
         return lax.axis_index(THREAD_AXIS) * self.rows
 
     def accumulator(self) -> Any:
-        """Registers for half a tile, zero at first, for `pl.run_scoped`."""
+        """Registers for a warpgroup's share of a tile, zero at first, for `pl.run_scoped`."""
         return plgpu.WGMMAAccumulatorRef((self.rows, self.config.tile_n), jnp.float32)
 
     def add(self, acc: Ref, first: Int, last: Int, stage: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Summing
 from stretto.kernels.engine.hopper.products import Products
-from stretto.kernels.engine.hopper.tile_config import MULTIPLYING_WARPGROUPS, TileConfig
+from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Ref, Scales, Tile
 from stretto.kernels.engine.ring import RingScales
 
@@ -197,5 +197,5 @@ def scratch(config: TileConfig) -> dict[str, Any]:
         row_scales_smem=plgpu.SMEM((config.tile_m,), jnp.float32),
         column_scales_smem=plgpu.SMEM((config.tile_n,), jnp.float32),
         scales_full=plgpu.Barrier(num_arrivals=2),
-        scales_empty=plgpu.Barrier(num_arrivals=MULTIPLYING_WARPGROUPS),
+        scales_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, SWIZZLE_BYTES
 from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.scales import BLOCK, SCALE_BYTES, Granularity
 
-MULTIPLYING_WARPGROUPS = 2
 PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
 
 
@@ -18,7 +18,7 @@ class TileConfig:
     """How a matmul is cut up.
 
     Attributes:
-      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the two
+      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the
         multiplying warpgroups.
       num_stages: depth of the ring of lhs and rhs tiles.
       raster_width: tiles down a band of the raster (`orders.raster`).
@@ -36,6 +36,11 @@ class TileConfig:
     store_buffers: int = 4
 
     @property
+    def warpgroups(self) -> int:
+        """That multiply: two, or three for 192 rows, each with fewer registers then."""
+        return 3 if self.tile_m == 192 else 2
+
+    @property
     def blocks(self) -> int:
         """Every tile is made by one block."""
         return 1
@@ -47,8 +52,8 @@ class TileConfig:
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
-        if self.tile_m % (64 * MULTIPLYING_WARPGROUPS):
-            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128.")
+        if self.tile_m % (64 * self.warpgroups):
+            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128, or 192.")
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
         if self.tile_k not in (64, 128):
@@ -58,10 +63,11 @@ class TileConfig:
         for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if self.tile_m * self.tile_n > 128 * 256:
+        most = (128, 256) if self.warpgroups == 2 else (192, 128)
+        if self.tile_m * self.tile_n > math.prod(most):
             raise ValueError(
-                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two"
-                " warpgroups have; at most 128 x 256."
+                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than"
+                f" {self.warpgroups} warpgroups have; at most {most[0]} x {most[1]}."
             )
 
     def smem_bytes(self, itemsize: int, *, addends: bool = False) -> int:
@@ -71,7 +77,7 @@ class TileConfig:
         """
         del addends
         ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
-        return ring + MULTIPLYING_WARPGROUPS * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
+        return ring + self.warpgroups * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
 
     def scales_bytes(self, scales: Granularity | None) -> int:
         """Shared memory of scales of a granularity, in bytes."""
@@ -106,3 +112,6 @@ WIDE_RESULT_FP8 = TileConfig(tile_n=192, tile_k=128, num_stages=4, store_buffers
 # A tile of 256 x 128 spills registers there, and is slower.
 BLOCKS = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
 NARROW_BLOCKS = TileConfig(tile_n=64, tile_k=128, num_stages=6, store_buffers=1)
+# Three warpgroups read each column of rhs from shared memory, so that a sixth less is loaded for a
+# product, and two multiply while one adds. It was never run on a GPU: the tuner tries it.
+BLOCKS_BY_THREE = TileConfig(tile_m=192, tile_n=128, tile_k=128, num_stages=4, store_buffers=1)

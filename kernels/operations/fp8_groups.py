@@ -1,0 +1,130 @@
+"""Products of groups of rows in 8 bits: `stretto.fp8.grouped_matmul`, and what experts have of it.
+
+| product | quantised along | operands |
+|---|---|---|
+| `out[r] = x[r] @ w[group of r]` | features in | x `act_qtype`, w `weight_qtype`, a transposed copy |
+| `dx[r] = g[r] @ w[group of r]^T` | features out | g `bwd_qtype`, w `weight_qtype`, as it lies |
+| `dw[i] = x^T @ g` over the rows of group i | | in x's own type |
+
+Tensor cores take operands in 8 bits along the contraction only. That of dw are a group's rows, any
+number of them, whose transposed copies would begin wherever the group does: no main loop has that.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.devices.axes import varying_axes
+from stretto.kernels.operations import fp8_products as products
+from stretto.kernels.operations import grouped_matmul as plain
+from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
+from stretto.kernels.operations.perform import typed_alike
+from stretto.kernels.problem import checks
+from stretto.kernels.xla.quantisation import Quantised
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    recipe: Recipe = HYBRID,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """`out[r] = x[r] @ w[group of r]` in 8 bits, on one device; differentiable in reverse.
+
+    x `[m, k]`, rows group by group, w `[g, k, n]` and group_sizes int32 `[g]`, as
+    `stretto.grouped_matmul` has them. Rows of no group are zero, and have no part in a scale. With
+    granularity "tensor" there is one scale for x, and one for each group's matrix.
+
+    Args:
+      x: floating-point.
+      w: the weights, as the optimiser has them. The derivative by them is a product in x's type.
+      group_sizes, backend: as for `stretto.grouped_matmul`.
+      recipe: how operands are quantised.
+      out_dtype: of the result; x's by default.
+
+    Raises:
+      ValueError: as `stretto.grouped_matmul`.
+    """
+    op = "fp8.grouped_matmul"
+    checks.check_grouped_operands(op, x, w, group_sizes, rhs_transposed=False, scaled=True)
+    dtype = checks.check_out_dtype(op, out_dtype, x.dtype)
+    how = How(recipe=recipe, out_dtype=dtype, backend=backend, typed=bool(varying_axes(x)))
+    return _grouped(how, *typed_alike((), [x, w, group_sizes.astype(jnp.int32)]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _forward(how, x, w, sizes)[0]
+
+
+def _forward(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    recipe = how.recipe
+    x = zero_beyond(x, sizes)
+    values = recipe.quantised(x, recipe.act_qtype, -1)
+    out = times(values, recipe.weight(w), sizes, how.out_dtype, how.backend)
+    return out, (products.kept(recipe, x, values), w, sizes)
+
+
+def _backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    (kept, like), w, sizes = residuals
+    dx = times_transposed(how, zero_beyond(bar, sizes), w, sizes, like.dtype)
+    dw = contracted(how, products.wide(kept, like.dtype), bar.astype(like.dtype), w, sizes)
+    return dx, dw, None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+# --- The products, also of experts ----------------------------------------------------------------
+
+
+def zero_beyond(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`x` with zeros in the rows of no group, so that one scale of all sees nothing of them."""
+    used = jnp.arange(x.shape[0]) < jnp.sum(jnp.maximum(sizes, 0))
+    return jnp.where(used[:, None], x, jnp.zeros((), x.dtype))
+
+
+def times(lhs: Quantised, rhs: Quantised, sizes: jax.Array, dtype: Any, backend: str) -> jax.Array:
+    """`lhs[r] @ rhs[group of r]^T`, of rhs `[g, n, k]`, in `dtype`."""
+    return plain.grouped_matmul(
+        lhs.qvalue,
+        rhs.qvalue,
+        sizes,
+        out_dtype=dtype,
+        rhs_transposed=True,
+        lhs_scale=lhs.scale,
+        rhs_scale=rhs.scale,
+        backend=backend,
+    )
+
+
+def times_transposed(
+    how: How, bar: jax.Array | Quantised, w: jax.Array, sizes: jax.Array, dtype: Any
+) -> jax.Array:
+    """`bar[r] @ w[group of r]^T`, of w `[g, k, n]`, as the recipe has it; in `dtype`."""
+    recipe = how.recipe
+    if isinstance(bar, Quantised):
+        g = bar
+    elif recipe.bwd_qtype is not None:
+        g = recipe.quantised(bar, recipe.bwd_qtype, -1)
+    else:
+        wide = bar.astype(dtype), w.astype(dtype)
+        return plain.grouped_matmul(*wide, sizes, rhs_transposed=True, backend=how.backend)
+    return times(g, products.as_it_lies(recipe, w), sizes, dtype, how.backend)
+
+
+def contracted(how: How, x: jax.Array, bar: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`x^T @ bar` over the rows of each group, like `w`: its cotangent, multiplied in x's type."""
+
+    def product(w: jax.Array) -> jax.Array:
+        return plain.grouped_matmul(x, w, sizes, backend=how.backend)
+
+    _, pull_back = jax.vjp(product, w.astype(x.dtype))
+    return pull_back(bar)[0].astype(w.dtype)

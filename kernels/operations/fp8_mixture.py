@@ -1,0 +1,134 @@
+"""`stretto.fp8.mixture_of_experts`: a layer of experts whose products, and moves to them, are in 8 bits."""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
+from stretto.kernels.operations import expert_checks, mixture
+from stretto.kernels.operations import fp8_mixture_rules as rules
+from stretto.kernels.operations.fp8_products import HYBRID, Recipe
+from stretto.kernels.operations.perform import typed_alike
+from stretto.kernels.operations.scaled import without_derivative
+from stretto.kernels.problem import checks
+from stretto.kernels.problem.activations import swiglu
+from stretto.kernels.problem.routing import Routing
+from stretto.kernels.xla.quantisation import Quantised
+from stretto.kernels.xla.routing import route
+
+OP = "fp8.mixture_of_experts"
+type Weight = jax.Array | Quantised
+
+
+def mixture_of_experts(
+    x: jax.Array,
+    expert_index: jax.Array,
+    weights: jax.Array,
+    w_in: Weight | tuple[Weight, Weight],
+    w_out: Weight,
+    axis_name: AxisNames,
+    *,
+    recipe: Recipe = HYBRID,
+    activation: Callable[..., jax.Array] | None = None,
+    b_in: Any = None,
+    b_out: jax.Array | None = None,
+    capacity: int | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    backend: str = "auto",
+) -> tuple[jax.Array, Routing]:
+    """`out[t] = sum_j weights[t, j] * expert_j(x[t])` in 8 bits, inside `jax.shard_map`.
+
+    As `stretto.mixture_of_experts`, and differentiable in reverse. Tokens are quantised before they
+    are sent, and cross the links in 8 bits, their scales beside them: a scale a row, or one for
+    each 128 of its elements. Between its two products an expert's hidden rows are quantised anew.
+    Results come back in `wire_dtype`, and are added up as `stretto.expert_combine` does it. In the
+    backward pass cotangents are sent likewise, in `recipe.bwd_qtype`.
+
+    Args:
+      x, expert_index, weights, capacity, wire_dtype, backend: as there.
+      w_in, w_out: as there, in any floating-point type; or each as `recipe.weight` returns it, in 8
+        bits and transposed, `[e, f, d]` and `[e, d, f]` with its scales: made once, for weights
+        that do not change. Then there is no derivative.
+      axis_name: mesh axis, or tuple of axes, that the experts lie along.
+      recipe: how operands are quantised.
+      activation, b_in, b_out: as there; in float32.
+
+    Returns:
+      (out, routing), as there; out is of x's type.
+
+    Raises:
+      ValueError: as `stretto.mixture_of_experts`; some weights are in 8 bits and others not.
+
+    Memory: rows are kept for the backward pass in 8 bits, with their scales. With
+    `recipe.bwd_qtype=None` they are not: the backward pass sends x again, in its own type.
+    """
+    axes = canonical_axes(axis_name)
+    devices = axis_size(axes)
+    sides = tuple(w_in) if _is_several(w_in) else (w_in,)
+    biases = None if b_in is None else checks.as_matrices(OP, "b_in", b_in)
+    likes = [_as_x(name, w, x) for name, w in (*(("w_in", w) for w in sides), ("w_out", w_out))]
+    num_experts = devices * likes[-1].shape[0]
+    expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
+    gated = mixture.check_matrices(
+        OP, x, weights, expert_index, tuple(likes[:-1]), likes[-1], biases, b_out
+    )
+    tokens, top_k = expert_index.shape
+    rows = expert_checks.room_for(tokens, top_k, devices, capacity)
+    routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
+    layer = rules.Layer(
+        recipe=recipe,
+        axes=axes,
+        rows=rows,
+        num_experts=num_experts,
+        dtype=x.dtype,
+        wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
+        activation=activation or (swiglu if gated else jax.nn.gelu),
+        gated=gated,
+        backend=backend,
+    )
+    given = rules.Operands(
+        x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out
+    )
+    leaves, tree = jax.tree.flatten(given)
+    operands = jax.tree.unflatten(tree, typed_alike(axes, leaves))
+    if not _in_8_bits(sides, w_out):
+        return rules.differentiable(layer, operands), routing
+    product = lambda xs: rules.forward(layer, xs)[0]  # noqa: E731
+    return without_derivative(OP, product, operands, instead=GIVE), routing
+
+
+GIVE = "give the weights themselves, not values in 8 bits and scales"
+
+
+def _is_several(w_in: Any) -> bool:
+    return isinstance(w_in, tuple | list) and not isinstance(w_in, Quantised)
+
+
+def _as_x(name: str, w: Any, x: Any) -> Any:
+    """What `w` is as a weight `[e, in, out]` of x's type, of which types and scales are left out.
+
+    Raises:
+      ValueError: it is no array, or of no floating-point type, or has no scales.
+    """
+    is_quantised = isinstance(w, Quantised)
+    values = w.qvalue if is_quantised else w
+    checks.check_array(OP, name, values)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise ValueError(f"{OP}: {name} is {values.dtype}; it must be floating-point. Cast it.")
+    if is_quantised and values.ndim == 3:
+        return jax.ShapeDtypeStruct((values.shape[0], *values.shape[:0:-1]), x.dtype)
+    return jax.ShapeDtypeStruct(values.shape, x.dtype)
+
+
+def _in_8_bits(sides: tuple, w_out: Any) -> bool:
+    found = {isinstance(w, Quantised) for w in (*sides, w_out)}
+    if len(found) > 1:
+        raise ValueError(
+            f"{OP}: some of w_in and w_out are in 8 bits with scales and others not; pass"
+            " recipe.weight(w) for each, or for none."
+        )
+    return found.pop()

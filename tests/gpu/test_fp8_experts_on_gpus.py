@@ -1,0 +1,115 @@
+"""Experts in 8 bits, on GPUs: tokens arrive unchanged, and kernels compute what XLA computes."""
+
+from __future__ import annotations
+
+import functools
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scaled_cases
+from fused_cases import BF16, F32
+from jax.sharding import PartitionSpec as P
+from scaled_cases import E4M3, E5M2
+
+import stretto as st
+
+ALONG = P("x")
+
+
+def spread(body, count, out_specs):
+    return jax.jit(
+        jax.shard_map(
+            body,
+            mesh=cases.mesh_of(2),
+            in_specs=(ALONG,) * count,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+    )
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_tokens_arrive_in_8_bits(dtype, scale, tally) -> None:
+    tokens, width, experts = (8, 64, 4) if scale.rehearsed else (1000, 2064, 16)
+    x = jnp.asarray(cases.whole_numbers(0, 2 * tokens, width), dtype)
+    index = jax.random.randint(jax.random.key(0), (2 * tokens, 3), -1, experts)
+
+    def rows(x, index, backend):
+        rows, routing = st.expert_dispatch(x, index, "x", num_experts=experts, backend=backend)
+        used = jnp.arange(len(rows)) < jnp.sum(routing.group_sizes)
+        return jnp.where(used[:, None], rows.astype(F32), 0)
+
+    ours, theirs = (
+        np.asarray(spread(functools.partial(rows, backend=backend), 2, ALONG)(x, index))
+        for backend in (scale.backend, "xla")
+    )
+    tally.checks(1)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+def test_groups_are_exact(kind, scale, tally) -> None:
+    """Whole numbers; a group without rows, and rows of no group, which hold NaN."""
+    sizes, (k, n) = np.array([40, 0, 30]), (256, 72)
+    if not scale.rehearsed:
+        sizes, (k, n) = np.array([1000, 0, 333, 1500]), (1000, 712)
+    m, used = int(sizes.sum()) + 10, int(sizes.sum())
+    lhs, rhs = cases.whole_numbers(0, m, k), cases.whole_numbers(1, len(sizes), n, k)
+    of_lhs, of_rhs = scaled_cases.scales(kind, m, k, n)
+    each = np.stack([2.0**i * of_rhs for i in range(len(sizes))])
+    each = each[:, None, None] if kind == "tensor" else each
+    want = np.zeros((m, n), np.float32)
+    for i, (first, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes, strict=True)):
+        rows = slice(first, first + size)
+        of_rows = of_lhs if kind == "tensor" else of_lhs[rows]
+        want[rows] = scaled_cases.exact(lhs[rows], rhs[i], of_rows, 2.0**i * of_rhs)
+    lhs = np.where(np.arange(m)[:, None] < used, lhs, np.nan)
+
+    @jax.jit
+    def call(x, y, sizes, s, t):
+        given = dict(lhs_scale=s, rhs_scale=t, out_dtype=F32, backend=scale.backend)
+        return st.grouped_matmul(x, y, sizes, rhs_transposed=True, **given)
+
+    values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E5M2), jnp.asarray(sizes, jnp.int32)
+    out = call(*values, jnp.asarray(of_lhs, F32), jnp.asarray(each, F32))
+    tally.checks(1)
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
+    """Beside the same by XLA: a product that rounds otherwise may be quantised to a neighbour."""
+    tokens, d, f, experts = (4, 128, 128, 4) if scale.rehearsed else (512, 2048, 768, 16)
+    keys = jax.random.split(jax.random.key(0), 6)
+    index = jax.random.randint(keys[0], (2 * tokens, 4), -1, experts)
+    weights = jax.random.uniform(keys[1], (2 * tokens, 4))
+    x, bar = (jax.random.normal(key, (2 * tokens, d), BF16) for key in keys[2:4])
+    w_in = (jax.random.normal(keys[4], (experts, d, 2 * f)) * d**-0.5).astype(BF16)
+    w_out = (jax.random.normal(keys[5], (experts, f, d)) * f**-0.5).astype(BF16)
+    recipe = st.fp8.Recipe(granularity=granularity)
+
+    def body(index, bar, *operands, backend):
+        def call(x, weights, w_in, w_out):
+            given = dict(recipe=recipe, backend=backend)
+            return st.fp8.mixture_of_experts(x, index, weights, w_in, w_out, "x", **given)[0]
+
+        if scale.rehearsed:
+            return (call(*operands),)
+        out, pull = jax.vjp(call, *operands)
+        return out, *pull(bar)
+
+    operands = index, bar, x, weights, w_in, w_out
+    ours, theirs = (
+        spread(functools.partial(body, backend=backend), len(operands), ALONG)(*operands)
+        for backend in (scale.backend, "xla")
+    )
+    tally.checks(len(ours))
+    for found, want in zip(ours, theirs, strict=True):
+        found, want = np.asarray(found, np.float32), np.asarray(want, np.float32)
+        assert np.linalg.norm(found - want) < 0.02 * np.linalg.norm(want)
