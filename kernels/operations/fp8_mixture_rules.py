@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes
 from stretto.kernels.operations import expert_rules, experts, fp8_groups
+from stretto.kernels.operations.as_bits import from_bits, to_bits
 from stretto.kernels.operations.expert_rules import DispatchOptions
 from stretto.kernels.operations.fp8_products import How, Recipe
 from stretto.kernels.operations.perform import decide, perform
@@ -143,7 +143,8 @@ def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
     recipe, positions = layer.recipe, operands.positions
     tokens = recipe.quantised(operands.x, recipe.act_qtype, -1)
     rows = layer.dispatched(tokens, positions)
-    rows = Quantised(_named(rows.qvalue), checkpoint_name(rows.scale, "dispatched"))
+    saved = checkpoint_name(to_bits(rows), "dispatched")
+    rows = from_bits(saved)
     zs = tuple(layer.times(rows, w, operands) for w in operands.w_in)
     zs = tuple(checkpoint_name(z, "experts") for z in zs)
     # Rows of no expert may hold anything, and there may be one scale for all rows.
@@ -152,18 +153,8 @@ def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
     if operands.b_out is not None:
         bias = operands.b_out.astype(jnp.float32)[layer.expert_of_rows(operands)]
         out = (out + bias).astype(out.dtype)
-    kept = None if recipe.bwd_qtype is None else rows
+    kept = None if recipe.bwd_qtype is None else saved
     return layer.combined(out, operands.weights, positions), (operands, kept, zs)
-
-
-def _named(values: jax.Array) -> jax.Array:
-    """`values`, kept by policies of `jax.checkpoint` as bits.
-
-    Of floats that it keeps JAX 0.11.2 reduces the precision to theirs, as of an IEEE type: what is
-    above 240 in float8_e4m3fn, whose largest number is 448, would be NaN.
-    """
-    bits = checkpoint_name(lax.bitcast_convert_type(values, jnp.uint8), "dispatched")
-    return lax.bitcast_convert_type(bits, values.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -199,7 +190,7 @@ def _backward(layer: Layer, residuals: Any, bar: jax.Array) -> tuple[Operands]:
     of_entries = xla.numbers_of_entries(
         jnp.where(here, of_entries, 0), operands.positions, layer.axes
     )
-    rows = layer.moved(operands.x, operands.positions) if kept is None else kept
+    rows = layer.moved(operands.x, operands.positions) if kept is None else from_bits(kept)
     found = _Bars(layer, sizes, here)
     return (
         Operands(

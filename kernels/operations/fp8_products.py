@@ -183,8 +183,11 @@ def weight_gradient(recipe: Recipe, x: jax.Array, bar: jax.Array) -> jax.Array:
 
 
 def kept(recipe: Recipe, x: jax.Array, values: Quantised) -> tuple[Any, jax.Array]:
-    """x in 8 bits or, without `bwd_qtype`, as it is; and an empty array of its type."""
-    return x if recipe.bwd_qtype is None else values, jnp.zeros((0,), x.dtype)
+    """x in 8 bits or, without `bwd_qtype`, as it is; and an element of its type.
+
+    Of none XLA for CPUs crashes where `jax.checkpoint` saves it (JAX 0.11.2).
+    """
+    return x if recipe.bwd_qtype is None else values, jnp.zeros((1,), x.dtype)
 
 
 def wide(kept: Any, dtype: Any) -> jax.Array:

@@ -150,7 +150,7 @@ def _bias_bars(
     operands, dtype = layer.operands, dy.dtype
 
     def summed(factor: jax.Array, bar: jax.Array, bias: jax.Array) -> jax.Array:
-        like = jnp.zeros((bias.shape[0], 1, bias.shape[1]), dtype)
+        like = bias[:, None].astype(dtype)  # It counts along which axes it varies, not its numbers.
         return layer.contracted(factor[:, None].astype(dtype), bar, like)[:, 0].astype(bias.dtype)
 
     b_in = b_out = None

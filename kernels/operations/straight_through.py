@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.primitives.linear import linear
 from stretto.kernels.operation import Arrays
+from stretto.kernels.operations.as_bits import from_bits, to_bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,10 @@ def _forward_jvp(rules: Rules, how: Any, primals: Any, tangents: Any) -> tuple[A
         return jax.tree.map(make_varying, found, varying)
 
     def transpose(residuals: Any, bars: Arrays) -> Arrays:
-        return _backward(rules, how, *residuals, bars)
+        operands, bits = residuals
+        return _backward(rules, how, operands, from_bits(bits), bars)
 
-    results_dot = linear(tangent, transpose, (operands, kept), dots)
+    results_dot = linear(tangent, transpose, (operands, to_bits(kept)), dots)
     return (results, kept), (results_dot, jax.tree.map(jnp.zeros_like, kept))
 
 

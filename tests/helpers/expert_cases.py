@@ -50,7 +50,9 @@ def entries(index: np.ndarray, devices: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def on_devices(body: Any, devices: int, count: int, out_specs: Any = ALONG) -> Any:
+def on_devices(
+    body: Any, devices: int, count: int, out_specs: Any = ALONG, *, check_vma: bool = False
+) -> Any:
     """`body` of operands that lie along the devices."""
     return jax.jit(
         jax.shard_map(
@@ -58,7 +60,7 @@ def on_devices(body: Any, devices: int, count: int, out_specs: Any = ALONG) -> A
             mesh=mesh_of(devices),
             in_specs=(P("x"),) * count,
             out_specs=out_specs,
-            check_vma=False,
+            check_vma=check_vma,
         )
     )
 

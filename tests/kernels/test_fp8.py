@@ -83,6 +83,24 @@ def test_gradients_are_as_good_as_8_bits(recipe, dtype, most):
         assert min(errors) > 0.005, "the backward pass is in 8 bits"
 
 
+def test_what_a_checkpoint_saves_is_not_rounded():
+    """JAX would round e4m3fn as an IEEE type, in which what is above 240 is NaN."""
+    body = functools.partial(layer, recipe=HYBRID, dtype=F32)
+
+    def gradient(body):
+        program = jax.shard_map(
+            body,
+            mesh=cases.mesh_of(2),
+            in_specs=(ROWS, COLUMNS, ROWS, ROWS),
+            out_specs=P(),
+        )
+        return jax.jit(jax.grad(program, (0, 1, 2)))(X, W1, W2, C)
+
+    saved = jax.checkpoint(body, policy=jax.checkpoint_policies.everything_saveable)
+    for found, want in zip(gradient(saved), gradient(body), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
 def test_forward_mode_and_derivatives_of_derivatives():
     """Those of the product without rounding, at what the rounded ones have made."""
     dots = normal(4, *X.shape), normal(5, *W1.shape) * K**-0.5, normal(6, *W2.shape) * K**-0.5

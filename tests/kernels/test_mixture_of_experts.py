@@ -93,6 +93,23 @@ def test_numbers_and_derivatives_by_xla(devices, gated, biases, activation):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
 
 
+def test_derivatives_by_biases_where_types_of_values_are_checked():
+    index = jnp.asarray(routings(2, 1)["any"], jnp.int32)
+    given = operands(2, F32, biases=True)
+
+    def body(x, index, weights, w_in, w_out, b_in, b_out):
+        biases = dict(b_in=b_in, b_out=b_out)
+        return st.mixture_of_experts(x, index, weights, w_in, w_out, "x", **biases)[0]
+
+    def gradients(check_vma):
+        call = on_devices(body, 2, 7, P("x"), check_vma=check_vma)
+        loss = lambda *xs: jnp.sum(jnp.sin(call(xs[0], index, *xs[1:])))  # noqa: E731
+        return jax.grad(loss, tuple(range(6)))(*given)
+
+    for found, wanted in zip(gradients(True), gradients(False), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_forward_mode():
     """Of the composition; the same as the transpose of reverse mode."""
     index = jnp.asarray(routings(2, 1)["any"], jnp.int32)
