@@ -1,8 +1,7 @@
 """Values in 8 bits that a backward pass needs, as bits.
 
 A policy of `jax.checkpoint` may save them. Of floats that it saves JAX 0.11.2 reduces the precision
-to theirs, as of an IEEE type: what is above 240 in float8_e4m3fn, whose largest number is 448, would
-be NaN.
+to theirs, as of an IEEE type: a float8_e4m3fn above 240, of which the largest is 448, would be NaN.
 """
 
 from __future__ import annotations
