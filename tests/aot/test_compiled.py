@@ -12,6 +12,7 @@ import pytest
 from aot_checks import COPIED, SCRIPT, check, compile_case, flaws
 from compile_cases import COMPILED_BY
 from selection import slow
+from subjects import HIERARCHICAL
 from window_cases import CASES
 
 from stretto.distributed.tools import aot
@@ -298,22 +299,8 @@ def overlaps(hlo: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "all_gather_matmul",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "all_reduce",
-                "matmul_reduce_scatter",
-                "matmul_all_reduce",
-                "all_gather",
-                "reduce_scatter",
-            )
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HIERARCHICAL)
 def test_what_crosses_between_nodes_does_so_beside_a_kernel(name, tmp_path):
     """XLA's own scheduler, which knows nothing of kernels, makes the overlap that is meant."""
     (program,) = compile_case(f"hierarchical {name}", tmp_path)
