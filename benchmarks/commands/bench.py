@@ -237,7 +237,7 @@ def _check(options: BenchOptions) -> None:
     check_least("--repeats", options.repeats, 1)
     check_least("--seed", options.seed, 0)
     check_least("--budget", options.budget, 0)
-    check_least("--max-slowdown", options.max_slowdown, 0)
+    check_least("--max-slowdown", options.max_slowdown, -100)
     if not 0 < options.link_gb_per_s < math.inf:
         raise BenchmarkError(f"--link-gb-per-s {options.link_gb_per_s:g} must be more than 0.")
     predictions.check_counts(counts_of(options.predict))

@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch) -> pathlib.Path:
         (f"{SMALL} --repeats 0", "--repeats 0 must be at least 1"),
         (f"{SMALL} --seed -1", "--seed -1 must be at least 0"),
         (f"{SMALL} --budget nan", "--budget nan must be at least 0"),
-        (f"{SMALL} --max-slowdown nan", "--max-slowdown nan must be at least 0"),
+        (f"{SMALL} --max-slowdown nan", "--max-slowdown nan must be at least -100"),
         (f"{SMALL} --link-gb-per-s 0", "--link-gb-per-s 0 must be more than 0"),
         (f"{SMALL} --json noise/a.json", "--json noise/a.json cannot be written (Not a directory)"),
         (f"{SMALL} --json folder --overwrite", "--json folder cannot be written (Is a directory)"),

@@ -26,7 +26,6 @@ from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.tile_config import (
     LARGE,
-    MULTIPLYING_WARPGROUPS,
     NARROW,
     NARROWEST,
     PIECE_ROWS,
@@ -226,7 +225,7 @@ def test_rows_that_are_not_aligned_are_left_so_and_cost_more_the_more_they_are_u
 class _Buffers:
     """Buffers of the store, of which a place is known by the name of the view."""
 
-    shape = (MULTIPLYING_WARPGROUPS, LARGE.store_buffers, PIECE_ROWS, 64)
+    shape = (LARGE.warpgroups, LARGE.store_buffers, PIECE_ROWS, 64)
 
     def __init__(self, name: str):
         self.name = name
@@ -258,7 +257,7 @@ def test_a_residual_is_loaded_into_the_view_that_is_stored(monkeypatch):
     )
     for index in range(len(pieces.places)):
         loading.load_piece(Tile(0, 0, 0), index)
-    assert len(loaded) == MULTIPLYING_WARPGROUPS * len(pieces.places)
+    assert len(loaded) == LARGE.warpgroups * len(pieces.places)
     assert {name for name, _ in loaded} == {"stored"}
 
 
