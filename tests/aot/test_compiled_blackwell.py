@@ -100,7 +100,8 @@ def test_operations_in_eight_bits(name, tmp_path):
             assert ".kind::f8f6f4" in kernel["ptx"], program["label"]
 
 
-@pytest.mark.parametrize("which", ["product", pytest.param("rest", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["product", "rest"])
 def test_rows_in_groups(which, tmp_path):
     for program in compile_case(f"Blackwell groups, {which}", tmp_path):
         for kernel in program["kernels"]:

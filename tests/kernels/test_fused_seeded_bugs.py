@@ -164,7 +164,11 @@ def test_a_wait_for_one_too_many_is_a_deadlock(monkeypatch, name, semaphore):
         simulator(name, semaphore)(0)
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+# The others store by the same code.
+STORING = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+@pytest.mark.parametrize("name", [name if name in STORING else slow(name) for name in PROTOCOLS])
 def test_a_signal_before_its_data_is_found(monkeypatch, name):
     """Stores are waited for until they have been read, not until they are in place."""
     original = plgpu.wait_smem_to_gmem

@@ -179,7 +179,10 @@ print('inner:', place.launcher, place.process_id, 'of', place.num_processes)
 OUTER = """
 import os, subprocess, sys
 if os.environ['STRETTO_PROCESS_ID'] == '0':
-    done = subprocess.run(sys.argv[1:], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    for _ in range(3):  # On a busy machine mpirun itself fails to start now and then.
+        done = subprocess.run(sys.argv[1:], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if 'listener thread failed to start' not in done.stdout + done.stderr:
+            break
     print(done.stdout + done.stderr)
 """
 
