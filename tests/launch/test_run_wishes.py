@@ -180,7 +180,8 @@ OUTER = """
 import os, subprocess, sys
 if os.environ['STRETTO_PROCESS_ID'] == '0':
     for _ in range(3):  # On a busy machine mpirun itself fails to start now and then.
-        done = subprocess.run(sys.argv[1:], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        how = dict(capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(sys.argv[1:], **how)
         if 'listener thread failed to start' not in done.stdout + done.stderr:
             break
     print(done.stdout + done.stderr)
