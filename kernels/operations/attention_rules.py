@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.attention import blockwise, cudnn
-from stretto.kernels.attention.layouts import Span
-from stretto.kernels.attention.masks import Mask, Tokens
+from stretto.kernels.attention.masks import Tokens
 from stretto.kernels.attention.peers import Keys, Queries
 from stretto.kernels.attention.shares import Share, merged, sum_of
 from stretto.kernels.fused import attention_config
@@ -35,6 +34,7 @@ from stretto.kernels.operation import Axes, Call, Kernel
 from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads as heads
 from stretto.kernels.operations.attention_methods import HEADS, OP
+from stretto.kernels.operations.attention_options import Config, Operands
 from stretto.kernels.operations.collectives import all_gather, reduce_scatter
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem.problem import Problem
@@ -43,59 +43,6 @@ from stretto.kernels.xla.matmul import accumulator_dtype
 MERGED_AT_ONCE = 4
 """The most shares that are in memory before they are merged; each is as large as the result."""
 TYPES = ("bfloat16", "float16", "float32")
-
-
-class Operands(NamedTuple):
-    """The arguments of the public function; segments are None where there are no documents."""
-
-    q: Any
-    k: Any
-    v: Any
-    segments: Any = None
-    kv_segments: Any = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a call.
-
-    Attributes:
-      method: "gather", "heads" or "fused".
-      layout: of the tokens.
-      mask, scale: of the scores.
-      by_cudnn: whether cuDNN serves on a device; if not, `jax.lax`. Of "fused" the backward pass.
-      logsumexp: whether it is returned as well.
-      moves: the caller's `backend`, for moving arrays.
-      copies: for method "heads": how often each head of keys is sent.
-    """
-
-    method: str
-    layout: str
-    mask: Mask
-    scale: float
-    by_cudnn: bool
-    logsumexp: bool
-    moves: str
-    copies: int = 1
-
-    def span(self, axes: Axes) -> Span:
-        """Which tokens this device holds."""
-        return Span(self.layout, axis_size(axes), lax.axis_index(axes))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How keys and values are gathered.
-
-    Attributes:
-      by_peer: peer by peer, with a call of attention for each peer; if not, by one `all_gather`,
-        with one call for all keys.
-    """
-
-    by_peer: bool = True
-
-    def check(self, problem: Problem | None = None) -> None:
-        """Raises nothing: every problem can be served."""
 
 
 def scaled(q: jax.Array, scale: Any) -> tuple[jax.Array, float]:

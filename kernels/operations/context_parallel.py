@@ -19,7 +19,7 @@ from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads, attention_methods
 from stretto.kernels.operations import attention_rules as rules
 from stretto.kernels.operations.attention_methods import AUTO, FUSED, GATHER, HEADS, OP
-from stretto.kernels.operations.attention_rules import Operands, Options
+from stretto.kernels.operations.attention_options import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.problem import Types

@@ -13,6 +13,13 @@ ROWS = 8
 """Of which the rows of a buffer for the worst case are a multiple: `grouped_matmul` copies none."""
 
 
+def check_num_experts(op: str, w_out: Any, devices: int) -> int:
+    """How many experts the devices have in all; raises ValueError unless w_out is `[e, f, d]`."""
+    if w_out.ndim != 3:
+        raise ValueError(f"{op}: w_out has shape {w_out.shape}; it must be [e, f, d].")
+    return devices * w_out.shape[0]
+
+
 def check_routing(
     op: str, x: Any, expert_index: Any, num_experts: int, capacity: int | None, devices: int
 ) -> None:

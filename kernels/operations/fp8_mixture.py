@@ -12,6 +12,7 @@ from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axe
 from stretto.kernels.operations import expert_checks, mixture
 from stretto.kernels.operations import fp8_mixture_rules as rules
 from stretto.kernels.operations.fp8_products import HYBRID, Recipe
+from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem import checks
@@ -71,7 +72,7 @@ def mixture_of_experts(
     sides = tuple(w_in) if _is_several(w_in) else (w_in,)
     biases = None if b_in is None else checks.as_matrices(OP, "b_in", b_in)
     likes = [_as_x(name, w, x) for name, w in (*(("w_in", w) for w in sides), ("w_out", w_out))]
-    num_experts = devices * likes[-1].shape[0]
+    num_experts = expert_checks.check_num_experts(OP, likes[-1], devices)
     expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = mixture.check_matrices(
         OP, x, weights, expert_index, tuple(likes[:-1]), likes[-1], biases, b_out
@@ -90,7 +91,7 @@ def mixture_of_experts(
         gated=gated,
         backend=backend,
     )
-    given = rules.Operands(
+    given = Operands(
         x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out
     )
     leaves, tree = jax.tree.flatten(given)

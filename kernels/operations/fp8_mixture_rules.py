@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from stretto.kernels.operations import expert_rules, experts, fp8_groups
 from stretto.kernels.operations.as_bits import from_bits, to_bits
 from stretto.kernels.operations.expert_rules import DispatchOptions
 from stretto.kernels.operations.fp8_products import How, Recipe
+from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.xla import experts as xla
@@ -39,19 +40,6 @@ from stretto.kernels.xla.quantisation import Quantised, dequantise
 
 SCALE_COLUMNS = 4
 """Of float32, 16 bytes: what the copy engine takes."""
-
-
-class Operands(NamedTuple):
-    """Of a layer, as `mixture_of_experts` has them; `w_in` and `b_in` are tuples."""
-
-    x: Any
-    positions: Any
-    group_sizes: Any
-    weights: Any
-    w_in: Any
-    w_out: Any
-    b_in: Any
-    b_out: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

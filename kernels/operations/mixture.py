@@ -92,9 +92,7 @@ def mixture_of_experts(
     devices = axis_size(axes)
     sides, biases = _as_tuple(w_in), None if b_in is None else _as_tuple(b_in)
     checks.check_array(OP, "w_out", w_out)
-    if w_out.ndim != 3:
-        raise ValueError(f"{OP}: w_out has shape {w_out.shape}; it must be [e, f, d].")
-    num_experts = devices * w_out.shape[0]
+    num_experts = expert_checks.check_num_experts(OP, w_out, devices)
     expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = check_matrices(OP, x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
@@ -208,7 +206,7 @@ def check_matrices(
         if bias is None or bias == (None,):
             continue
         for y in bias:
-            checks.check_array(OP, name, y)
+            checks.check_array(op, name, y)
         if [y.shape for y in bias] != shapes:
             raise ValueError(
                 f"{op}: {name} has shape {[y.shape for y in bias]}; it must be {shapes}, a number"

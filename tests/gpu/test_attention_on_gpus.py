@@ -14,7 +14,7 @@ from stretto.kernels.attention import blockwise
 from stretto.kernels.attention.masks import Mask, Tokens
 from stretto.kernels.engine.hopper.attention.config import AttentionTiles
 from stretto.kernels.fused import attention, attention_config
-from stretto.kernels.operations.attention_rules import Config
+from stretto.kernels.operations.attention_options import Config
 
 WAYS = {
     "by peer": dict(config=Config()),

@@ -41,7 +41,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import dispatch_matmul, matmul_combine
 from stretto.kernels.fused.local_matmul import local_matmul
-from stretto.kernels.operations import OPERATIONS, SCALED, attention_rules
+from stretto.kernels.operations import OPERATIONS, SCALED, attention_options
 from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -410,7 +410,7 @@ def attention() -> Iterator[Program]:
     mesh = aot.mesh_of_gpus((4,), ("x",))
     operands = [((1, 256, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
     for label, options in {
-        "gathered together": dict(config=attention_rules.Config(by_peer=False)),
+        "gathered together": dict(config=attention_options.Config(by_peer=False)),
         "heads": dict(method="heads"),
     }.items():
 

@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from fused_cases import mesh_of
+from fused_cases import BF16, F32, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
@@ -88,3 +89,25 @@ class Without:
 
     def __getattr__(self, name):
         return (lambda *args, **kwargs: None) if name == self.name else getattr(self.module, name)
+
+
+def layer_operands(features: int) -> tuple[Any, ...]:
+    """x `[tokens, 128]`, their experts, weights, w_in and w_out of two devices, gated."""
+    shapes = [(2 * TOKENS, 128), (2 * TOKENS, 3)]
+    shapes += [(EXPERTS, 128, 2 * features), (EXPERTS, features, 128)]
+    drawn = (jax.random.normal(jax.random.key(i), shape) / 4 for i, shape in enumerate(shapes))
+    x, weights, w_in, w_out = (y.astype(BF16) for y in drawn)
+    return x, jnp.asarray(routings(2, 2)["any"], jnp.int32), weights.astype(F32), w_in, w_out
+
+
+def simulated_layer(config: Any, program: Any, *given: Any, seed: int = 0) -> tuple[Any, int]:
+    """What `program(layer)` is of what is given, simulated on two devices; and the launches."""
+
+    def body(*operands):
+        return st.mixture_of_experts(*operands, "x", config=config)[0]
+
+    with st.simulate(core_count=4, seed=seed) as report:
+        run = jax.jit(program(on_devices(body, 2, 5)))
+        found = jax.tree.map(np.asarray, run(*given))
+    assert report.ok, str(report)
+    return found, report.launches

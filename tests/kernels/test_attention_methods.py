@@ -16,7 +16,7 @@ from stretto.distributed.private_jax import cuda_version
 from stretto.kernels.attention import cudnn
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.operations import OPERATIONS, attention_heads, attention_methods
-from stretto.kernels.operations.attention_rules import Config
+from stretto.kernels.operations.attention_options import Config
 
 TOKENS = 8192  # of a device
 

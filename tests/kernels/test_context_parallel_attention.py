@@ -31,7 +31,7 @@ from stretto.kernels.attention import cudnn
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.attention.shares import Share, counted, merged
 from stretto.kernels.operations import attention_rules as rules
-from stretto.kernels.operations.attention_rules import Config
+from stretto.kernels.operations.attention_options import Config
 
 WAYS = {
     "together": dict(method="gather"),

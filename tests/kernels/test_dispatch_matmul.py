@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import EXPERTS, TOKENS, Without, on_devices, routings
+from expert_cases import (
+    EXPERTS,
+    Without,
+    layer_operands,
+    on_devices,
+    routings,
+    simulated_layer,
+)
 from fused_cases import BF16, F32, whole_numbers
 from jax.sharding import PartitionSpec as P
 from selection import slow
@@ -160,32 +167,15 @@ def test_each_wait_is_needed(monkeypatch, bug):
     assert found
 
 
-def layer_operands():
-    """x, their experts, weights, w_in and w_out of two devices."""
-    shapes = (2 * TOKENS, 128), (2 * TOKENS, 3), (EXPERTS, 128, 64), (EXPERTS, 32, 128)
-    drawn = (jax.random.normal(jax.random.key(i), shape) / 4 for i, shape in enumerate(shapes))
-    x, weights, w_in, w_out = (y.astype(BF16) for y in drawn)
-    return x, jnp.asarray(routings(2, 2)["any"], jnp.int32), weights.astype(F32), w_in, w_out
-
-
-def of_a_layer(under_product: bool, program, *given):
-    """What `program(layer)` is of what is given, simulated; and the launches."""
-    config = mixture_rules.Config(under_product=under_product, product=CONFIG)
-
-    def body(*operands):
-        return st.mixture_of_experts(*operands, "x", config=config)[0]
-
-    with st.simulate(core_count=4) as report:
-        run = jax.jit(program(on_devices(body, 2, 5)))
-        found = jax.tree.map(np.asarray, run(*given))
-    assert report.ok, str(report)
-    return found, report.launches
+def of_a_layer(fused: bool, program, *given, **settings):
+    config = mixture_rules.Config(under_product=fused, product=CONFIG)
+    return simulated_layer(config, program, *given, **settings)
 
 
 @pytest.mark.slow
 def test_a_layer():
     """The same bits as in two steps, of which one is a launch less."""
-    given = layer_operands()
+    given = layer_operands(32)
     plain, launches = of_a_layer(False, lambda layer: layer, *given)
     fused, fewer = of_a_layer(True, lambda layer: layer, *given)
     assert fewer == launches - 1
@@ -198,7 +188,7 @@ def test_gradients_of_a_layer(sides):
     """Also those of the backward pass, which dispatches cotangents likewise; gate and up in one
     matrix, or in two.
     """
-    x, index, weights, w_in, w_out = layer_operands()
+    x, index, weights, w_in, w_out = layer_operands(32)
     w_in = w_in if sides == 1 else tuple(jnp.split(w_in, 2, axis=2))
 
     def gradients(layer):

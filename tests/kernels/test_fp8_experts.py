@@ -295,3 +295,23 @@ def test_bad_input(w_in, message):
     )
     with pytest.raises(ValueError, match=f"fp8.mixture_of_experts: {message}"):
         jax.eval_shape(program, INDEX, x, weights, w_out)
+
+
+def test_bad_input_names_the_operation_in_8_bits():
+    """Not that in which both have their checks."""
+    x, weights, w_in, w_out, *_ = operands()
+
+    def call(w_out, b_in):
+        def body(index, x, weights, w_in):
+            given = dict(b_in=b_in)
+            return fp8.mixture_of_experts(x, index, weights, w_in, w_out, "x", **given)[0]
+
+        along = (P("x"),) * 4
+        mesh = cases.mesh_of(1)
+        program = jax.shard_map(body, mesh=mesh, in_specs=along, out_specs=P("x"), check_vma=False)
+        jax.eval_shape(program, INDEX, x, weights, w_in)
+
+    with pytest.raises(ValueError, match=r"fp8.mixture_of_experts: w_out has shape"):
+        call(w_out[0], None)
+    with pytest.raises(ValueError, match=r"fp8.mixture_of_experts: b_in"):
+        call(w_out, [3.0])
