@@ -111,19 +111,29 @@ def traces_apart() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = []
     for item in items:
         if {GPU_TESTS, AOT_TESTS} & set(item.path.parents):
             item.add_marker(pytest.mark.optimised)
         if GPU_TESTS in item.path.parents and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow; `pytest --slow` runs it"))
+            left_out.append(item)
         if (marker := item.get_closest_marker("gpu")) is not None:
             needed = marker.args[0] if marker.args else 1
             if reason := _why_no_gpus(config, needed):
                 item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("real") and config.getoption("--rehearse"):
             item.add_marker(pytest.mark.skip(reason="needs real GPUs; cannot be rehearsed"))
+    if left_out:
+        # Left out here, not skipped: each test that is skipped costs a message of a worker.
+        config.hook.pytest_deselected(items=left_out)
+        slow = set(left_out)
+        items[:] = [item for item in items if item not in slow]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    return None if config.getoption("--slow") else "`pytest --slow` runs the slow tests, too"
 
 
 def pytest_collection_finish() -> None:

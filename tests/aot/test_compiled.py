@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from aot_checks import COPIED, SCRIPT, check, compile_case, flaws
+from aot_checks import COPIED, check, compile_case, flaws
 from compile_cases import COMPILED_BY
 from selection import slow
 from subjects import HIERARCHICAL
@@ -229,7 +229,7 @@ def test_collectives(tmp_path):
     ],
 )
 def test_what_is_lowered(case, kernels, tmp_path):
-    lowered = compile_case(case, tmp_path, script=SCRIPT.with_name("lower_cases.py"))
+    lowered = compile_case(case, tmp_path, module="lower_cases")
     assert sum(program["hlo"].count("@mosaic_gpu_v2") for program in lowered) == kernels
 
 

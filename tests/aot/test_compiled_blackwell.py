@@ -70,9 +70,10 @@ def test_every_configuration(name, tmp_path):
     [
         ("Blackwell fp8", "kind::f8f6f4"),
         pytest.param("Blackwell fp8, the others", "kind::f8f6f4", marks=pytest.mark.slow),
-        (
+        pytest.param(
             "Blackwell fp8, scales of the tensor cores",
             "kind::mxf8f6f4.block_scale.scale_vec::1X",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -64,6 +64,7 @@ def test_training_is_that_of_one_device(example: ModuleType, on_one: list, devic
         assert ours.accuracy == pytest.approx(plain.accuracy, abs=1 / example.TEST)
 
 
+@pytest.mark.slow
 def test_bfloat16_training_is_close_to_float32(example: ModuleType, on_one: list) -> None:
     ours = train(example, 4, 10, "bfloat16")
     plain = train_on_one(example, 10, "bfloat16")

@@ -29,14 +29,15 @@ def exact():
     return on_one_device(SIZES, "float32", TRAINING.batch)
 
 
+@pytest.mark.slow  # Layers are compared in tests/layers, and training in test_transformer_train.py.
 @pytest.mark.parametrize(
     ("dp", "tp", "remat"),
     [
         (2, 2, "elementwise"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(1, 1, "layer"), (1, 2, "layer"), (4, 2, "layer"), (1, 4, "elementwise")]
-        ),
+        (1, 1, "layer"),
+        (1, 2, "layer"),
+        (4, 2, "layer"),
+        (1, 4, "elementwise"),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(exact, dp: int, tp: int, remat: str) -> None:

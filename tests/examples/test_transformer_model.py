@@ -98,10 +98,8 @@ def test_what_the_backward_pass_computes_again(
     assert both["dot_product_attention_fwd_wrapper"] == 1 + again
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp"),
-    [(1, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in [(2, 2), (1, 4)])],
-)
+@pytest.mark.slow  # Its layers are simulated in tests/layers, and the other example whole.
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 4)])
 def test_fused_kernels_give_the_same_in_the_simulator(dp: int, tp: int) -> None:
     sizes = dataclasses.replace(SMALLEST, kv_heads=max(2, tp))
     loss, gradients = on_one_device(sizes, "float32", dp)

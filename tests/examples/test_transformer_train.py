@@ -305,6 +305,7 @@ def test_where_kernels_are_simulated_operands_have_a_type_that_they_take() -> No
         assert dtype("auto") == "bfloat16" and dtype("xla") == "float32"
 
 
+@pytest.mark.slow  # Weights and losses are, in test_transformer_model.py.
 def test_text_is_the_same_on_every_mesh() -> None:
     texts = []
     for shape in ((1, 1), (2, 2)):

@@ -89,13 +89,13 @@ def test_on_cpus(label: str, name: str) -> None:
     check(label, name, simulated=False)
 
 
-@pytest.mark.parametrize(("label", "name"), pairs("all_reduce", *QUICK, "gradient of a gradient"))
+@pytest.mark.parametrize(("label", "name"), pairs("all_reduce", *QUICK))
 def test_simulated(label: str, name: str) -> None:
     check(label, name, simulated=True)
 
 
 @pytest.mark.skipif(not aot.is_available(), reason="needs the compiler: `uv sync --group aot`")
-@pytest.mark.parametrize(("label", "name"), pairs("", *QUICK))
+@pytest.mark.parametrize(("label", "name"), pairs("", *QUICK[:3]))
 def test_lowered_for_gpus(label: str, name: str) -> None:
     """Large enough that a kernel is chosen where one can serve."""
     case, subject = CASES[label], SUBJECTS[name]

@@ -70,6 +70,7 @@ def test_one_device_in_many_orders(seed):
         assert right and report.ok, str(report)
 
 
+@pytest.mark.slow  # By one block: test_blackwell.py.
 def test_rows_in_groups():
     """lhs is transposed in the gradient of rhs, and a tile without rows has no contraction."""
     group_product(0, transposed=True, config=GROUPS)

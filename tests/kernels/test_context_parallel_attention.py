@@ -191,7 +191,7 @@ def test_zigzag_refuses_what_it_cannot_cut():
     ("way", "devices", "layout", "causal"),
     [
         slow("together", 3, "zigzag", True),
-        ("together", 2, "contiguous", True),
+        slow("together", 2, "contiguous", True),
         slow("together", 2, "zigzag", False),
         slow("together", 1, "zigzag", True),
         ("by peer", 3, "zigzag", True),

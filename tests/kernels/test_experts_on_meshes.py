@@ -86,7 +86,7 @@ def test_a_layer_on_whole_arrays(case):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("team", ["x", "y"])
+@pytest.mark.parametrize("team", ["x", pytest.param("y", marks=pytest.mark.slow)])
 def test_kernels_along_either_axis_of_a_mesh(team):
     """Dispatch and combine in the simulator: each row of the mesh is a team of its own."""
     mesh = mesh_of(2, 2)

@@ -80,7 +80,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize(
         ("name", "per_node"),
-        [("reduce_scatter", 3), ("all_gather", 4)],
+        [("reduce_scatter", 3), slow("all_gather", 4)],
     )
     def test_two_larger_nodes(self, name, per_node, simulation):
         assert verify(name, (2, per_node), 9, 8, 24) == []
