@@ -149,6 +149,7 @@ def test_many_orders(two_shots, devices, schedule):
             check(devices, operands, seed=seed, schedule=schedule, core_count=4)
 
 
+@pytest.mark.slow
 def test_over_two_axes_and_many_times():
     terms, residual, weight = drawn(4, 3, 256)
     call = mapped(4, axes=("x", "y"), shape=(2, 2))

@@ -178,7 +178,8 @@ def test_scan_over_layers():
     assert_same(got, want, tolerance=3e-2)
 
 
-@mostly
+@pytest.mark.slow
+@everywhere
 def test_scan_over_microbatches_sums_to_the_whole_batch(name):
     """Accumulating over two microbatches gives the gradient of the batch (B31)."""
     lhs, rhs = operands(name)
@@ -205,7 +206,8 @@ def test_vmap_is_a_loop_of_launches(name, simulation):
     assert simulation.launches == 3
 
 
-@mostly
+@pytest.mark.slow
+@everywhere
 def test_vmap_of_one_operand_and_of_gradients(name):
     lhs, rhs = operands(name)
     several = jnp.stack([rhs, 2 * rhs])

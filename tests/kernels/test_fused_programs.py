@@ -188,7 +188,7 @@ def test_donation(state_first):
 
 
 @pytest.mark.parametrize("order", ["pct", pytest.param("random", marks=pytest.mark.slow)])
-@everywhere
+@mostly
 def test_any_order_of_execution_gives_the_same(name, order):
     lhs, rhs = cases.operands(*cases.whole(name, 3, 24, 72, 72))
     program = jax.jit(fused(name, 3))

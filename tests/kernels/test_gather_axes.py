@@ -281,7 +281,8 @@ def test_gradients_by_xla_and_of_what_was_gathered(name):
     assert_same(gradient("simulator"), gradient("xla"))
 
 
-@mostly
+@pytest.mark.slow
+@everywhere
 def test_scan_over_layers_with_remat(name):
     lhs, rhs = operands(name, 16, 32, 32)
     layers = jnp.stack([rhs, -2 * rhs])

@@ -98,7 +98,8 @@ class TestNumbers:
         assert verify(name, (3, 2), 9, 8, 24) == []
         assert simulation.launches == 2 * 3
 
-    @pytest.mark.parametrize("name", [slow("all_gather"), "reduce_scatter"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
     def test_nodes_along_two_axes(self, name, simulation):
         assert verify(name, (2, 2, 2), 9, 8, 24, axis=("x", "y", "z")) == []
         assert simulation.launches == 2 * 4
@@ -171,6 +172,7 @@ class TestPieces:
         assert verify(name, (2, 2), 20, 0, 1027, config=Config(pieces=2)) == []
         assert simulation.launches == 2 * launches
 
+    @pytest.mark.slow
     def test_the_kernels_own_configuration(self, simulation):
         config = Config(kernel=exchange.Config(slots=3))
         assert verify("all_gather", (2, 2), 9, 8, 24, config=config) == []
