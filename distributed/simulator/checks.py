@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.distributed.simulator.refusals.limits import REGISTERS
 from stretto.distributed.simulator.reports.report import Finding
 from stretto.distributed.simulator.state.alignment import misalignments
 from stretto.distributed.simulator.state.clocks import Clock, knows
@@ -20,12 +19,12 @@ class Checks:
 
     Args:
       machine: the launch.
-      check_hardware: report what no GPU does.
+      of_hardware: report what no GPU does.
     """
 
-    def __init__(self, machine: Any, check_hardware: bool):
+    def __init__(self, machine: Any, of_hardware: bool):
         self._machine = machine
-        self._check_hardware = check_hardware
+        self.of_hardware = of_hardware
         self._report = machine.report
         self._on = machine.detector.detect_races
 
@@ -83,7 +82,7 @@ class Checks:
 
     def aligned(self, copy: Any, shared: Region, window: Region, *, may_be_flat: bool) -> None:
         """Checks where a copy between shared and global memory begins (`alignment`)."""
-        if not self._check_hardware:
+        if not self.of_hardware:
             return
         for what in misalignments(shared, window, may_be_flat=may_be_flat):
             self._find(
@@ -115,22 +114,6 @@ class Checks:
                 f" window, in {taken.region.describe()}: {taken.why}. Take windows of which a whole"
                 " number fits into the array.",
                 copy.site,
-            )
-
-    def registers(self, block: Any, site: Site) -> None:
-        """The warpgroups of a block ask for registers, of which there may be too few.
-
-        Told for certain only where each has asked once: more than are there are never given.
-        """
-        asked = [counts[0] for counts in block.registers.values() if len(counts) == 1]
-        are_known = self._check_hardware and len(asked) == len(block.registers)
-        if are_known and sum(asked) * 128 > REGISTERS:
-            self._find(
-                "hardware limit",
-                f"{block.describe()}: its warpgroups ask for {' + '.join(map(str, sorted(asked)))}"
-                f" registers for each of 128 threads, {128 * sum(asked)} in all, last at {site};"
-                f" a multiprocessor has {REGISTERS}, so one of them waits for ever.",
-                site,
             )
 
     def unawaited_copy(self, copy: Any) -> None:

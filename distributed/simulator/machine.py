@@ -22,6 +22,7 @@ from stretto.distributed.simulator.state.freed import inherit
 from stretto.distributed.simulator.state.memory import Buffer
 from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.simulator.state.races import Access, RaceDetector
+from stretto.distributed.simulator.state.registers import Registers
 from stretto.distributed.simulator.state.semaphores import SemaphoreArray
 from stretto.distributed.simulator.state.tasks import Block, Task
 from stretto.distributed.simulator.state.tensor_cores import TensorCores
@@ -147,6 +148,7 @@ class Machine:
                 block.barrier = BarrierArray(
                     "the entry of a shared scope", (), self.num_warpgroups, self.scheduler, None
                 ).items[0]
+                block.registers = Registers(self.num_warpgroups)
                 device.blocks.append(block)
                 device.waiting_blocks.append(block)
             if device.blocks and self.limits.resident_blocks < cluster:

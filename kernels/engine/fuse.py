@@ -31,14 +31,13 @@ from stretto.distributed.handshake import Handshake
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import gates
+from stretto.kernels.engine import gates, registers
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.mainloop import Mainloop, Role
 from stretto.kernels.engine.parts import Parts, Ref, Transfer
 from stretto.kernels.engine.transfers import Scratch
 
-REGISTERS_OF_A_BLOCK = 65536
 WARPS_OF_A_WARPGROUP = 4
 
 
@@ -129,6 +128,7 @@ def fuse(
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
             roles.append(Role(functools.partial(polled.poll, before=wait)))
+        registers.check(name, roles, _batches(roles), num_warpgroups)
         _assign(roles, num_warpgroups)
 
     results = kernel.launch(
@@ -198,8 +198,10 @@ def _with_fewer_registers(roles: Sequence[Role], taken: int, of_warps: int) -> l
     `of_warps` are the warpgroups of single warps, which keep theirs.
     """
     kept = max((role.registers or 0 for role in roles if not role.warpgroups), default=0)
-    left = REGISTERS_OF_A_BLOCK // 128 - taken - kept * of_warps
-    most = left // sum(role.warpgroups for role in roles) // 8 * 8
+    others = sum(role.warpgroups for role in roles)
+    warpgroups = others + 1 + of_warps
+    left = warpgroups * registers.even_share(warpgroups) - taken - kept * of_warps
+    most = left // others // 8 * 8
     return [
         role._replace(registers=min(role.registers, most))
         if role.warpgroups and role.registers
@@ -208,9 +210,15 @@ def _with_fewer_registers(roles: Sequence[Role], taken: int, of_warps: int) -> l
     ]
 
 
+def _batches(roles: Sequence[Role]) -> list[tuple[Role, ...]]:
+    """Roles of single warps, four of them for a warpgroup."""
+    warps = (role for role in roles if not role.warpgroups)
+    return [*itertools.batched(warps, WARPS_OF_A_WARPGROUP)]
+
+
 def _assign(roles: Sequence[Role], warpgroups: int) -> None:
     """Gives roles their warpgroups, and four single warps each of the last ones."""
-    even_share = REGISTERS_OF_A_BLOCK // (128 * warpgroups) // 8 * 8
+    even_share = registers.even_share(warpgroups)
     warpgroup = lax.axis_index(THREAD_AXIS)
 
     def set_registers(count: int | None) -> None:
@@ -230,12 +238,11 @@ def _assign(roles: Sequence[Role], warpgroups: int) -> None:
                 role.run()
 
             first = last
-    warps = [role for role in roles if not role.warpgroups]
-    for number, batch in enumerate(itertools.batched(warps, WARPS_OF_A_WARPGROUP)):
+    for number, batch in enumerate(_batches(roles)):
 
         @pl.when(warpgroup == first + number)
         def _(batch=batch):
-            set_registers(max((role.registers for role in batch if role.registers), default=None))
+            set_registers(registers.of_batch(batch))
 
             @plgpu.warp_map
             def _(warp: jax.Array) -> None:

@@ -18,7 +18,7 @@ from stretto.kernels.engine.fuse import fuse
 from stretto.kernels.engine.hopper.matmul import Matmul
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.orders import ShardOrder
-from stretto.kernels.engine.parts import Addends, Arrival, Parts, Product, Transfer
+from stretto.kernels.engine.parts import Addends, Arrival, Parts, Product, Sum, Transfer
 from stretto.kernels.engine.segments import Segments
 
 FP8 = jnp.float8_e4m3fn
@@ -94,6 +94,20 @@ class Greedy(Matmul):
 def test_roles_that_are_not_those_that_were_announced():
     message = "take 2 warpgroups and 2 warps, which announced 2 and 3; they must agree."
     assert message in refused(Greedy(CONFIG, PRODUCT), {})
+
+
+class Hungry(Matmul):
+    """A main loop whose roles take as many registers as a multiprocessor has."""
+
+    @property
+    def registers(self):
+        return {Sum: (80, 216)}
+
+
+def test_roles_that_take_more_registers_than_a_block_starts_with():
+    message = "216 + 216 + 80 registers for a thread of each warpgroup, and a block of 3 warpgroups"
+    said = refused(Hungry(CONFIG, PRODUCT), {})
+    assert message in said and "starts with 168 each, 504 together" in said
 
 
 def refused(mainloop, changes, **announced):

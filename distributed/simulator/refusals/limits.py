@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.distributed.simulator.reports.flaws import Flaw, equations, inner_jaxprs
+from stretto.distributed.simulator.state import registers
 from stretto.distributed.simulator.state.allocations import (
     SMEM_ALIGNMENT,
     Allocation,
@@ -37,8 +38,6 @@ WARPGROUPS = 8
 """Warpgroups of a block: it has at most 1024 threads, and they 128 each."""
 CLUSTER_BLOCKS = 16
 """Blocks of a cluster. More than 8 are not promised, but H100s and H200s run them."""
-REGISTERS = 64 * 1024
-"""Registers of a multiprocessor, of 32 bits."""
 
 
 def over_limits(kernel: Any, jaxpr: Any, target: Target) -> list[Flaw]:
@@ -112,8 +111,9 @@ def _of_registers(kernel: Any, jaxpr: Any) -> Iterator[Flaw]:
         if eqn.primitive.name.removesuffix("_p") != "set_max_registers":
             continue
         count = eqn.params["n"]
-        if not 24 <= count <= 256:
-            message = f"set_max_registers({count}) must be from 24 to 256."
+        if not registers.FEWEST <= count <= registers.MOST:
+            limits = f"from {registers.FEWEST} to {registers.MOST}"
+            message = f"set_max_registers({count}) must be {limits}."
             yield _flaw(kernel, site_of(eqn), message)
 
 

@@ -9,6 +9,8 @@ import jax
 
 from stretto.distributed.simulator.program import Compiler, Program, Step, rule
 from stretto.distributed.simulator.reports.errors import KernelFaultError, UnsupportedKernelError
+from stretto.distributed.simulator.state.registers import MOST
+from stretto.distributed.simulator.state.waiting import Wait, wake
 from stretto.distributed.sites import Site
 
 
@@ -157,11 +159,23 @@ def _delay(compiler: Compiler, eqn: Any) -> Step:
 def _set_max_registers(compiler: Compiler, eqn: Any) -> Step:
     count, site = eqn.params["n"], compiler.site
 
-    def step(task: Any, env: list) -> None:
-        task.block.registers.setdefault(task.warpgroup, []).append(count)
-        task.machine.checks.registers(task.block, site)
+    def step(task: Any, env: list) -> Generator:
+        yield
+        registers, own, machine = task.block.registers, task.warpgroup, task.machine
+        if count > MOST or not machine.checks.of_hardware:
+            return  # More than a thread can have is told before the kernel starts.
+        while not registers.has_room_for(own, count):  # Others may take what has become free.
+            yield Wait(
+                registers,
+                lambda: registers.has_room_for(own, count),
+                site,
+                lambda: registers.describe(own, count),
+                lambda: "let others set fewer, or this one",
+            )
+        registers.held[own] = count
+        wake(registers, machine.scheduler)
 
-    return False, step
+    return True, step
 
 
 def _nothing(compiler: Compiler, eqn: Any) -> None:

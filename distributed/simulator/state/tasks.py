@@ -210,7 +210,7 @@ class Block:
       barrier: what its warpgroups meet at when they enter a shared scope.
       shared_bytes: shared memory that it holds now.
       scope_exits: how many of its warpgroups have left each shared scope.
-      registers: for each warpgroup, the numbers of registers a thread that it has asked for.
+      registers: those of its warpgroups' threads.
       running: tasks not done.
       clock: what all its finished tasks knew.
       time: when its last finished task ended, by the cost model.
@@ -233,7 +233,7 @@ class Block:
         self.barrier: Any = None
         self.shared_bytes = 0
         self.scope_exits: dict[int, int] = {}
-        self.registers: dict[int, list[int]] = {}
+        self.registers: Any = None
         self.running = 0
         self.clock = clocks.empty()
         self.time = 0.0

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.simulator import FindingError, simulate
+from stretto.distributed.simulator import DeadlockError, FindingError, simulate
 
 F32 = jnp.float32
 SMEM, BARRIER = plgpu.SMEM, plgpu.Barrier()
@@ -124,20 +124,33 @@ def test_registers_of_a_thread(count, fits):
         assert f"set_max_registers({count})" in text and "increase" in text
 
 
-@pytest.mark.parametrize(("counts", "fits"), [((232, 232, 40), True), ((240, 240, 240), False)])
-def test_registers_of_a_block(counts, fits):
+# What a block starts with: 168 a thread of three warpgroups, and 128 of four.
+@pytest.mark.parametrize(
+    ("counts", "too_few"),
+    [
+        ((232, 232, 40), None),
+        ((216, 216, 80), 64512),  # No more than a multiprocessor has, and more than the block.
+        ((168, 176, None), 64512),
+        ((152, 152, 152, 56), None),
+        ((152, 152, 152, 64), 65536),
+    ],
+)
+def test_registers_of_a_block(counts, too_few):
     def body(x_ref, out_ref):
         for wg, count in enumerate(counts):
+            if count is not None:
 
-            @pl.when(lax.axis_index("wg") == wg)
-            def _(count=count):
-                plgpu.set_max_registers(count, action="increase" if count > 100 else "decrease")
+                @pl.when(lax.axis_index("wg") == wg)
+                def _(count=count):
+                    plgpu.set_max_registers(count, action="increase" if count > 100 else "decrease")
 
-    report = run(body, X, num_threads=3, thread_name="wg")
-    assert report.ok == fits
-    if not fits:
-        text = told(report, "hardware limit")
-        assert "240 + 240 + 240" in text and "92160" in text and "65536" in text
+    kernel = dict(num_threads=len(counts), thread_name="wg")
+    assert run(body, X, check_hardware=False, **kernel).ok
+    if too_few is None:
+        assert run(body, X, **kernel).ok
+        return
+    with pytest.raises(DeadlockError, match=rf"waits for set_max_registers.* {too_few} in all"):
+        run(body, X, **kernel)
 
 
 def test_what_is_wrong_fails_the_run_unless_nobody_asks():

@@ -11,8 +11,9 @@ ROWS = 64
 """Queries of a warpgroup: what its tensor cores multiply at once."""
 DIMS = (64, 128)
 """Sizes of heads that the main loop is built for."""
-# Registers of a thread that (loads or stores, attends), by the warpgroups that attend.
-REGISTERS = {2: (80, 216), 3: (56, 152)}
+# Registers of a thread that (loads or stores, attends), by the warpgroups that attend. A block of
+# three warpgroups starts with 168 a thread, one of four with 128, and has no more than these.
+REGISTERS = {2: (72, 216), 3: (56, 152)}
 LSE_BYTES = 4
 
 

@@ -1,0 +1,44 @@
+"""The registers of a block: with how many it starts, and whether its roles take more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.kernels.engine.mainloop import Role
+
+REGISTERS = 65536
+"""Of a multiprocessor, of 32 bits."""
+MOST = 256
+"""Of a thread."""
+
+
+def even_share(warpgroups: int) -> int:
+    """Registers of each thread that a block of so many warpgroups starts with.
+
+    Together they have no more later: what the rounding leaves over is no block's.
+    """
+    return min(MOST, REGISTERS // (128 * warpgroups) // 8 * 8)
+
+
+def of_batch(batch: Sequence[Role]) -> int | None:
+    """Of each thread of a warpgroup of single warps; None for the even share."""
+    return max((role.registers for role in batch if role.registers), default=None)
+
+
+def check(
+    name: str, roles: Sequence[Role], batches: Sequence[Sequence[Role]], warpgroups: int
+) -> None:
+    """Raises ValueError if the roles take more registers than the block starts with.
+
+    `batches` are the roles of single warps that share a warpgroup.
+    """
+    share = even_share(warpgroups)
+    taken = [role.registers for role in roles for _ in range(role.warpgroups)]
+    taken += [of_batch(batch) for batch in batches]
+    counts = [share if count is None else count for count in taken]
+    if sum(counts) > warpgroups * share:
+        raise ValueError(
+            f"kernel {name}: its roles take {' + '.join(map(str, counts))} registers for a thread"
+            f" of each warpgroup, and a block of {warpgroups} warpgroups starts with {share}"
+            f" each, {warpgroups * share} together; a role would wait for the others' for ever."
+        )
