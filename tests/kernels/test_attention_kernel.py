@@ -303,6 +303,7 @@ def test_auto_does_not_take_it():
         (Config(pull_rows=48), "pull_rows=48 must divide tile_k=128"),
         (Config(tiles=TALL), "do not have the registers for heads of dim=128"),
         (Config(tiles=AttentionTiles(num_stages=3)), "bytes of shared memory"),
+        (Config(pull_rows=64, pull_slots=2), "bytes of shared memory"),  # Seen on H200s.
     ],
 )
 def test_configurations_that_cannot_be_built(config, words):
