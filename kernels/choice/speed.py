@@ -117,6 +117,20 @@ def best_config(operation: Operation, kernel: Kernel, problem: Problem) -> Any:
     return found.config if found is not None else kernel.default(problem)
 
 
+def by_nearest(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
+    """What the table says of one kernel of several, where its nearest entry is that kernel's.
+
+    None where it is another's, and where no entry is near. Of each size a table has the kernel that
+    was fastest there.
+    """
+    if not tables.exists(problem.machine.kind):
+        return None
+    near = tables.table_for(problem.machine.kind).near(problem)
+    if not near or not tables.is_of(near[0][1], kernel, problem):
+        return None
+    return _look_up(operation, kernel, problem)
+
+
 def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice | None:
     """What the table has of `problem`, or of the one that it is the same as."""
     if not tables.exists(problem.machine.kind):

@@ -236,6 +236,11 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
     )
 
 
+def is_of(entry: Entry, kernel: Kernel, problem: Problem) -> bool:
+    """Whether an entry's configuration is one of `kernel`, and fits `problem`."""
+    return _config_of(entry, kernel, problem) is not None
+
+
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:.0f}%"
 

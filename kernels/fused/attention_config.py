@@ -18,6 +18,8 @@ from stretto.kernels.fused.obstacles import check_pull_slots
 from stretto.kernels.problem.problem import Problem
 
 TYPES = ("bfloat16", "float16")
+PALLAS_BYTES = 2048
+"""Of shared memory that Pallas takes besides: for reductions, and for the start of each buffer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Config:
                 f"warpgroups={self.tiles.warpgroups} do not have the registers for heads of"
                 f" dim={dim}; pass warpgroups=2."
             )
-        needed = self.tiles.smem_bytes(dim, itemsize)
+        needed = self.tiles.smem_bytes(dim, itemsize) + PALLAS_BYTES
         needed += self.pull_slots * self.pull_rows * dim * itemsize
         if needed > SMEM_BYTES:
             raise ValueError(
@@ -71,7 +73,7 @@ def _configs_for(dims: Iterable[int]) -> Iterator[Config]:
     for dim in dims:
         if dim > min(DIMS):
             yield Config()
-            yield Config(pull_rows=64, pull_slots=2)
+            yield Config(pull_rows=16, pull_slots=6)
         else:
             yield Config(tiles=dataclasses.replace(TALL, num_stages=3))
             yield Config(tiles=dataclasses.replace(LARGE, num_stages=3))

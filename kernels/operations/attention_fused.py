@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from stretto.kernels.attention.shares import Share
 from stretto.kernels.fused import attention, attention_config
 from stretto.kernels.fused.attention_config import Config
 from stretto.kernels.operation import Call
+from stretto.kernels.operations import attention_examples as examples
 from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
@@ -52,6 +54,19 @@ def obstacle(
         return f"the kernel needs a scale above 0, not {scale}."
     sequence = sequence_of(mask, layout, devices)
     return attention_config.obstacle(q, k.shape[1], sequence.chunks, config.tiles)
+
+
+def candidates(problem: Problem) -> Iterator[Config]:
+    """What the tuner tries of the kernel, for a problem that it can serve."""
+    if of_machine(problem) is not None:
+        return
+    sizes, devices = problem.sizes, problem.devices
+    shape = sizes["b"], sizes["t"] // devices, sizes["heads"], sizes["dim"]
+    q = jax.ShapeDtypeStruct(shape, problem.types.lhs)
+    chunks = 2 if sizes["masking"] == examples.ZIGZAG and devices > 1 else 1
+    for config in Config.candidates(problem):
+        if attention_config.obstacle(q, sizes["kv_t"] // devices, chunks, config.tiles) is None:
+            yield config
 
 
 def attend(operands: Any, call: Call) -> Share:

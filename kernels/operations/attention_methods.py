@@ -16,7 +16,8 @@ from stretto.kernels.problem import checks
 OP = "context_parallel_attention"
 GATHER, HEADS, FUSED, AUTO = "gather", "heads", "fused", "auto"
 METHODS = (AUTO, GATHER, HEADS, FUSED)
-NEVER_TIMED = "'fused' was never timed, and only serves if it is asked for"
+FASTEST = "the tuned table has it as the fastest at such sizes"
+NOT_IN_TABLE = "no tuned table has 'fused' as the fastest at such sizes"
 UNKNOWN = "a size is known when the program runs."
 
 
@@ -36,13 +37,14 @@ class Method:
     reason: str
     served: str
 
+    def by_table(self) -> Method:
+        """The kernel in its place, where the tuned table has it as the fastest."""
+        return dataclasses.replace(self, name=FUSED, reason=FASTEST)
+
     def remark(self, choice: Choice) -> str:
         """Further words on the choice of a backend."""
         if self.name == FUSED and choice.backend != "xla":
-            return (
-                f"method 'fused', because {self.reason}; it was simulated and compiled, and never"
-                f" run on a GPU; its derivative by {self.served}"
-            )
+            return f"method 'fused', because {self.reason}; its derivative by {self.served}"
         instead = f" but {GATHER!r} serves in its place" if self.name == FUSED else ""
         return f"method {self.name!r}, because {self.reason}{instead}; attention by {self.served}"
 
@@ -92,7 +94,7 @@ def chosen(method: str, question: Question) -> Method:
     name, why = (method, "it was asked for") if method != AUTO else _by_sizes(question)
     unserved = question.unserved(name)
     served = "cuDNN" if unserved is None else f"jax.lax: {unserved.removesuffix('.')}"
-    reason = why if method != AUTO or question.devices == 1 else f"{why}; {NEVER_TIMED}"
+    reason = why if method != AUTO or question.devices == 1 else f"{why}; {NOT_IN_TABLE}"
     return Method(name=name, by_cudnn=unserved is None, reason=reason, served=served)
 
 

@@ -294,9 +294,11 @@ def _obstacle(problem: Problem) -> str | None:
     return None
 
 
-def _candidates(problem: Problem | None) -> Iterator[Config]:
-    del problem
+def _candidates(problem: Problem | None) -> Iterator[Config | fused.Config]:
+    """Of both kernels: a table has the faster one of a size, told by its configuration."""
     yield from (Config(), Config(by_peer=False))
+    if problem is not None:
+        yield from fused.candidates(problem)
 
 
 KERNEL = Kernel(

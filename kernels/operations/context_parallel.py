@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.choice import speed
 from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Examples, Operation
 from stretto.kernels.operations import attention_examples as examples
@@ -22,7 +24,8 @@ from stretto.kernels.operations.attention_methods import AUTO, FUSED, GATHER, HE
 from stretto.kernels.operations.attention_options import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
-from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 
 def context_parallel_attention(
@@ -73,8 +76,9 @@ def context_parallel_attention(
         computes some heads, for all tokens), "fused" (as "gather", by a kernel that pulls keys
         during attention: 16-bit types, head sizes 64 and 128, whole tiles, no segment ids), or
         "auto": the faster one of the first two by an estimate, or the only one that cuDNN supports;
-        `stretto.explain` prints the choice and its reason. Where the kernel of "fused" cannot
-        serve, `backend="auto"` falls back on "gather".
+        "fused" in place of "gather" where a tuned table has it as the fastest. `stretto.explain`
+        prints the choice and its reason. Where the kernel of "fused" cannot serve,
+        `backend="auto"` falls back on "gather".
       config: for "gather": whether keys are sent peer by peer; for "fused": how the kernel is cut
         up; chosen by default.
       backend: "xla" (XLA gathers all keys together), "pallas" (as `config` selects; Stretto's
@@ -99,20 +103,13 @@ def context_parallel_attention(
         kv_segment_ids = segment_ids
     _check_segments(q, k, segment_ids, kv_segment_ids)
     method = _method_of(method, config)
-    if method == FUSED and config is None:
-        config = attention_config.config_for(q.shape[-1])
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
-    call_of = functools.partial(
-        decide,
-        CONTEXT_PARALLEL_ATTENTION,
-        examples.sizes_of(q, k, devices, causal=causal, layout=layout),
-        Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype)),
-        axes,
-        backend=backend,
-        config=config,
-    )
+    sizes = examples.sizes_of(q, k, devices, causal=causal, layout=layout)
+    types = Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype))
+    record = CONTEXT_PARALLEL_ATTENTION
+    call_of = functools.partial(decide, sizes=sizes, types=types, axes=axes, backend=backend)
     if 0 in (*q.shape, *k.shape):
-        call_of(None, obstacle="an operand is empty.")
+        call_of(record, options=None, config=config, obstacle="an operand is empty.")
         return rules.of_nothing(q, k, v, axes, return_logsumexp)
     question = attention_methods.Question(
         q=q,
@@ -123,6 +120,15 @@ def context_parallel_attention(
         devices=devices,
     )
     chosen = attention_methods.chosen(method, question)
+    if method == AUTO == backend and config is None and chosen.name == GATHER:
+        problem = Problem(
+            operation=OP, sizes=sizes, types=types, devices=devices, machine=Machine.of_mesh()
+        )
+        if _is_fastest_fused(question, problem, scale):
+            chosen = chosen.by_table()
+            record = dataclasses.replace(record, kernels=(rules.FUSED,))
+    elif method == FUSED and config is None:
+        config = attention_config.config_for(q.shape[-1])
     options = Options(
         method=chosen.name,
         layout=layout,
@@ -134,8 +140,8 @@ def context_parallel_attention(
         copies=attention_heads.copies(k.shape[2], devices) if chosen.name == HEADS else 1,
     )
     operands = Operands(q, k, v, segment_ids, kv_segment_ids)
-    obstacle = _not_fused(config, q, k, options, devices, segment_ids is not None)
-    call = call_of(options, obstacle=obstacle, remark=chosen.remark)
+    obstacle = _not_fused(config, question, scale) if chosen.name == FUSED else None
+    call = call_of(record, options=options, config=config, obstacle=obstacle, remark=chosen.remark)
     return reference(operands, axes, options) if call is None else perform(operands, call)
 
 
@@ -153,29 +159,37 @@ def _method_of(method: str, config: Any) -> str:
     return own
 
 
-def _not_fused(
-    config: Any, q: jax.Array, k: jax.Array, options: Options, devices: int, segments: bool
-) -> str | None:
-    """Why the fused kernel cannot serve the call, if it is asked for.
+def _not_fused(config: Any, question: attention_methods.Question, scale: float) -> str | None:
+    """Why the fused kernel of this configuration, if one is given, cannot serve the call.
 
     Raises:
       ValueError: a configuration that serves no call.
     """
-    if options.method != FUSED or not isinstance(config, fused.Config):
+    if not isinstance(config, fused.Config):
         return None
     config.check()
-    if checks.is_symbolic(q, k):
+    if checks.is_symbolic(question.q, question.k):
         return attention_methods.UNKNOWN
     return fused.obstacle(
-        q,
-        k,
+        question.q,
+        question.k,
         config,
-        mask=options.mask,
-        layout=options.layout,
-        devices=devices,
-        segments=segments,
-        scale=options.scale,
+        mask=question.mask,
+        layout=question.layout,
+        devices=question.devices,
+        segments=question.segments,
+        scale=scale,
     )
+
+
+def _is_fastest_fused(question: attention_methods.Question, problem: Problem, scale: float) -> bool:
+    """Whether the tuned table has the fused kernel as the fastest, and it can serve the call."""
+    if checks.is_symbolic(question.q, question.k) or fused.of_machine(problem) is not None:
+        return False
+    found = speed.by_nearest(CONTEXT_PARALLEL_ATTENTION, rules.FUSED, problem)
+    if found is None or found.backend != "pallas":
+        return False
+    return _not_fused(found.config, question, scale) is None
 
 
 def reference(operands: Operands, axes: Axes, options: Options) -> Any:

@@ -12,8 +12,11 @@ import stretto as st
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.peers.peers import PEERS
+from stretto.benchmarks.timing.tune import configs_for
+from stretto.kernels.choice import tables
 from stretto.kernels.fused.attention_config import Config
 from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations.attention_options import Config as Ways
 from stretto.kernels.problem.machine import Machine
 
 SIZES = dict(b=1, t=256, kv_t=256, heads=2, kv_heads=2, dim=64, masking=2, passes=1)
@@ -29,6 +32,33 @@ def test_each_configuration_is_offered():
     problem = case().problem(Machine.of_mesh())
     assert [one.config for one in found] == [str(one) for one in Config.candidates(problem)]
     assert all(one.operands == case().operands for one in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "tried"),
+    [
+        ("NVIDIA H200", {}, 2),
+        ("NVIDIA H200", dict(dim=96), 0),
+        ("NVIDIA H200", dict(t=192, kv_t=192), 0),  # Chunks that are no multiples of its blocks.
+        ("NVIDIA B200", {}, 0),
+    ],
+)
+def test_the_tuner_tries_both_kernels_and_the_table_tells_them_apart(kind, changes, tried):
+    one, machine = case(**dict(t=512, kv_t=512) | changes), Machine.of_kind("gpu", kind)
+    found, kernels = configs_for(one, machine), one.operation.kernels
+    assert [type(config) for config in found] == [Ways] * 2 + [Config] * tried
+    for config in found:
+        entry = tables.Entry(
+            op=one.operation.name,
+            sizes=one.problem(machine).sizes,
+            dtype="bfloat16",
+            devices=2,
+            fused_us=1.0,
+            xla_us=1.0,
+            config=tables.config_to_data(config),
+        )
+        is_of = [tables.is_of(entry, kernel, one.problem(machine)) for kernel in kernels]
+        assert is_of == [isinstance(config, kernel.Config) for kernel in kernels]
 
 
 @pytest.mark.slow

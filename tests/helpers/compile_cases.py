@@ -13,6 +13,7 @@ import functools
 import json
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
-from stretto.kernels.fused import dispatch_matmul, matmul_combine
+from stretto.kernels.fused import attention_config, dispatch_matmul, matmul_combine
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_options
 from stretto.kernels.problem import node_config
@@ -428,7 +429,7 @@ def attention_kernel(which: str) -> Iterator[Program]:
     """The kernel that pulls keys, for each size of heads and each mask."""
     causal = dict(causal=True, layout="zigzag")
     devices, heads, calls = {
-        "128": (2, (8, 2, 128), {"zigzag": causal}),
+        "128": (2, (8, 2, 128), _of_candidates(causal)),
         "64": (4, (8, 4, 64), {"zigzag": causal}),
         "full": (2, (4, 4, 128), {"full": {}}),
         # Where most is left to the warps that move data, which have few registers.
@@ -444,6 +445,13 @@ def attention_kernel(which: str) -> Iterator[Program]:
             )
 
         yield f"{label}, {which}", *on_one(call, mesh, operands)
+
+
+def _of_candidates(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The same call in each configuration that the tuner tries for heads of 128."""
+    problem = types.SimpleNamespace(sizes=dict(dim=128))
+    configs = attention_config.Config.candidates(problem)
+    return {f"zigzag, {config}": dict(options, config=config) for config in configs}
 
 
 def windows() -> Iterator[Program]:

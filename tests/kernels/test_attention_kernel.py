@@ -237,7 +237,7 @@ def test_the_public_call_and_its_derivatives():
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         assert error < TOLERANCE["bfloat16"]
     assert said[0].backend == "simulator" and said[0].config == SMALL
-    assert "never run on a GPU; its derivative by jax.lax" in said[0].reason
+    assert "it was asked for; its derivative by jax.lax" in said[0].reason
 
 
 def explained(q, k, **options):
@@ -290,7 +290,7 @@ def test_auto_does_not_take_it():
     shape = ((1, 512, 2, 64), "bfloat16")
     with st.simulate():
         found = explained(shape, shape, method="auto")
-    assert "'fused' was never timed" in found.reason and not isinstance(found.config, Config)
+    assert "no tuned table has 'fused'" in found.reason and not isinstance(found.config, Config)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +303,7 @@ def test_auto_does_not_take_it():
         (Config(pull_rows=48), "pull_rows=48 must divide tile_k=128"),
         (Config(tiles=TALL), "do not have the registers for heads of dim=128"),
         (Config(tiles=AttentionTiles(num_stages=3)), "bytes of shared memory"),
+        (Config(pull_rows=64, pull_slots=2), "bytes of shared memory"),  # Seen on H200s.
     ],
 )
 def test_configurations_that_cannot_be_built(config, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from attention_cases import stand_in
 from fused_cases import mesh_of
@@ -12,16 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.benchmarks.cases.case import Case
+from stretto.distributed import compiling
 from stretto.distributed.private_jax import cuda_version
+from stretto.distributed.tools import aot
 from stretto.kernels.attention import cudnn
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.choice import tables
+from stretto.kernels.fused import attention_config
 from stretto.kernels.operations import OPERATIONS, attention_heads, attention_methods
 from stretto.kernels.operations.attention_options import Config
 
 TOKENS = 8192  # of a device
 
 
-def explained(devices, heads, kv_heads, **options: Any):
+def explained(devices, heads, kv_heads, mesh=None, **options: Any):
     """The reason of a call of bfloat16, head size 128."""
     found = []
     q, k = (
@@ -35,7 +40,8 @@ def explained(devices, heads, kv_heads, **options: Any):
         return q
 
     spec = P(None, "x")
-    mapped = jax.shard_map(body, mesh=mesh_of(devices), in_specs=spec, out_specs=spec)
+    mesh = mesh or mesh_of(devices)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
     jax.eval_shape(mapped, q, k, k)
     return found[0]
 
@@ -95,6 +101,49 @@ def test_nobody_has_timed_the_ways_to_gather():
     """So `auto` leaves it to XLA on GPUs, too, and a simulation takes the default."""
     found = explained(2, 64, 8, backend="simulator")
     assert found.backend == "simulator" and found.config == Config(by_peer=True)
+
+
+BY_PEER = dict(by_peer=True)
+KERNEL = attention_config.Config(pull_rows=64, pull_slots=2)
+PULLED = dict(pull_rows=64, pull_slots=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "fused_us", "served"),
+    [
+        ({}, PULLED, 90.0, KERNEL),
+        ({}, PULLED, 110.0, None),  # XLA is faster.
+        ({}, BY_PEER, 90.0, Config()),  # Another way is fastest.
+        (dict(segment_ids=True), PULLED, 90.0, None),  # It cannot serve the call.
+        (dict(config=Config()), PULLED, 90.0, Config()),
+        (dict(method="gather"), PULLED, 90.0, None),
+    ],
+)
+def test_the_kernel_serves_where_a_table_has_it_as_the_fastest(
+    monkeypatch, options, config, fused_us, served
+):
+    sizes = dict(b=1, t=16384, kv_t=16384, heads=64, kv_heads=8, dim=128, masking=2, passes=1)
+    entry = tables.Entry(
+        op="context_parallel_attention",
+        sizes=sizes,
+        dtype="bfloat16",
+        devices=2,
+        fused_us=fused_us,
+        xla_us=100.0,
+        config=config,
+    )
+    monkeypatch.setattr(cuda_version, "running", lambda: None)
+    monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (entry,)))
+    monkeypatch.setattr(compiling, "current", lambda: None)  # It would ask for kernels.
+    if "segment_ids" in options:
+        options = dict(segment_ids=jnp.zeros((1, TOKENS), jnp.int32))
+    gpus = aot.mesh_of_gpus((2,), ("x",))
+    found = explained(2, 64, 8, mesh=gpus, causal=True, layout="zigzag", **options)
+    assert found.backend == ("xla" if served is None else "pallas"), found.reason
+    assert found.config == served or served is None
+    by_table = isinstance(served, attention_config.Config)
+    assert ("method 'fused', because the tuned table has it" in found.reason) == by_table
+    assert not by_table or "was measured to take 90% of XLA's time" in found.reason
 
 
 @pytest.mark.parametrize(
