@@ -101,7 +101,7 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
 
 
 def _intervals(cases: Sequence[Measurement]) -> str:
-    """A row a case: floor, ours and XLA's with their intervals, shares."""
+    """A row a case: floor, Stretto's and XLA's times with their intervals, shares."""
     body = []
     for m in cases:
         ours, xla = m.of("fused"), m.of("xla")
