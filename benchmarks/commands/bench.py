@@ -106,8 +106,7 @@ class BenchOptions:
     list: bool = False
     """Time nothing; list the cases and how long they would take."""
     max_slowdown: Annotated[float | None, arg(metavar="PERCENT")] = None
-    """Exit with status 1 if `auto` is slower than XLA by this many percent, beyond the ratio's
-    interval."""
+    """Exit with status 1 if the interval of `auto` over XLA is beyond this many percent."""
     link_gb_per_s: float = 350.0
     """Bandwidth of a device's links that the floor assumes, in GB/s."""
     predict: str = ""
