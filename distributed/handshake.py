@@ -3,7 +3,7 @@
 A kernel accesses its peers' memory. It must not do so before a peer has started the same launch
 (then the peer's operands are ready, its results are free and its semaphores zero), and it must not
 end before its peers have finished with its memory. XLA guarantees the first by a barrier kernel
-before each of ours, which takes 4 to 8 us on the device and as much again on the host. Here the
+before each such kernel. That takes 4 to 8 us on the device, and as long again on the host. Here the
 kernel itself does so, during its own first steps. The names are those of a barrier: arrive, wait.
 
 | counter of the heap | raised by | waited for by | count | proves |

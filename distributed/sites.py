@@ -13,7 +13,7 @@ from typing import Any
 _OURS = re.escape(os.path.join(os.path.dirname(os.path.abspath(__file__)), ""))
 
 # A frame in one of these is plumbing, not kernel code: JAX's own files, Python's, and the wrappers
-# of our distributed layer (but not the kernels that JAX ships, nor ours).
+# of `stretto.distributed` (but not the kernels of JAX, nor those of Stretto).
 _PLUMBING = re.compile(
     r"(/jax/(_src|core|interpreters|extend)/"
     r"|/jax/experimental/(mosaic/|pallas/[^/]*\.py$|shard_map)"

@@ -121,7 +121,7 @@ def current() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Target:
-    """A descriptor on which a process tells its agent something, and what it was when opened.
+    """A descriptor by which a process reports to its agent, and its identity when it was opened.
 
     A child that the process forked has the descriptor, and must not write. A script may close all
     descriptors that it does not know; then the number may be that of a file of its own.

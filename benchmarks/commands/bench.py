@@ -106,8 +106,7 @@ class BenchOptions:
     list: bool = False
     """Time nothing; list the cases and how long they would take."""
     max_slowdown: Annotated[float | None, arg(metavar="PERCENT")] = None
-    """Exit with status 1 if `auto` is slower than XLA by more than this many percent, the interval
-    of the ratio counted."""
+    """Exit with status 1 if the interval of `auto` over XLA is beyond this many percent."""
     link_gb_per_s: float = 350.0
     """Bandwidth of a device's links that the floor assumes, in GB/s."""
     predict: str = ""
@@ -117,7 +116,7 @@ class BenchOptions:
     torch_python: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """The interpreter that has PyTorch, if it is not this one."""
     check: bool = True
-    """Compare our kernels' results with XLA's before timing them."""
+    """Compare Stretto's results with XLA's before timing them."""
     seed: int = 0
     """Seed of the operands' values and of the order of the peers."""
     commit: str = ""

@@ -55,7 +55,7 @@ class CompareOptions:
     """List what changed between two results.
 
     Two times are equal where the 95% interval of their ratio holds 1. Exits with status 1 if one of
-    our kernels became slower by more than the threshold, or lost its time.
+    Stretto's kernels became slower by more than the threshold, or lost its time.
     """
 
     before: tyro.conf.Positional[pathlib.Path]

@@ -73,8 +73,7 @@ class NeverSlowerOptions:
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
     """Time nothing; summarise these results."""
     page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
-    """Write the summary of the results into this page, between its markers `<!-- never-slower -->`
-    and `<!-- /never-slower -->`."""
+    """Write the summary of the results between the never-slower markers of this page."""
     commit: str = ""
     """The commit to record, where this copy of Stretto is no checkout."""
 

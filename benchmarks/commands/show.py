@@ -36,8 +36,7 @@ class ShowOptions:
     report: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write one self-contained HTML page."""
     predict: str = ""
-    """Device counts, comma separated, to predict the documented shapes on, beside what was
-    measured."""
+    """Device counts, comma separated, on which to predict the documented shapes."""
 
 
 def main(argv: list[str]) -> int:

@@ -54,8 +54,7 @@ class TuneOptions:
         arg(metavar="[KERNEL ...]", help=f"Kernels to tune: {KERNELS_HELP}"),
     ] = ()
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
-    """Measure nothing; take the times in these results of `stretto bench --json`, each in the
-    configuration that was run. Needs no GPU."""
+    """Measure nothing; take times and configurations from these results of `stretto bench`."""
     shapes: Annotated[str, arg(help=SHAPES_HELP)] = "goals,llama-70b,square"
     devices: str = ""
     """Device counts, comma separated; default: powers of two up to all, on a CPU all."""

@@ -14,8 +14,8 @@ def fill(measurement: Measurement, timed: Timed) -> None:
     """Adds the interval of each figure of `timed`, if there are enough rounds.
 
     The figures are computed anew for each round. Where the floor is the time of a program, a share
-    of it is that program's time in the same round over ours; otherwise it is of the bytes over the
-    link.
+    of it is that program's time in the same round over `timed`; otherwise it is the bytes' time
+    over the link.
     """
     xla, moved = measurement.of("xla"), measurement.of("communication")
     matmul = _fastest_matmul(measurement)

@@ -89,7 +89,9 @@ def title(what: str, card: str, cases: Sequence[Measurement]) -> str:
     """The title: the figure, the card, the number of devices and the types."""
     counts = sorted({m.devices for m in cases})
     types = ", ".join(dict.fromkeys(m.type for m in cases))
-    return f"{what}: {' and '.join(map(str, counts))} x {card}, {types}"
+    *first, last = map(str, counts)
+    numbers = f"{', '.join(first)} and {last}" if first else last
+    return f"{what}: {numbers} x {card}, {types}"
 
 
 def rows(figure: Any, names: Sequence[str]) -> Any:

@@ -80,7 +80,7 @@ def microseconds(timed: Timed | None, with_share: bool = False) -> str:
 
 
 def times_table(measurements: Sequence[Measurement], leave_out: Sequence[str] = ()) -> str:
-    """Cases of any kernels, one a row: floor and every peer's time, ours with its share.
+    """Cases of any kernels, one a row: floor and every peer's time, Stretto's with its share.
 
     In bold the fastest, and what cannot be told apart from it.
     """
@@ -99,7 +99,7 @@ def times_table(measurements: Sequence[Measurement], leave_out: Sequence[str] = 
 
 
 def kernel_table(measurements: Sequence[Measurement]) -> str:
-    """Cases of one kernel: floor, parts, peers, share of the floor and rate of ours."""
+    """Cases of one kernel: floor, parts, peers, Stretto's share of the floor and rate."""
     parts = peers_in(measurements, (MATMUL, COMMUNICATION))
     names = operation_peers(measurements)
     collective = not measurements[0].has_matmul

@@ -20,7 +20,7 @@ README_ROWS = 6
 METHOD = """\
 Each time is the median of the samples; the interval beside it is their tenth and ninetieth
 percentile. A sample is the mean over a run of many calls inside one `jit`, on the slowest device.
-All programs of a row take turns in one run, in random order, so compare times within a row; the
+All programs of a row take turns in one run, in varying order. So compare times within a row: the
 same kernel in another run may differ by several percent. [Benchmarks](benchmarks.md) has the whole
 method.
 
@@ -29,7 +29,7 @@ device must send over its link. A matmul was timed alone and inside each program
 no matmul of the row was faster than the program.
 
 **The kernels may have changed since the commit that a result names.** [Changed since the
-results](decisions.md#changed-since-the-results) lists whose device code is another now.
+results](decisions.md#changed-since-the-results) lists the kernels whose device code differs.
 
 Other machines, all peers and all numbers of devices are under [Results](../results/index.md);
 what was tried to reach these times is under [Decisions](decisions.md).
@@ -101,7 +101,7 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
 
 
 def _intervals(cases: Sequence[Measurement]) -> str:
-    """A row a case: floor, ours and XLA's with their intervals, shares."""
+    """A row a case: floor, Stretto's and XLA's times with their intervals, shares."""
     body = []
     for m in cases:
         ours, xla = m.of("fused"), m.of("xla")

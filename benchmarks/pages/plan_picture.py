@@ -22,8 +22,8 @@ PARTS = {
     "tp": "rows along tp, not hidden",
     "cp": "keys and values along cp",
     "ep": "sending experts' rows",
-    "gradients": "adding up gradients",
-    "state": "bringing weights together",
+    "gradients": "sum of gradients",
+    "state": "gathering the shared state",
 }
 _SHADES = (
     "#0072b2",
@@ -79,7 +79,7 @@ def _rates(axes: Any, plan: Plan) -> None:
         first = strong[0].best.tokens_per_s / strong[0].gpus
         ideal = [first * row.gpus for row in strong]
         counts = [row.gpus for row in strong]
-        axes.plot(counts, ideal, color=FLOOR, linestyle="--", label="strong, without loss")
+        axes.plot(counts, ideal, color=FLOOR, linestyle="--", label="strong, at 100%")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     counts = [row.gpus for row in plan.strong]

@@ -105,7 +105,7 @@ def loser_lines(one: ForGpus) -> list[str]:
 
 def _examples(one: ForGpus, reason: str) -> str:
     found = [loser for loser in one.losers if reason in loser.why]
-    return "; ".join(f"{loser.split} {loser.why.split(': ', 1)[1]}" for loser in found[:2])
+    return "; ".join(f"{loser.split} {loser.why.split(': it ', 1)[1]}" for loser in found[:2])
 
 
 def print_scaling(console: Console, title: str, found: Sequence[ScalingRow]) -> None:

@@ -138,20 +138,20 @@ def planned_table() -> str:
             for count in COUNTS:
                 found = plan.over(step_model(), one, count, one.batch, target)
                 body.append([target.name, one.name, str(count), *_planned_cells(found)])
-    header = ["machine", "model", "GPUs", "step, s", "interval", "split", "how", "exposed", "GB"]
-    return rows(header, body, left=2)
+    header = ["machine", "model", "GPUs", "split", "how", "step, s", "interval", "exposed", "GB"]
+    return rows(header, body, left=5)
 
 
 def _planned_cells(found: ForGpus) -> list[str]:
     if not found.best:
         why = f"none fits: the least needs {found.least_gb:.0f} GB"
-        return [NONE, NONE, why, NONE, NONE, NONE]
+        return [why, NONE, NONE, NONE, NONE, NONE]
     best = found.best[0]
     return [
-        number(best.step_s),
-        f"{number(best.low_s)} to {number(best.high_s)}",
         best.split,
         best.how,
+        number(best.step_s),
+        f"{number(best.low_s)} to {number(best.high_s)}",
         percent(best.exposed_s / best.step_s),
         f"{best.memory_gb:.0f}",
     ]

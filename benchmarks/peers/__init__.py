@@ -1,1 +1,1 @@
-"""Who is timed: our kernels, XLA and other libraries."""
+"""Who is timed: Stretto's kernels, XLA and other libraries."""

@@ -26,7 +26,7 @@ from stretto.kernels.xla.matmul import matmul
 
 
 def peers_across_nodes(backend: str, pieces: Sequence[int]) -> list[Peer]:
-    """XLA's versions first, then ours, on `backend`, once for each number of pieces."""
+    """XLA's versions first, then Stretto's, on `backend`, once for each number of pieces."""
     hierarchical = Peer(
         name="xla-hierarchical",
         label="XLA hierarchical",

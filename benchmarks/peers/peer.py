@@ -25,8 +25,8 @@ class Peer:
 
     Attributes:
       name, label: as options and results name it, and as people do.
-      role: what its time means: `FUSED` ours, `XLA` the one to beat, `MATMUL` and `COMMUNICATION`
-        the parts that make the floor, `OTHER` another library's.
+      role: what its time means: `FUSED` Stretto's, `XLA` the one to beat, `MATMUL` and
+        `COMMUNICATION` the parts that make the floor, `OTHER` another library's.
       candidates: raises `UnavailableError`; None where the times come from the PyTorch helper.
       by_xla: whether XLA generates the code, and may time variants on the device as it compiles.
       on_request: whether it is timed only where it is named.

@@ -88,7 +88,7 @@ def memory_of(decoder: Decoder, split: Split, how: How) -> Memory:
 
 
 def _state_shares(decoder: Decoder, split: Split) -> float:
-    """Over how many devices a weight is shared out, as a mean over the weights."""
+    """Over how many devices a weight is split, as a mean over the weights."""
     dense, experts = _weights(decoder, split)
     copies = split.cp * split.dp
     parts = dense / (copies * split.ep) + experts / copies
@@ -124,7 +124,7 @@ def evaluate(
     }
     beyond = [f"{passes} passes a step"] if passes > 1 else []
     beyond += ["experts"] if decoder.experts else []
-    beyond += ["a state that is shared out"] if how.shared else []
+    beyond += ["a shared state"] if how.shared else []
     time = on_device + total(sent.values())
     return Evaluated(
         split=split,
@@ -178,7 +178,7 @@ def _sent(
             gathers = 2 if how.remat == "elementwise" else 3
             state += over("all_gather", 2 * weights, stride, devices).times(gathers * passes)
             state += over("reduce_scatter", 4 * weights, stride, devices).times(passes)
-        found["state"] = _arithmetic(state, "a state that is shared out")
+        found["state"] = _arithmetic(state, "a shared state")
     else:
         found["gradients"] = over("all_reduce", 4 * dense, split.tp, copies * split.ep)
         found["gradients"] += over("all_reduce", 4 * experts, split.tp * split.ep, copies)

@@ -1,8 +1,8 @@
 """Memory that a training step needs on a device, by arithmetic.
 
 Weights and AdamW's moments are float32, gradients float32, and what is multiplied is a copy of 16
-bits: 18 bytes of a weight. Where the state is shared out, every device keeps its part of it, and
-the weights of a layer come together when the layer's turn comes, two layers at a time.
+bits: 18 bytes of a weight. With a shared state every device keeps its part of it, and gathers the
+weights of a layer before the layer runs, two layers at a time.
 
 Between the passes a layer keeps what `examples/transformer` names: gathered rows, products, the
 sum, and attention's result; with the rematerialisation of layers the sums alone.

@@ -30,8 +30,8 @@ _PART_WORDS = {
     "tp": "rows along tp that are not hidden take",
     "cp": "keys and values along cp take",
     "ep": "sending experts' rows takes",
-    "gradients": "adding up gradients takes",
-    "state": "bringing weights together takes",
+    "gradients": "the sum of gradients takes",
+    "state": "gathering the shared state takes",
 }
 
 
@@ -112,7 +112,9 @@ def _slower(one: Evaluated, best: Evaluated) -> Loser:
     grown = {name: us - best.parts.get(name, 0.0) for name, us in one.parts.items()}
     name = max(grown, key=lambda part: grown[part])
     more = 100 * (one.time.us / best.time.us - 1)
-    why = f"{more:.0f}% slower: {_PART_WORDS[name]} {grown[name] / 1e6:.2g} s more"
+    seconds = grown[name] / 1e6
+    took = f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.2g}"
+    why = f"{more:.0f}% slower: {_PART_WORDS[name]} {took} s more"
     return Loser(split=str(one.split), why=why)
 
 

@@ -30,7 +30,7 @@ class Settings:
     """How each case is timed.
 
     `repeats` samples per peer, in visits of `SAMPLES_PER_VISIT` with `rest_s` seconds of idle
-    between; `check` compares our kernels' results with XLA's first.
+    between; `check` compares Stretto's results with XLA's first.
     """
 
     repeats: int = 20
@@ -193,7 +193,7 @@ def _from_jax(bench: Bench, peer: Peer, settings: Settings) -> tuple[Ready, _Ent
     if peer.role == FUSED:
         is_ours = best.backend == "pallas" or not bench.case.needs_kernel
         if peer.name == "fused" and bench.on_gpu and not is_ours:
-            raise UnavailableError("the call launched no kernel of ours")
+            raise UnavailableError("the call launched no kernel of Stretto")
         entry.backend = best.backend
     if peer.is_checked and settings.check:
         entry.error = bench.check(best)

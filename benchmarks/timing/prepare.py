@@ -36,7 +36,7 @@ class Ready:
     """A candidate that can be timed.
 
     `backend` is what serves it, "pallas" or "xla"; `config` the configuration, in words or, of a
-    kernel of ours, its fields as JSON.
+    kernel of Stretto, its fields as JSON.
     """
 
     candidate: Candidate

@@ -1,1 +1,1 @@
-"""JAX primitives of our own, of which kernels are made. They need private JAX."""
+"""Stretto's JAX primitives, of which kernels are made. They need private JAX."""

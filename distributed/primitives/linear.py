@@ -1,10 +1,10 @@
 """A linear function with a transpose of its own, differentiable in every direction.
 
-`jax.custom_vjp` lets a kernel have a fused derivative and forbids forward mode. `jax.custom_jvp`
-allows both and takes the transpose from JAX, which has none of a kernel. Here a tangent is one
-operation that knows its transpose: forward mode evaluates it, reverse mode transposes it, and
-either may be differentiated again. `jax.custom_derivatives.linear_call` is the like of it, but
-knows no `vmap`, and nothing that its residuals depend on can be differentiated (JAX 0.11.2).
+`jax.custom_vjp` allows a fused derivative and forbids forward mode. `jax.custom_jvp` allows both,
+and takes the transpose from JAX, which has none for a kernel. Here a tangent is one operation with
+a transpose: forward mode evaluates it, reverse mode transposes it, and both can be differentiated
+again. `jax.custom_derivatives.linear_call` is similar, but does not support `vmap`, and JAX cannot
+differentiate the values on which its residuals depend (JAX 0.11.2).
 Private JAX, checked on 0.11.2 and 0.12.0.1.
 """
 

@@ -1,1 +1,1 @@
-"""What is read from JAX and XLA that has no public name, and nothing of our own."""
+"""What is read from JAX and XLA that has no public name, and nothing of Stretto."""

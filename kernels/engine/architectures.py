@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
       adding_large: for other results that are added up, where `large` has no room for addends.
       paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
         added up. None where an architecture has none.
-      tried: that the tuner tries besides, and that nobody gets by default.
+      tried: further ones that only the tuner tries, and that are no defaults.
     """
 
     large: TileConfig

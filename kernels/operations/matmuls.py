@@ -61,12 +61,13 @@ def all_gather_matmul(
     | "k" | **`[m, k / D]`** | `[k, n]` | `[n, k]` | `[m, n]` |
     | "n" | `[m, k]` | **`[k, n / D]`** | **`[n / D, k]`** | `[m, n]` |
 
-    The other operand is the device's own: for "m" and "k" columns of rhs and out, with out
-    `[m, D * n]` as a whole; of "n" rows of lhs and out, as in fully sharded data parallelism.
+    The other operand is the device's own. For "m" and "k" each device has some columns of rhs and
+    out, and out is `[m, D * n]` as a whole. For "n" each device has some rows of lhs and out, as in
+    fully sharded data parallelism.
 
-    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m", and for the others
-    the same with `axis=1`, of lhs for "k" and of rhs for "n"; with products summed in float32 and
-    rounded once, to `out_dtype`.
+    Equals `epilogue(lax.all_gather(lhs, axis_name, tiled=True) @ rhs)` for "m". For "k" lhs is
+    gathered with `axis=1`, for "n" rhs is. Products are summed in float32 and rounded once, to
+    `out_dtype`.
 
     With more dimensions before its rows, lhs `[..., k]` is a batch, gathered along `axis`: equal to
     `lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, of `[b, s / D, k]` with `axis=1`
@@ -78,11 +79,11 @@ def all_gather_matmul(
       rhs: matrix of lhs's type. Or several, each with an `n` of its own, in a tuple: lhs is
         gathered once for all (queries, keys and values; gate and up). Not for "n".
       axis_name: mesh axis, or tuple of axes, to gather over.
-      epilogue: elementwise function of the float32 product, for example `jax.nn.gelu`; of each.
-        It is applied to pieces of the product, so a function of several elements is an error. Or
-        a name ("gelu"), `(function, *arrays)`, or a `stretto.Epilogue` (`stretto.epilogues` has the
-        common ones), whose arrays broadcast to the result of one device. With a gated one such as
-        "swiglu", rhs is a pair (gate, up), and out is one matrix.
+      epilogue: elementwise function of the float32 product, or of each product, for example
+        `jax.nn.gelu`. It is applied to pieces, so a function of several elements is an error. Or a
+        name ("gelu"), `(function, *arrays)`, or a `stretto.Epilogue` (`stretto.epilogues` has the
+        common ones). Its arrays broadcast to the result of one device. A gated epilogue such as
+        "swiglu" needs a pair (gate, up) as rhs, and out is one matrix.
       out_dtype: floating-point type of the result; lhs's by default.
       rhs_transposed: rhs is given as `[n, k]`. No transposed copy is made.
       gather_axis: "m", "k" or "n", as above. For "n" XLA transposes the result, and the shard of
@@ -91,13 +92,13 @@ def all_gather_matmul(
       return_gathered: return `(out, gathered)`, with the gathered operand, whole.
       keep_gathered: keep the gathered operand for the backward pass (D - 1 shards more memory) in
         place of gathering it again. Policies of `jax.checkpoint` know it by the name "gathered".
-      lhs_scale, rhs_scale: scales of operands in 8 bits (`float8_e4m3fn`, `float8_e5m2`, also
-        mixed), float32: of a device's lhs `[..., k]` `[]`, `[..., 1]` or `[..., k / 128]`; of its
-        rhs `[]`, `[1, n]` or `[k / 128, n / 128]`, transposed as rhs is, and of several a tuple.
-        Those of what is gathered are gathered with it. Without one of both, it is 1.
-        `stretto.quantise` makes them. The result is bfloat16 by default; the kernel takes rhs
-        transposed, `[n, k]`, and gather_axis "m" or, without blocks, "n"; there is no derivative
-        (`stretto.fp8` has one).
+      lhs_scale, rhs_scale: scales in float32 of operands in 8 bits (`float8_e4m3fn`,
+        `float8_e5m2`, also mixed), made by `stretto.quantise`. A device's lhs `[..., k]` takes
+        `[]`, `[..., 1]` or `[..., k / 128]`; its rhs `[]`, `[1, n]` or `[k / 128, n / 128]`,
+        transposed as rhs is; several rhs take a tuple. Scales are gathered with their operand. A
+        missing one is 1. The result is bfloat16 by default. The kernel needs a transposed rhs,
+        `[n, k]`, and gather_axis "m" or, without blocks, "n". There is no derivative (`stretto.fp8`
+        has one).
       config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an

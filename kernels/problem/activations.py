@@ -1,4 +1,4 @@
-"""Activations of gated experts: what becomes of two halves of a product, in float32."""
+"""Activations of gated experts: functions of the two halves of a product, in float32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Which epilogues JAX lowers for GPUs inside a kernel: those of the operations listed here.
 
-Mosaic GPU lacks many that XLA has, such as `erf`, `log1p` and `pow` (JAX 0.11.2), and tells where a
-program is lowered, too late to choose XLA. `tests/kernels/test_epilogues.py` lowers all of these.
+Mosaic GPU lacks many that XLA has, such as `erf`, `log1p` and `pow` (JAX 0.11.2), and raises
+an error only where a program is lowered, too late to choose XLA. `tests/kernels/test_epilogues.py`
+lowers all of these.
 """
 
 from __future__ import annotations

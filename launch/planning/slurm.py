@@ -45,7 +45,7 @@ def _expand(part: str) -> list[str]:
 def allocated_hosts(environ: Mapping[str, str]) -> list[str]:
     """Hosts of the allocation that this environment is in, in Slurm's order; empty outside of one.
 
-    Asks ``scontrol`` where it is there, which knows names that no rule of ours would expand.
+    Asks ``scontrol`` where it is there, which knows names that no rule here would expand.
 
     Raises:
       LaunchError: the list cannot be read.

@@ -22,7 +22,7 @@ from stretto.launch.process.detection import Launched
 _POLL_S = 0.02
 _FIRST_DERIVED_PORT = 20_000  # below Linux's range of ports for outgoing connections
 _NUM_DERIVED_PORTS = 12_000
-# What tells two jobs of a launcher apart, and is the same in all processes of one.
+# Variables that differ between two jobs of a launcher, and are equal in all processes of a job.
 _JOB_NAMES = (
     "PMIX_NAMESPACE",
     "PMIX_SERVER_URI2",

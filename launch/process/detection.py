@@ -3,7 +3,7 @@
 Only the launcher's own variables count, in an order that puts the innermost launcher first:
 ``torchrun`` inside ``srun`` leaves ``SLURM_PROCID`` at 0 in all its processes, and ``mpirun``
 inside an allocation leaves Slurm's variables of the enclosing step. A script of ``stretto run``
-that starts ``mpirun`` leaves ours, so ours carry fingerprints of the launchers around them.
+that starts ``mpirun`` leaves Stretto's, so these carry fingerprints of the launchers around them.
 """
 
 import hashlib

@@ -184,7 +184,7 @@ def _limit_devices(device_ids: Sequence[int]) -> None:
 
 
 def _end_job_on_exception() -> None:
-    """Under a launcher that is not ours, an uncaught exception ends this process at once.
+    """Under another launcher than Stretto's, an uncaught exception ends this process at once.
 
     The ordinary exit would wait in JAX's exit barrier for the other processes, which wait for
     this one; ended at once, the launcher sees it and ends them.

@@ -87,7 +87,7 @@ class Console:
     def check(self) -> None:
         """Raises ``BrokenPipeError`` if the reader of the output is gone.
 
-        Raises what an outlet's thread met with else, too: a fault of ours, not of the job's.
+        Raises any other error of an outlet's thread, too: a fault of the launcher, not of the job.
         """
         for error in (self._terminal.error, *(outlet.error for outlet in self._outlets)):
             if error is not None:

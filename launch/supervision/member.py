@@ -98,7 +98,7 @@ class Member:
         self.silence.hear(self.heard_at)
 
     def update(self, message: Message) -> Failure | None:
-        """Take in a message of the agent's; the failure, if it tells of a first one.
+        """Record a message of the agent; return the failure, if it reports the first one.
 
         Raises:
           LaunchError: the agent could not start the process.
@@ -245,10 +245,10 @@ class Member:
 
 
 class Silence:
-    """How long an agent has owed an answer.
+    """How long the supervisor has waited for an agent's answer.
 
-    Only while the supervisor itself ran: what was stopped with it, or waits in its own buffers, is
-    no silence.
+    Only the time in which the supervisor itself ran counts: an agent that was stopped together with
+    it, or whose answer waits in its buffers, is not silent.
     """
 
     def __init__(self):
@@ -257,7 +257,7 @@ class Silence:
         self._seconds = 0.0
 
     def ask(self, now: float) -> bool:
-        """Note that an answer is wanted; whether to ask, since none is owed so far."""
+        """Record that an answer is wanted. Whether to ask: False while an answer is awaited."""
         if self._asked_at is not None:
             return False
         self._asked_at = self._counted_at = now

@@ -1,8 +1,8 @@
 """Whether all processes of a job run the same programs, from their messages as they compile them.
 
 A program that several processes run must be the same on all: with other shapes, or another program
-in its place, they wait for each other for ever, or compute nonsense. Each process tells of the
-programs that it compiles together with others; the supervisor compares.
+in its place, they wait for each other for ever, or compute nonsense. Each process reports the
+programs that it compiles for itself and others; the supervisor compares them.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""Lines in which a worker tells its agent of itself: a failure, its end, a program it compiled.
+"""Lines by which a worker reports to its agent: a failure, its end, a program it compiled.
 
-A script has the descriptor, too, and may write anything there.
+A script has the same descriptor, and may write anything there.
 """
 
 import json
@@ -12,7 +12,7 @@ _FAILURE = {"status": int, "traceback": str}
 
 
 def parse_record(line: str) -> Message | None:
-    """What a worker tells of itself; None for anything else that a script wrote there."""
+    """A worker's report; None for any other line, which a script wrote."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

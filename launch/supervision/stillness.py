@@ -1,8 +1,8 @@
 """Whether a process is idle, as in a wait for others in a collective.
 
-Its main thread then waits for another thread, and it computes nothing. One that sleeps, reads a
-file or waits for a program that it started does something of its own, and one that compiles
-computes. On GPUs JAX may spin while it waits, so computing tells nothing there.
+Its main thread then waits for another thread, and the process computes nothing. A process that
+sleeps, reads a file, compiles, or waits for a program that it started is not idle. On GPUs JAX may
+spin while it waits, so whether a process computes shows nothing there.
 """
 
 import os

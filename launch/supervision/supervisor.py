@@ -31,7 +31,7 @@ _ABANDONED_LIMIT_S = 3.0
 _LAUNCHER_END_S = 1.0
 _LAUNCHER_LINES = 5
 _LAUNCHER_WORDS_S = 3.0
-_MANY = 64  # processes, which take some time to end; what ended the job is told before that, too
+_MANY = 64  # processes, which take some time to end; the cause is also printed before they end
 
 
 def run(job: Job, console: Console, lost_hosts: set[str] | None = None) -> int:

@@ -100,7 +100,7 @@ class Channel:
         Raises:
           EOFError: the other end closed the connection.
           OSError: the connection is broken.
-          ValueError: the bytes are not messages of ours.
+          ValueError: the bytes are no messages of Stretto.
         """
         try:
             data = self.sock.recv(1 << 16)

@@ -254,7 +254,7 @@ def test_xlas_time_does_not_pass_for_our_kernels(monkeypatch):
     monkeypatch.setattr(prepare, "is_gpu", bool)
     ours = peer_of("fused", case_of().call("xla"))
     found = measured([ours], check=False)
-    assert found.missing[0].reason == "the call launched no kernel of ours"
+    assert found.missing[0].reason == "the call launched no kernel of Stretto"
 
 
 def test_what_serves_auto_is_recorded():

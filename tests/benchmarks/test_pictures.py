@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -76,6 +77,13 @@ def test_legends_are_whole(drawn):
         (axes,) = figure.axes
         box = axes.get_legend().get_window_extent()
         assert box.y0 >= 0 and box.x1 <= figure.bbox.x1, name
+
+
+def test_a_title_counts_devices_as_a_sentence_does(make_results):
+    (case, *_) = make_results(kernels=KERNELS[:1]).measurements
+    cases = [msgspec.structs.replace(case, devices=devices) for devices in (4, 1, 2)]
+    assert drawing.title("Scaling", "H200", cases).startswith("Scaling: 1, 2 and 4 x H200, ")
+    assert drawing.title("Scaling", "H200", cases[:1]).startswith("Scaling: 4 x H200, ")
 
 
 def test_auto_is_seen_around_what_served_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import config
 import jax
@@ -109,6 +110,11 @@ class TestTimes:
         assert len(times) == 5 and times == sorted(times)
         assert len(found.losers) + 5 == found.fitting + found.too_large + found.impossible
         assert all(loser.why for loser in found.losers)
+
+    def test_long_times_have_no_exponent(self):
+        reasons = [loser.why for loser in over("70b", 64).losers]
+        assert any(re.search(r" \d{3,} s more$", why) for why in reasons)
+        assert not any("e+" in why for why in reasons)
 
     def test_parts_make_up_the_step_and_lie_within_its_interval(self):
         for name in ("7b", "mixture-30b"):

@@ -71,7 +71,8 @@ def table(results: dict[str, list[Outcome]]) -> str:
         counts = count(outcomes)
         numbers = [sum(counts.values()), *(counts[kind] or "" for kind in CLASSES)]
         rows.append([f"`{file.removesuffix('.py')}`", *map(str, numbers)])
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    lines = ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
     for kind, meaning in CLASSES.items():
         lines += ["", f"**{kind}**: {meaning}"]
         lines += _details(kind, results)

@@ -91,11 +91,11 @@ def _acting(
 def _looking(
     task: Any, cond: Program, body: Program, values: tuple[list, list, list], *, site: Site
 ) -> Generator[Any, None, list]:
-    """A loop that only looks. After a pass in vain the next comes when somebody else has acted.
+    """A loop that only reads. After a pass without effect it waits until another task has acted.
 
-    A pass is in vain if it leaves what the loop carries as it was, and has seen no barrier's phase
-    end: the next would do the same. So loops that wait for each other are a deadlock at once, and
-    not when all steps are used up.
+    A pass has no effect if it leaves the loop's values unchanged, and has seen no barrier's phase
+    end: the next pass would do the same. So loops that wait for each other are a deadlock at once,
+    and not only when all steps are used up.
     """
     cond_consts, body_consts, carry = values
     scheduler = task.machine.scheduler

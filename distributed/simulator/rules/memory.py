@@ -111,7 +111,7 @@ def _load_semaphore(view: Any, out: int) -> Step:
 
 
 def _store_semaphore(view: Any, value: int, site: Site) -> Step:
-    """A plain store to semaphores, which signals and waits may not meet."""
+    """A plain store to semaphores; it must be ordered with signals and waits."""
 
     def step(task: Any, env: list) -> Generator:
         yield
