@@ -24,7 +24,6 @@ from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
 from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
-from stretto.kernels.problem.scales import FP8
 
 SCHEMA = 1
 
@@ -88,18 +87,16 @@ class Entry:
 
         Of a collective, whose sizes are rows and columns, only the product counts.
         """
-        asked = (problem.operation, _timed_as(problem.types.lhs), problem.devices)
-        own = (self.op, _timed_as(self.dtype), self.devices)
-        if own != asked or self.sizes.keys() != problem.sizes.keys():
+        asked = (problem.operation, problem.types.lhs, problem.devices)
+        if (
+            self.op,
+            self.dtype,
+            self.devices,
+        ) != asked or self.sizes.keys() != problem.sizes.keys():
             return math.inf
         if self.sizes.keys() == {"m", "n"}:
             return _doublings(math.prod(self.sizes.values()), math.prod(problem.sizes.values()))
         return sum(_doublings(size, problem.sizes[name]) for name, size in self.sizes.items())
-
-
-def _timed_as(dtype: str) -> str:
-    """The type whose times hold: tensor cores and links are as fast with either type of 8 bits."""
-    return FP8[0] if dtype in FP8 else dtype
 
 
 def _doublings(a: int, b: int) -> float:

@@ -129,13 +129,6 @@ def test_a_far_shape_or_another_problem_is_not_decided(tuned, other):
     assert tables.look_up(KERNEL, problem(**other)) is None
 
 
-@pytest.mark.parametrize(("dtype", "found"), [("float8_e5m2", True), ("float16", False)])
-def test_times_of_one_type_of_8_bits_hold_for_the_other(dtype, found):
-    """Gradients are of the other; of 16 bits each type has entries of its own."""
-    measured = entry(dtype="float8_e4m3fn" if found else "bfloat16")
-    assert (measured.distance(problem(dtype=dtype)) == 0) is found
-
-
 def test_an_entry_whose_config_does_not_fit_the_problem_is_not_used(tuned):
     assert tables.look_up(KERNEL, problem(dtype="float32", out_dtype="float32")) is None
 
