@@ -58,6 +58,10 @@ def _with_copies(
     """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
+    if kernel.untried and problem.copied and plain.backend == "pallas":
+        reason = f"{plain.reason}, but never with copies that put rows in order"
+        others = dict(reason=reason, fused_us=None, xla_us=None)
+        return dataclasses.replace(plain, problem=problem, backend="xla", **others)
     fused_us, xla_us = plain.fused_us, plain.xla_us
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)

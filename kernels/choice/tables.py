@@ -192,8 +192,9 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
     """The choice by the table of the problem's GPU; None where the table does not apply.
 
     That is where no entry is within `REACH`, where the result's elements are of another width than
-    the operands' (than bfloat16, of operands in 8 bits with scales), and where no near entry's
-    configuration fits the kernel any more. Times are those of the very shape. Elsewhere several
+    the operands' (than bfloat16, of operands in 8 bits with scales), where no near entry's
+    configuration fits the kernel any more, and where a single entry, which is not `NEAR`, is all
+    that was measured of an `untried` kernel. Times are those of the very shape. Elsewhere several
     entries say by how much the estimate is off; the fused kernel has to win by `MARGIN`, and has
     its default configuration where no entry is `NEAR`.
 
@@ -213,6 +214,8 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
     if not fitting:
         return None
     distance, nearest, config = fitting[0]
+    if kernel.untried and len(fitting) == 1 and distance > NEAR:
+        return None
     if distance == 0:
         return Choice(
             problem=problem,

@@ -17,7 +17,7 @@ from stretto.kernels.choice import choose, tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.fused.all_gather_matmul import Config
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import KNOWN, OPERATIONS
 from stretto.kernels.operations.matmuls import all_gather_matmul
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -169,7 +169,10 @@ def test_the_shipped_tables_can_be_read_and_fit_their_kernels():
 
 def check_fits(entry, kind):
     """Raises unless an entry's configuration is one of the kernel that serves its problem."""
-    types = Types(lhs=entry.dtype, out=entry.dtype)
+    operation = KNOWN[entry.op]
+    scales = operation.examples.scales
+    out = entry.dtype if scales is None else "bfloat16"
+    types = Types(lhs=entry.dtype, rhs=entry.dtype, out=out, scales=scales)
     machine = Machine.of_kind("gpu", kind)
     problem = Problem(
         operation=entry.op,
@@ -178,7 +181,7 @@ def check_fits(entry, kind):
         devices=entry.devices,
         machine=machine,
     )
-    kernel, obstacle = choose.serving(OPERATIONS[entry.op], problem)
+    kernel, obstacle = choose.serving(operation, problem)
     assert obstacle is None
     tables.config_from_data(kernel.Config, entry.config).check(problem)
 

@@ -84,7 +84,11 @@ def test_groups_are_exact(kind, scale, tally) -> None:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("granularity", ["row", "block"])
 def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
-    """Beside the same by XLA: a product that rounds otherwise may be quantised to a neighbour."""
+    """As near to the layer in float32 as XLA's in 8 bits, and no row of tokens far from XLA's.
+
+    What rounds otherwise is quantised to a neighbour here and there. On a CPU, products off by 3e-3
+    moved results by 2.7e-2 and single rows by 6e-2; what is lost by 8 bits is 7e-2 to 9e-2.
+    """
     tokens, d, f, experts = (4, 128, 128, 4) if scale.rehearsed else (512, 2048, 768, 16)
     keys = jax.random.split(jax.random.key(0), 6)
     index = jax.random.randint(keys[0], (2 * tokens, 4), -1, experts)
@@ -94,22 +98,38 @@ def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
     w_out = (jax.random.normal(keys[5], (experts, f, d)) * f**-0.5).astype(BF16)
     recipe = st.fp8.Recipe(granularity=granularity)
 
-    def body(index, bar, *operands, backend):
+    def body(index, bar, *operands, backend, layer):
         def call(x, weights, w_in, w_out):
-            given = dict(recipe=recipe, backend=backend)
-            return st.fp8.mixture_of_experts(x, index, weights, w_in, w_out, "x", **given)[0]
+            return layer(x, index, weights, w_in, w_out, "x", backend=backend)[0]
 
         if scale.rehearsed:
             return (call(*operands),)
         out, pull = jax.vjp(call, *operands)
-        return out, *pull(bar)
+        return out, *pull(bar.astype(out.dtype))
 
-    operands = index, bar, x, weights, w_in, w_out
-    ours, theirs = (
-        spread(functools.partial(body, backend=backend), len(operands), ALONG)(*operands)
-        for backend in (scale.backend, "xla")
-    )
+    def results(backend, layer, *operands):
+        mapped = functools.partial(body, backend=backend, layer=layer)
+        found = spread(mapped, 2 + len(operands), ALONG)(index, bar, *operands)
+        return [np.asarray(one, np.float32) for one in found]
+
+    operands = x, weights, w_in, w_out
+    in_8_bits = functools.partial(st.fp8.mixture_of_experts, recipe=recipe)
+    ours = results(scale.backend, in_8_bits, *operands)
+    theirs = results("xla", in_8_bits, *operands)
+    exact = results("xla", st.mixture_of_experts, *(one.astype(F32) for one in operands))
     tally.checks(len(ours))
-    for found, want in zip(ours, theirs, strict=True):
-        found, want = np.asarray(found, np.float32), np.asarray(want, np.float32)
-        assert np.linalg.norm(found - want) < 0.02 * np.linalg.norm(want)
+    for found, other, want in zip(ours, theirs, exact, strict=True):
+        assert distance(found, want) < 1.1 * distance(other, want)
+        if found.shape[-1] > 4:  # Derivatives by four weights of a token may all but cancel.
+            assert rows_apart(found, other) < 0.25
+
+
+def distance(found, want) -> float:
+    return float(np.linalg.norm(found - want) / np.linalg.norm(want))
+
+
+def rows_apart(found, want) -> float:
+    """The largest distance of two rows, as a share of the row; rows of zeros must be zeros."""
+    apart, sizes = (np.linalg.norm(one, axis=-1) for one in (found - want, want))
+    assert not apart[sizes == 0].any()
+    return float(np.max(apart[sizes > 0] / sizes[sizes > 0]))

@@ -12,7 +12,7 @@ import numpy as np
 
 from stretto.kernels.choice import costs, speed, tables
 from stretto.kernels.choice.tables import Entry, Estimate, Table, ratio_between
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import KNOWN
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
@@ -71,7 +71,7 @@ def _problem(entry: Entry, kind: str) -> Problem:
 
 
 def _estimate(problem: Problem) -> Estimate | None:
-    operation = OPERATIONS[problem.operation]
+    operation = KNOWN[problem.operation]
     if not speed.has_estimate(operation, operation.kernels[0], problem):
         return None
     return lambda problem: costs.estimate(operation.work(problem), problem.machine)

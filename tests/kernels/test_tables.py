@@ -11,7 +11,7 @@ from problems import H100, entry, problem
 
 from stretto.kernels.choice import neighbours, tables
 from stretto.kernels.choice.tables import Table, TableError
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import KNOWN, OPERATIONS
 
 KIND = H100
 MATMULS = OPERATIONS["all_gather_matmul"]
@@ -151,6 +151,16 @@ def test_a_tie_at_another_shape_goes_to_xla(monkeypatch):
     assert tables.look_up(KERNEL, problem(n=8200)).backend == "xla"
 
 
+def test_a_single_entry_of_an_untried_kernel_decides_no_far_shape(monkeypatch):
+    untried = dataclasses.replace(KERNEL, untried=True)
+    has(monkeypatch, entry(fused_us=50.0, xla_us=100.0))
+    assert tables.look_up(untried, problem(m=4096)).backend == "pallas"
+    assert tables.look_up(untried, problem(m=2048)) is None
+    assert tables.look_up(KERNEL, problem(m=2048)).backend == "pallas"
+    has(monkeypatch, *(entry(m=m, fused_us=50.0, xla_us=100.0) for m in (8192, 16384)))
+    assert tables.look_up(untried, problem(m=2048)).backend == "pallas"
+
+
 def test_a_shape_between_two_is_decided_by_both(monkeypatch):
     """By the nearest alone it would be the other way round."""
     near, far = entry(fused_us=98.0), entry(m=2048, fused_us=400.0)
@@ -252,5 +262,5 @@ def test_tables_of_earlier_versions_are_read() -> None:
 def test_entries_of_the_shipped_tables_name_every_field(file):
     """So that an entry stays what was measured when a default changes."""
     for found in tables.read(file).entries:
-        config = tables.config_from_data(OPERATIONS[found.op].kernels[0].Config, found.config)
+        config = tables.config_from_data(KNOWN[found.op].kernels[0].Config, found.config)
         assert tables.config_to_data(config) == found.config, found
