@@ -42,12 +42,15 @@ class Config:
     Attributes:
       dispatch, combine: of the two.
       under_product: dispatch under the grouped matmul that takes the rows, where that can serve.
-      product: of the kernel that does so.
+      activation_in_product: the activation in that matmul, where that can serve and no derivative
+        is wanted, which would need the product. It gets the sums before they are rounded.
+      product: of the kernel that does either, or both.
       combine_under_product: combine under the grouped matmul that makes the rows, likewise.
       last: of the kernel that does so.
     """
 
     under_product: bool = False
+    activation_in_product: bool = False
     combine_under_product: bool = False
     product: dispatch_matmul.Config = dataclasses.field(default_factory=dispatch_matmul.Config)
     last: matmul_combine.Config = dataclasses.field(default_factory=matmul_combine.Config)
@@ -58,7 +61,7 @@ class Config:
         """Raises ValueError unless the kernels can be built so."""
         self.dispatch.check(problem)
         self.combine.check(problem)
-        if self.under_product:
+        if self.under_product or self.activation_in_product:
             self.product.check(problem)
         if self.combine_under_product:
             self.last.check(problem)
@@ -80,8 +83,7 @@ class Config:
 def apply(operands: Operands, call: Call) -> jax.Array:
     """The layer, differentiable as a composition of its steps."""
     layer = Layer(operands, call)
-    _, zs = layer.first()
-    return layer.second(layer.hidden(zs))
+    return layer.second(layer.activated())
 
 
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
@@ -97,7 +99,12 @@ def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
     """The tangent of the composition; its kernels have derivatives themselves."""
     operands, _, _ = residuals
     if call.config is not None:
-        plain = dataclasses.replace(call.config, under_product=False, combine_under_product=False)
+        plain = dataclasses.replace(
+            call.config,
+            under_product=False,
+            activation_in_product=False,
+            combine_under_product=False,
+        )
         call = dataclasses.replace(call, config=plain)
     return jax.jvp(lambda xs: apply(xs, call), (operands,), (dots,))[1]
 

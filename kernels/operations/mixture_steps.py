@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.team import Team
-from stretto.kernels.fused import dispatch_matmul, matmul_combine
+from stretto.kernels.fused import dispatch_matmul, group_activation, matmul_combine
+from stretto.kernels.fused.group_activation import Activated
 from stretto.kernels.operation import Call
 from stretto.kernels.operations import experts
 from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other
@@ -68,24 +69,33 @@ class Layer:
         self, x: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """The dispatched rows, and their product with `rhs`."""
-        config, options, interpret = self.call.config, self.call.options, self.call.interpret
-        if (
-            config is None
-            or not config.under_product
-            or dispatch_matmul.obstacle(x, rhs, options.rows, config.product.tiles) is not None
-        ):
+        if not self._dispatches_under_product(x, rhs):
             rows = self.dispatch(x)
             return rows, self.product(rows, rhs, rhs_transposed=rhs_transposed)
+        return self._dispatch_matmul(x, rhs, rhs_transposed=rhs_transposed)
+
+    def _dispatches_under_product(self, x: jax.Array, rhs: jax.Array) -> bool:
+        """Whether the call asks for it, and such operands are served."""
+        config, rows = self.call.config, self.call.options.rows
+        return (
+            config is not None
+            and config.under_product
+            and dispatch_matmul.obstacle(x, rhs, rows, config.product.tiles) is None
+        )
+
+    def _dispatch_matmul(
+        self, x: jax.Array, rhs: jax.Array | Activated, *, rhs_transposed: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
         axes, positions = self.call.axes, self.operands.positions
         return dispatch_matmul.dispatch_matmul(
             x,
-            xla.sources_of_rows(positions, axes, rows=options.rows),
+            xla.sources_of_rows(positions, axes, rows=self.call.options.rows),
             self.operands.group_sizes,
             rhs,
             Team.along(axes),
-            config=config.product,
+            config=self.call.config.product,
             rhs_transposed=rhs_transposed,
-            interpret=interpret,
+            interpret=self.call.interpret,
         )
 
     def combine(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -161,6 +171,22 @@ class Layer:
         side, *others = self.operands.w_in
         rows, z = self.dispatch_into(self.operands.x, side)
         return rows, (z, *(self.product(rows, other) for other in others))
+
+    def activated(self) -> jax.Array:
+        """The activation of the products with w_in, `[rows, f]`, where no one else wants these."""
+        operands, options, config = self.operands, self.call.options, self.call.config
+        x, sides = operands.x, operands.w_in
+        if config is None or not config.activation_in_product:
+            return self.hidden(self.first()[1])
+        how: dict[str, Any] = dict(gated=options.gated, tiles=config.product.tiles)
+        if group_activation.obstacle(x, sides, options.activation, **how) is not None:
+            return self.hidden(self.first()[1])
+        activated = Activated.of(sides, operands.b_in, options.activation, **how)
+        if self._dispatches_under_product(x, sides[0]):
+            return self._dispatch_matmul(x, activated)[1]
+        return group_activation.activated_product(
+            self.dispatch(x), operands.group_sizes, activated, interpret=self.call.interpret
+        )
 
     def hidden(self, zs: tuple[jax.Array, ...]) -> jax.Array:
         """The activation, in float32 `[rows, f]`."""
