@@ -69,11 +69,13 @@ class Config:
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
         """The configurations that the tuner tries, likely ones first."""
+        yield Config(activation_in_product=True)
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for last in matmul_combine.Config.candidates(problem):
             yield Config(combine_under_product=True, last=last)
             yield Config(under_product=True, combine_under_product=True, last=last)
+            yield Config(activation_in_product=True, combine_under_product=True, last=last)
         for dispatch in dispatch_kernel.Config.candidates(problem):
             yield Config(dispatch=dispatch)
         for combine in list(combine_kernel.Config.candidates(problem))[1:]:
