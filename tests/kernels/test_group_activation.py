@@ -51,7 +51,8 @@ def by_numpy(rows, sides, biases):
     for group, (size, end) in enumerate(zip(SIZES, ends, strict=True)):
         own = slice(end - size, end)
         products = [rows[own] @ side[group] for side in sides]
-        products = [x + bias[group] for x, bias in zip(products, biases or (0, 0), strict=False)]
+        if biases:
+            products = [x + bias[group] for x, bias in zip(products, biases, strict=True)]
         out[own] = np.maximum(products[0], 0) * (products[1] + 1 if len(sides) == 2 else 1)
     return out
 
