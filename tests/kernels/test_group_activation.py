@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def activated(rows, sizes, *sides, f, gated, biases):
     """The kernel, of `biases` of the last operands."""
     sides, given = sides[: len(sides) - biases], sides[len(sides) - biases :]
     function = both if gated else relu
-    how = dict(gated=gated, tiles=TILES)
+    how: dict[str, Any] = dict(gated=gated, tiles=TILES)
     assert group_activation.obstacle(rows, sides, function, **how) is None
     product = group_activation.Activated.of(sides, given, function, **how)
     assert product.width == f
@@ -180,5 +181,5 @@ def test_what_it_does_not_take(changes, words):
 
 
 def test_it_is_off_by_default_and_tried():
-    assert not mixture_rules.KERNEL.default(None).activation_in_product
+    assert not mixture_rules.Config().activation_in_product
     assert any(config.activation_in_product for config in mixture_rules.Config.candidates())
