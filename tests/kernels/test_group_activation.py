@@ -116,7 +116,7 @@ def test_each_wait_for_biases_is_needed(monkeypatch, bug):
 def test_a_layer(under):
     """With the dispatch under the product, and before it: as in steps, but for a rounding."""
     given = layer_operands(64)
-    config = mixture_rules.Config(under_product=under, product=CONFIG)
+    config = mixture_rules.Config(under_product=under, activation_in_product=False, product=CONFIG)
     plain, launches = simulated_layer(config, lambda layer: layer, *given)
     config = mixture_rules.Config(under_product=under, activation_in_product=True, product=CONFIG)
     found, as_many = simulated_layer(config, lambda layer: layer, *given)
@@ -180,6 +180,7 @@ def test_what_it_does_not_take(changes, words):
     assert any(word in found for word in words.split("|")), found
 
 
-def test_it_is_off_by_default_and_tried():
-    assert not mixture_rules.Config().activation_in_product
-    assert any(config.activation_in_product for config in mixture_rules.Config.candidates())
+def test_it_is_the_default_and_both_are_tried():
+    assert mixture_rules.Config().activation_in_product
+    tried = {config.activation_in_product for config in mixture_rules.Config.candidates()}
+    assert tried == {False, True}
