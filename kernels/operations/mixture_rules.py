@@ -42,6 +42,7 @@ class Config:
     Attributes:
       dispatch, combine: of the two.
       under_product: dispatch under the grouped matmul that takes the rows, where that can serve.
+        Slower than two steps on two H200s, as is `combine_under_product`.
       activation_in_product: the activation in that matmul, where that can serve and no derivative
         is wanted, which would need the product. It gets the sums before they are rounded. On two
         H200s it saved a tenth of a layer's forward pass (docs/models/experts.md).
