@@ -119,7 +119,7 @@ def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
     layer = Layer(operands, call)
     dtype = operands.x.dtype
     dy, g = layer.dispatch_into(bar.astype(dtype), operands.w_out, rhs_transposed=True)
-    g = g.astype(jnp.float32)
+    g = layer.defined(g.astype(jnp.float32))
     weight, here = xla.numbers_of_rows(
         operands.weights, operands.positions, call.axes, rows=call.options.rows
     )

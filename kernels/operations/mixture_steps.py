@@ -15,7 +15,7 @@ from stretto.kernels.fused.group_activation import Activated
 from stretto.kernels.operation import Call
 from stretto.kernels.operations import experts
 from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other
-from stretto.kernels.operations.grouped_matmul import grouped_matmul
+from stretto.kernels.operations.grouped_matmul import product_of_groups
 from stretto.kernels.operations.perform import run
 from stretto.kernels.xla import experts as xla
 
@@ -145,14 +145,26 @@ class Layer:
         return call if given is None else dataclasses.replace(call, config=getattr(given, name))
 
     def product(self, lhs: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
-        """Of each row with its expert's matrix."""
-        return grouped_matmul(
+        """Of each row with its expert's matrix; rows of no expert are undefined (`defined`)."""
+        return product_of_groups(
             lhs,
             rhs,
             self.operands.group_sizes,
             rhs_transposed=rhs_transposed,
+            zeros=self.call.config is None,
             backend=self.call.options.matmuls,
         )
+
+    def defined(self, x: jax.Array) -> jax.Array:
+        """`[rows, columns]` with zeros where a row is of no expert.
+
+        XLA's moves read such rows, and multiply them by 0. The kernels' do not, so the products
+        that they move have no zeros there: storing them would take as long as all others.
+        """
+        if self.call.config is None:
+            return x
+        row = jnp.arange(len(x), dtype=jnp.int32)
+        return jnp.where((row < jnp.sum(self.operands.group_sizes))[:, None], x, 0)
 
     def contracted(self, lhs: jax.Array, bar: jax.Array, rhs: jax.Array) -> jax.Array:
         """`lhs^T @ bar` over the rows of each expert, like `rhs`: its cotangent."""
@@ -190,7 +202,7 @@ class Layer:
 
     def hidden(self, zs: tuple[jax.Array, ...]) -> jax.Array:
         """The activation, in float32 `[rows, f]`."""
-        wide = [z.astype(jnp.float32) for z in zs]
+        wide = [self.defined(z.astype(jnp.float32)) for z in zs]
         if self.operands.b_in is not None:
             expert = self.expert_of_rows()
             wide = [
