@@ -46,6 +46,8 @@ class Config:
       activation_in_product: the activation in that matmul, where that can serve and no derivative
         is wanted, which would need the product. It gets the sums before they are rounded. On two
         H200s it saved a tenth of a layer's forward pass (docs/models/experts.md).
+      any_activation: also with biases, or of experts that are not gated. That is compiled and
+        simulated, and was never run on hardware.
       product: of the kernel that does either, or both.
       combine_under_product: combine under the grouped matmul that makes the rows, likewise.
       last: of the kernel that does so.
@@ -53,6 +55,7 @@ class Config:
 
     under_product: bool = False
     activation_in_product: bool = True
+    any_activation: bool = False
     combine_under_product: bool = False
     product: dispatch_matmul.Config = dataclasses.field(default_factory=dispatch_matmul.Config)
     last: matmul_combine.Config = dataclasses.field(default_factory=matmul_combine.Config)
@@ -73,6 +76,7 @@ class Config:
         """The configurations that the tuner tries, likely ones first."""
         yield Config()
         yield Config(activation_in_product=False)
+        yield Config(any_activation=True)
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for last in matmul_combine.Config.candidates(problem):

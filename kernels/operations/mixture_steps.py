@@ -186,19 +186,28 @@ class Layer:
 
     def activated(self) -> jax.Array:
         """The activation of the products with w_in, `[rows, f]`, where no one else wants these."""
+        if not self.activates_in_product():
+            return self.hidden(self.first()[1])
         operands, options, config = self.operands, self.call.options, self.call.config
         x, sides = operands.x, operands.w_in
-        if config is None or not config.activation_in_product:
-            return self.hidden(self.first()[1])
         how: dict[str, Any] = dict(gated=options.gated, tiles=config.product.tiles)
-        if group_activation.obstacle(x, sides, options.activation, **how) is not None:
-            return self.hidden(self.first()[1])
         activated = Activated.of(sides, operands.b_in, options.activation, **how)
         if self._dispatches_under_product(x, sides[0]):
             return self._dispatch_matmul(x, activated)[1]
         return group_activation.activated_product(
             self.dispatch(x), operands.group_sizes, activated, interpret=self.call.interpret
         )
+
+    def activates_in_product(self) -> bool:
+        """Whether the call asks for it, and such operands are served."""
+        operands, options, config = self.operands, self.call.options, self.call.config
+        if config is None or not config.activation_in_product:
+            return False
+        if not config.any_activation and not (options.gated and operands.b_in is None):
+            return False
+        how: dict[str, Any] = dict(gated=options.gated, tiles=config.product.tiles)
+        x, sides = operands.x, operands.w_in
+        return group_activation.obstacle(x, sides, options.activation, **how) is None
 
     def hidden(self, zs: tuple[jax.Array, ...]) -> jax.Array:
         """The activation, in float32 `[rows, f]`."""

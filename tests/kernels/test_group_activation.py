@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.tile_config import LARGE, TileConfig
 from stretto.kernels.fused import dispatch_matmul, group_activation
 from stretto.kernels.operations import mixture_rules
+from stretto.kernels.operations.mixture_steps import Layer, Operands, Options
 
 TILES = TileConfig(tile_n=128, num_stages=2, store_buffers=1)
 CONFIG = dispatch_matmul.Config(tiles=TILES, pull_slots=2)
@@ -178,6 +180,31 @@ def test_what_it_does_not_take(changes, words):
     )
     assert found is not None
     assert any(word in found for word in words.split("|")), found
+
+
+@pytest.mark.parametrize(
+    ("gated", "biased", "config", "served"),
+    [
+        (True, False, {}, True),
+        (True, True, {}, False),
+        (False, False, {}, False),
+        (True, True, dict(any_activation=True), True),
+        (False, False, dict(any_activation=True), True),
+        (True, False, dict(activation_in_product=False), False),
+        (True, False, None, False),
+    ],
+)
+def test_what_is_served_by_default(gated, biased, config, served):
+    """What was run on hardware."""
+    x, w_in = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((16, 128), (EXPERTS, 128, 256)))
+    bias = (jax.ShapeDtypeStruct((EXPERTS, 256), BF16),) if biased else None
+    given = Operands(x, None, None, None, (w_in,), None, bias, None)
+    how = Options(
+        rows=64, wire_dtype=BF16, activation=both if gated else relu, gated=gated, matmuls="auto"
+    )
+    config = None if config is None else mixture_rules.Config(**config)
+    call: Any = SimpleNamespace(config=config, options=how)
+    assert Layer(given, call).activates_in_product() == served
 
 
 def test_it_is_the_default_and_both_are_tried():
