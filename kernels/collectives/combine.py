@@ -37,12 +37,14 @@ class Config:
     Attributes:
       num_blocks: blocks that add; as many as the device has multiprocessors at most.
       chunk: tokens whose tables are read at once; a multiple of 8.
-      stages: sums of a block whose rows are on their way at once, where they fit.
+      stages: sums of a warpgroup whose rows are on their way at once, where they fit.
+      warpgroups: of a block, which add apart from each other.
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 32
     stages: int = 4
+    warpgroups: int = 1
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -51,6 +53,8 @@ class Config:
             raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages={self.stages} must be between 2 and 8.")
+        if not 1 <= self.warpgroups <= 4:
+            raise ValueError(f"warpgroups={self.warpgroups} must be between 1 and 4.")
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -61,14 +65,16 @@ class Config:
         yield Config()
         for chunk, stages in ((32, 2), (32, 6), (64, 4)):
             yield Config(chunk=chunk, stages=stages)
+        for warpgroups in (2, 4):
+            yield Config(warpgroups=warpgroups)
 
 
-def piece_of(row: Row, itemsize: int, top_k: int) -> Piece:
-    """The largest that fits registers, and twice into shared memory for all choices."""
+def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES) -> Piece:
+    """The largest that fits registers, and twice into `room` bytes for all choices."""
     for parts in range(row.parts, 0, -1):
         piece = Piece.of(parts, row.columns, itemsize)
         elements = piece.padded * row.columns
-        fits = (2 * top_k * itemsize + 2 * 4) * elements <= SMEM_BYTES
+        fits = (2 * top_k * itemsize + 2 * 4) * elements <= room
         if row.parts % parts == 0 and fits and elements <= MOST_ELEMENTS:
             return piece
     raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
@@ -90,7 +96,7 @@ def combine(
     row = Row.of(width, rows.dtype.itemsize)
     if row is None:
         raise ValueError(f"rows of {width} {rows.dtype} cannot be copied.")  # `obstacle` says so.
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks)
+    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, config.warpgroups)
     inbox = _sums(rows, weights, positions, row, chunks, wire_dtype, config, interpret)
     return added_up(inbox.reshape(team.size, tokens, width), positions, rows.dtype)
 
@@ -108,9 +114,10 @@ def _sums(
     """Every device's sums for this device's tokens, `[devices, tokens, parts, columns]`."""
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize = rows.dtype.itemsize
-    piece = piece_of(row, itemsize, top_k)
+    each = SMEM_BYTES // chunks.warpgroups
+    piece = piece_of(row, itemsize, top_k, each)
     elements = piece.padded * row.columns
-    room = (SMEM_BYTES - 8 * elements) // (top_k * elements * itemsize)
+    room = (each - 8 * elements) // (top_k * elements * itemsize)
     how = Summing(
         row=row,
         piece=piece,
@@ -145,6 +152,7 @@ def _sums(
         team=team,
         out_type=[jax.ShapeDtypeStruct((team.size, tokens, row.parts, row.columns), wire_dtype)],
         num_blocks=chunks.num_blocks,
+        num_threads=chunks.warpgroups,
         scratch=how.scratch(),
         interpret=interpret,
     )

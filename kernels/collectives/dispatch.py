@@ -54,11 +54,13 @@ class Config:
       num_blocks: blocks that pull; as many as the device has multiprocessors at most.
       chunk: tokens whose tables are read at once; a multiple of 8.
       slots: tokens of a block on their way at once, where they fit into shared memory.
+      warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 64
     slots: int = 24
+    warpgroups: int = 1
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -67,6 +69,11 @@ class Config:
             raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
         if not 2 <= self.slots <= MOST_SLOTS:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
+        if not 1 <= self.warpgroups <= self.slots // 2:
+            raise ValueError(
+                f"warpgroups={self.warpgroups} must be between 1 and {self.slots // 2}, for two"
+                f" of slots={self.slots} each."
+            )
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -77,6 +84,8 @@ class Config:
         yield Config()
         for num_blocks, slots in ((ALL_BLOCKS, 12), (64, 32), (32, 32)):
             yield Config(num_blocks=num_blocks, slots=slots)
+        for warpgroups in (2, 4):
+            yield Config(slots=32, warpgroups=warpgroups)
 
 
 def dispatch(
@@ -94,9 +103,10 @@ def dispatch(
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     top_k = positions.shape[1]
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks)
     room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
-    slots = max(2, min(config.slots, chunks.tokens, room))
+    warpgroups = max(1, min(config.warpgroups, room // 2))
+    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, warpgroups)
+    slots = max(2, min(config.slots // warpgroups, chunks.tokens, room // warpgroups))
     table = chunks.padded(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
@@ -120,7 +130,7 @@ def dispatch(
             n, token, rows_of = entries(i)
             pl.when(token == 0)(lambda: tables.enter(n))
             offset, first = chunks.place(n)
-            slot = schedule.rem(i, slots)
+            slot = chunks.slot(i, slots)
 
             @pl.when(_any(rows_of()))
             def _():
@@ -134,7 +144,7 @@ def dispatch(
 
         def send(i):
             _n, _token, rows_of = entries(i)
-            slot = schedule.rem(i, slots)
+            slot = chunks.slot(i, slots)
             found = rows_of()
             pl.when(_any(found))(lambda: plgpu.barrier_wait(arrived.at[slot]))
             for here, place in found:
@@ -171,11 +181,12 @@ def dispatch(
         team=team,
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
         num_blocks=chunks.num_blocks,
+        num_threads=warpgroups,
         scratch=dict(
             table=chunks.scratch(table.shape[1], jnp.int32),
-            table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
-            buffers=plgpu.SMEM((slots, row.padded, row.columns), x.dtype),
-            arrived=plgpu.Barrier(num_barriers=slots),
+            table_arrived=plgpu.Barrier(num_barriers=warpgroups * TABLE_SLOTS),
+            buffers=plgpu.SMEM((warpgroups * slots, row.padded, row.columns), x.dtype),
+            arrived=plgpu.Barrier(num_barriers=warpgroups * slots),
         ),
         interpret=interpret,
     )

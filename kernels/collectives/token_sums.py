@@ -101,13 +101,15 @@ class Summing:
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name, for `kernel.launch`."""
         width = self.chunks.padded_width(self.top_k)
+        each = self.chunks.warpgroups
+        stages = each * self.stages
         return dict(
             token_table=self.chunks.scratch(width, jnp.int32),
             factors=self.chunks.scratch(width, jnp.float32),
-            token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=TABLE_SLOTS),
-            buffers=plgpu.SMEM((self.stages, self.top_k, *self.shape), self.dtype),
-            sums=plgpu.SMEM((2, *self.shape), self.wire_dtype),
-            **{f"loaded{j}": plgpu.Barrier(num_barriers=self.stages) for j in range(self.top_k)},
+            token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=each * TABLE_SLOTS),
+            buffers=plgpu.SMEM((stages, self.top_k, *self.shape), self.dtype),
+            sums=plgpu.SMEM((each * 2, *self.shape), self.wire_dtype),
+            **{f"loaded{j}": plgpu.Barrier(num_barriers=stages) for j in range(self.top_k)},
         )
 
 
@@ -203,7 +205,7 @@ class Sums:
     def _fetch(self, i: Int) -> None:
         """Starts to load the rows of a sum."""
         n, token, part = self._place(i)
-        stage, tables = schedule.rem(i, self.how.stages), self.tables
+        stage, tables = self.how.chunks.slot(i, self.how.stages), self.tables
         if self.ready is not None:
             self._enter_round(self.ready, n, token)
         pl.when((token == 0) & (part == 0))(lambda: tables.enter(n))
@@ -227,7 +229,7 @@ class Sums:
         """Makes a sum, and starts to store it at the token's owner."""
         how, tables = self.how, self.tables
         n, token, part = self._place(i)
-        stage, slot = schedule.rem(i, how.stages), schedule.rem(i, 2)
+        stage, slot = how.chunks.slot(i, how.stages), how.chunks.slot(i, 2)
         sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
         wanted = False
         for j in range(how.top_k):
@@ -236,7 +238,7 @@ class Sums:
 
             def added(sum_: jax.Array, j: int = j) -> jax.Array:
                 plgpu.barrier_wait(self.loaded[j].at[stage])
-                weight = tables.slots[1][schedule.rem(n, TABLE_SLOTS), token, j]
+                weight = tables.slots[1][how.chunks.slot(n, TABLE_SLOTS), token, j]
                 return sum_ + weight * self.buffers[stage, j].astype(jnp.float32)
 
             sum_ = lax.cond(here, added, lambda sum_: sum_, sum_)
@@ -263,15 +265,16 @@ class Sums:
         plgpu.commit_smem_to_gmem_group()  # Of each sum, also where there is none.
 
     def _clear(self) -> None:
-        """Zeros in the buffers, `[stages, top_k, parts, columns]`."""
-        stages, top_k, *shape = self.buffers.shape
+        """Zeros in the buffers of this warpgroup, `[stages, top_k, parts, columns]`."""
+        _, top_k, *shape = self.buffers.shape
 
-        def clear(stage: jax.Array, _: None) -> None:
+        def clear(i: jax.Array, _: None) -> None:
+            stage = self.how.chunks.slot(i, self.how.stages)
             for j in range(top_k):
                 zeros = jnp.zeros(shape, self.buffers.dtype)
                 self.buffers[stage, j] = plgpu.layout_cast(zeros, self.how.layout)
 
-        lax.fori_loop(0, stages, clear, None)
+        lax.fori_loop(0, self.how.stages, clear, None)
         plgpu.commit_smem()
 
 

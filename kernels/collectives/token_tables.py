@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, schedule
+from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
 from stretto.kernels.problem.routing import NONE
@@ -64,12 +65,16 @@ class Row:
 class Chunks:
     """The tokens of all devices in chunks, which the blocks of a device share out.
 
+    Of several warpgroups in a block each has chunks of its own, and slots of its own for whatever
+    passes through shared memory.
+
     Attributes:
       team: the devices.
       tokens: of a chunk.
       number: of chunks of one device.
       num_blocks: of the kernel.
       rounds: how often each block walks through its chunks.
+      warpgroups: of a block that walk through chunks; with several there is one round.
     """
 
     team: Team
@@ -77,21 +82,38 @@ class Chunks:
     number: int
     num_blocks: int
     rounds: int = 1
+    warpgroups: int = 1
 
     @classmethod
-    def of(cls, team: Team, tokens: int, most: int, num_blocks: int) -> Chunks:
-        """Chunks of `tokens` tokens a device, small enough for every block to have one."""
+    def of(cls, team: Team, tokens: int, most: int, num_blocks: int, warpgroups: int = 1) -> Chunks:
+        """Chunks of `tokens` tokens a device, small enough for every warpgroup to have one."""
         blocks = min(num_blocks, kernel.num_multiprocessors())
-        fair = ceil_div(ceil_div(team.size * tokens, blocks), 8) * 8
+        fair = ceil_div(ceil_div(team.size * tokens, blocks * warpgroups), 8) * 8
         size = min(most, fair)
         number = ceil_div(tokens, size)
         blocks = min(blocks, number * team.size)
-        return cls(team=team, tokens=size, number=number, num_blocks=blocks)
+        return cls(team=team, tokens=size, number=number, num_blocks=blocks, warpgroups=warpgroups)
+
+    @property
+    def _warpgroup(self) -> Int:
+        return 0 if self.warpgroups == 1 else lax.axis_index(THREAD_AXIS)
+
+    @property
+    def _walker(self) -> Int:
+        """The number of this warpgroup: one of each block comes before the second of any."""
+        block = kernel.block_id()
+        return block if self.warpgroups == 1 else block + self._warpgroup * self.num_blocks
+
+    def slot(self, number: Int, slots: int) -> Int:
+        """The slot for what has such a number, of `slots` that this warpgroup takes in turn."""
+        slot = schedule.rem(number, slots)
+        return slot if self.warpgroups == 1 else self._warpgroup * slots + slot
 
     @property
     def own_of_a_round(self) -> Int:
-        """How many of them this block has."""
-        return schedule.share(self.team.size * self.number, kernel.block_id(), self.num_blocks)
+        """How many of them this warpgroup has."""
+        walkers = self.num_blocks * self.warpgroups
+        return schedule.share(self.team.size * self.number, self._walker, walkers)
 
     @property
     def own(self) -> Int:
@@ -103,15 +125,20 @@ class Chunks:
         return lax.div(n, jnp.maximum(self.own_of_a_round, 1))
 
     def place(self, n: Int) -> tuple[Int, Int]:
-        """(whose, its first token) of this block's chunk `n`; whose as an offset on the ring.
+        """(whose, its first token) of this warpgroup's chunk `n`; whose as an offset on the ring.
 
         At the same time, all devices read from different ones.
         """
         if self.rounds > 1:
             n = n - self.round_of(n) * self.own_of_a_round
-        i = kernel.block_id() + n * self.num_blocks
-        chunk = schedule.div(i, self.team.size)
-        return i - chunk * self.team.size, chunk * self.tokens
+        size = self.team.size
+        i = self._walker + n * (self.num_blocks * self.warpgroups)
+        chunk = schedule.div(i, size)
+        whose = i - chunk * size
+        if self.warpgroups > 1 and self.num_blocks % size == 0:
+            # Or all chunks of a block were of the same device, and some blocks had all far ones.
+            whose = schedule.rem(whose + self._warpgroup + n * self.warpgroups, size)
+        return whose, chunk * self.tokens
 
     def padded(self, table: jax.Array, fill: float) -> jax.Array:
         """`[tokens, top_k]` with whole chunks of rows, of the width that the copy engine needs."""
@@ -127,7 +154,7 @@ class Chunks:
 
     def scratch(self, width: int, dtype: Any) -> Any:
         """Shared memory for the chunks of a padded table."""
-        return plgpu.SMEM((TABLE_SLOTS, self.tokens, width), dtype)
+        return plgpu.SMEM((self.warpgroups * TABLE_SLOTS, self.tokens, width), dtype)
 
 
 def everyones(ref: Any, team: Team) -> list[Any]:
@@ -166,7 +193,7 @@ class Tables:
         @pl.when(n < self.chunks.own)
         def _():
             offset, first = self.chunks.place(n)
-            slot = schedule.rem(n, TABLE_SLOTS)
+            slot = self.chunks.slot(n, TABLE_SLOTS)
             window = pl.ds(first, self.chunks.tokens)
             for refs, target in zip(self.sources, self.slots, strict=True):
                 of_device(
@@ -179,12 +206,12 @@ class Tables:
 
     def enter(self, n: Int) -> None:
         """Returns once chunk `n` is loaded, and starts the next load; called once for each."""
-        plgpu.barrier_wait(self.arrived.at[schedule.rem(n, TABLE_SLOTS)])
+        plgpu.barrier_wait(self.arrived.at[self.chunks.slot(n, TABLE_SLOTS)])
         self.fetch(n + 1)
 
     def row(self, n: Int, token: Int, choice: int) -> tuple[jax.Array, Int]:
         """(whether a token's choice is on this device, its row here); tokens from 0 in a chunk."""
-        value = self.slots[0][schedule.rem(n, TABLE_SLOTS), token, choice]
+        value = self.slots[0][self.chunks.slot(n, TABLE_SLOTS), token, choice]
         team = self.chunks.team
         here = value != NONE
         if not team.is_alone:

@@ -37,19 +37,26 @@ def pair_along_n(
     only 8 rows are contiguous, so half its columns take a copy for each 8 rows. A stage with edges
     is in 8 x 64 tiles (`shared_memory.with_edges`), unless it is transposed.
     """
-    columns = halved(shape).tile_n
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-        for index, ref in enumerate(refs):
-            half, own = ref.at[window(k, tile.n)], pl.ds(index * columns, columns)
-            if transposed:
-                plgpu.copy_gmem_to_smem(half, stage.at[own], barrier)
-            elif len(stage.shape) > len(half.shape):
-                across = stage.shape[1] // len(refs)
-                stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
-            else:
-                for row in range(0, shape.tile_k, SWIZZLED_ROWS):
-                    rows = pl.ds(row, SWIZZLED_ROWS)
-                    plgpu.copy_gmem_to_smem(half.at[rows], stage.at[rows, own], barrier)
+        fill([ref.at[window(k, tile.n)] for ref in refs], shape, stage, barrier, transposed)
 
     return Stream(load=load)
+
+
+def fill(
+    windows: Sequence[Ref], shape: TileShape, stage: Ref, barrier: Ref, transposed: bool = False
+) -> None:
+    """Starts the copies of a window of either right-hand side into its half of a stage."""
+    columns = halved(shape).tile_n
+    for index, half in enumerate(windows):
+        own = pl.ds(index * columns, columns)
+        if transposed:
+            plgpu.copy_gmem_to_smem(half, stage.at[own], barrier)
+        elif len(stage.shape) > len(half.shape):
+            across = stage.shape[1] // len(windows)
+            stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
+        else:
+            for row in range(0, shape.tile_k, SWIZZLED_ROWS):
+                rows = pl.ds(row, SWIZZLED_ROWS)
+                plgpu.copy_gmem_to_smem(half.at[rows], stage.at[rows, own], barrier)

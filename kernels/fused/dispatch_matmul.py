@@ -41,6 +41,7 @@ from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.parts import Arrival, Parts, Product, Ref, Stream, Tile, Transfer
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.transfers import Buffers
+from stretto.kernels.fused.group_activation import Activated
 from stretto.kernels.fused.group_tables import ALIGNED, row_tiles
 from stretto.kernels.fused.grouped_matmul import GroupedRows
 from stretto.kernels.fused.obstacles import check_pull_slots
@@ -118,7 +119,7 @@ def dispatch_matmul(
     x: jax.Array,
     sources: jax.Array,
     sizes: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Activated,
     team: Team,
     *,
     config: Config,
@@ -132,42 +133,49 @@ def dispatch_matmul(
       sources: int32 `[r]`, the origin of each row: `token * D + device`, with the device as an
         offset on the ring; 0 for rows of no expert.
       sizes: int32 `[e]`, rows of each expert.
-      rhs: a matrix for each expert.
+      rhs: a matrix for each expert; or with an activation, of the configuration's tiles, which is
+        made of the product then.
       team: the devices.
       config: of the kernel.
       rhs_transposed: whether rhs is `[e, n, d]`.
       interpret: as of `fuse`.
 
-    Rows of no expert have undefined values, and are zero in the product.
+    Rows of no expert have undefined values, and are zero in the product, or undefined in what the
+    activation makes of it.
     """
     tiles, (tokens, width), rows = config.tiles, x.shape, len(sources)
-    n = rhs.shape[1 if rhs_transposed else 2]
-    rhs = padding.pad_to_tiles(rhs, padding.COLUMNS)
     row = Rows.of(width, tiles.tile_k)
-    grouped = GroupedRows.of(rows, rhs, tiles, rhs_transposed)
+    activated = isinstance(rhs, Activated)
+    if isinstance(rhs, Activated):
+        n, grouped, product = rhs.width, rhs.rows(rows), rhs.product(x.dtype)
+        operands, make = rhs.operands(), rhs.parts
+    else:
+        n = rhs.shape[1 if rhs_transposed else 2]
+        rhs = padding.pad_to_tiles(rhs, padding.COLUMNS)
+        grouped = GroupedRows.of(rows, rhs, tiles, rhs_transposed)
+        product = Product(
+            lhs=x.dtype, rhs=rhs.dtype, out=x.dtype, rhs_transposed=rhs_transposed, ragged=True
+        )
+        operands = dict(rhs=rhs)
+        make = lambda refs, grouped, lhs: grouped.parts(refs, lhs)  # noqa: E731
     used = jnp.minimum(jnp.sum(sizes), rows)
     pulled = jnp.minimum(rows, ceil_div_of(used, tiles.tile_m) * tiles.tile_m + tiles.tile_m)
 
     def parts(refs: Refs) -> Parts:
         pull = _Pull(refs, team, row, tiles.tile_m)
         transfer = Transfer(run=pull.run)
-        return dataclasses.replace(grouped.parts(refs, pull.stream(tiles)), transfer=transfer)
+        return dataclasses.replace(make(refs, grouped, pull.stream(tiles)), transfer=transfer)
 
     found = fuse(
         parts,
         name="dispatch_matmul",
         team=team,
-        mainloop=mainloop_of(
-            tiles,
-            Product(
-                lhs=x.dtype, rhs=rhs.dtype, out=x.dtype, rhs_transposed=rhs_transposed, ragged=True
-            ),
-        ),
+        mainloop=mainloop_of(tiles, product),
         num_tiles=grouped.num_tiles,
         operands=dict(
             x=x.reshape(tokens, row.parts, row.columns),
-            rhs=rhs,
-            table=row_tiles(sizes, rows, tiles.tile_m, grouped.most),
+            **operands,
+            table=row_tiles(sizes, rows, tiles.tile_m, grouped.most, of_groups=activated),
             sources=sources,
             pulled_rows=pulled.astype(jnp.int32)[None],
         ),

@@ -101,6 +101,7 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
         out_dtype=call.options.out_dtype,
         tiles=call.config.tiles,
         rhs_transposed=transposed,
+        zeros=call.options.zeros,
         interpret=call.interpret,
     )
     return out[:m, :n]
@@ -149,11 +150,12 @@ def grouped(
     tiles: TileConfig,
     rhs_transposed: bool,
     scaling: Scaling | None = None,
+    zeros: bool = True,
     interpret: Any,
 ) -> jax.Array:
     """The product on padded operands (`padding`): `[m, k]`, `[g, k, n]` and `[g]` -> `[m, n]`.
 
-    With `scaling`, rhs's scales have one more group.
+    With `scaling`, rhs's scales have one more group. Rows of no group are zero, or not stored.
     """
     m = lhs.shape[0]
     grouped = GroupedRows.of(m, rhs, tiles, rhs_transposed)
@@ -181,7 +183,7 @@ def grouped(
         operands=dict(
             lhs=lhs,
             rhs=rhs,
-            table=row_tiles(sizes, m, tiles.tile_m, grouped.most),
+            table=row_tiles(sizes, m, tiles.tile_m, grouped.most, of_groups=not zeros),
             **({} if scaling is None else scaling.operands()),
         ),
         outs=dict(out=jax.ShapeDtypeStruct((m, grouped.n), out_dtype)),

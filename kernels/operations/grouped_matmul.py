@@ -17,7 +17,7 @@ from stretto.kernels.operations import scaled_groups, scaled_records
 from stretto.kernels.operations.perform import decide, perform, run
 from stretto.kernels.operations.scaled import Records
 from stretto.kernels.problem import checks, scales
-from stretto.kernels.problem.options import MatmulOptions, types_of
+from stretto.kernels.problem.options import GroupedOptions, MatmulOptions, types_of
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Work
 from stretto.kernels.xla import ragged
@@ -78,23 +78,47 @@ def grouped_matmul(
         OP, lhs, rhs, group_sizes, rhs_transposed=rhs_transposed, scaled=has_scales
     )
     default = jnp.bfloat16 if has_scales else lhs.dtype
-    options = MatmulOptions(
+    options = GroupedOptions(
         out_dtype=checks.check_out_dtype(OP, out_dtype, default), rhs_transposed=rhs_transposed
     )
-    n = rhs.shape[1 if rhs_transposed else 2]
-    sizes = dict(m=lhs.shape[0], k=lhs.shape[1], n=n, g=rhs.shape[0])
     operands = lhs, rhs, group_sizes.astype(jnp.int32)
     if has_scales:
         return scaled_groups.grouped(
             SCALED,
             operands,
-            sizes,
+            _sizes(lhs, rhs, options),
             (lhs_scale, rhs_scale),
             options,
             config=config,
             backend=backend,
         )
-    types = types_of(lhs, rhs, options)
+    return _performed(operands, options, config, backend)
+
+
+def product_of_groups(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    rhs_transposed: bool,
+    zeros: bool,
+    backend: str,
+) -> jax.Array:
+    """`grouped_matmul` of operands that fit; without `zeros` rows of no group are undefined."""
+    options = GroupedOptions(out_dtype=lhs.dtype, rhs_transposed=rhs_transposed, zeros=zeros)
+    return _performed((lhs, rhs, group_sizes.astype(jnp.int32)), options, None, backend)
+
+
+def _sizes(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Sizes:
+    n = rhs.shape[1 if options.rhs_transposed else 2]
+    return dict(m=lhs.shape[0], k=lhs.shape[1], n=n, g=rhs.shape[0])
+
+
+def _performed(
+    operands: Operands, options: GroupedOptions, config: kernel.Config | None, backend: str
+) -> jax.Array:
+    lhs, rhs, _ = operands
+    sizes, types = _sizes(lhs, rhs, options), types_of(lhs, rhs, options)
     call = decide(GROUPED_MATMUL, sizes, types, (), options, backend=backend, config=config)
     return reference(operands, (), options) if call is None else perform(operands, call)
 

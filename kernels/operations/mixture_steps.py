@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.team import Team
-from stretto.kernels.fused import dispatch_matmul, matmul_combine
+from stretto.kernels.fused import dispatch_matmul, group_activation, matmul_combine
+from stretto.kernels.fused.group_activation import Activated
 from stretto.kernels.operation import Call
 from stretto.kernels.operations import experts
 from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other
-from stretto.kernels.operations.grouped_matmul import grouped_matmul
+from stretto.kernels.operations.grouped_matmul import product_of_groups
 from stretto.kernels.operations.perform import run
 from stretto.kernels.xla import experts as xla
 
@@ -68,24 +69,33 @@ class Layer:
         self, x: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """The dispatched rows, and their product with `rhs`."""
-        config, options, interpret = self.call.config, self.call.options, self.call.interpret
-        if (
-            config is None
-            or not config.under_product
-            or dispatch_matmul.obstacle(x, rhs, options.rows, config.product.tiles) is not None
-        ):
+        if not self._dispatches_under_product(x, rhs):
             rows = self.dispatch(x)
             return rows, self.product(rows, rhs, rhs_transposed=rhs_transposed)
+        return self._dispatch_matmul(x, rhs, rhs_transposed=rhs_transposed)
+
+    def _dispatches_under_product(self, x: jax.Array, rhs: jax.Array) -> bool:
+        """Whether the call asks for it, and such operands are served."""
+        config, rows = self.call.config, self.call.options.rows
+        return (
+            config is not None
+            and config.under_product
+            and dispatch_matmul.obstacle(x, rhs, rows, config.product.tiles) is None
+        )
+
+    def _dispatch_matmul(
+        self, x: jax.Array, rhs: jax.Array | Activated, *, rhs_transposed: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
         axes, positions = self.call.axes, self.operands.positions
         return dispatch_matmul.dispatch_matmul(
             x,
-            xla.sources_of_rows(positions, axes, rows=options.rows),
+            xla.sources_of_rows(positions, axes, rows=self.call.options.rows),
             self.operands.group_sizes,
             rhs,
             Team.along(axes),
-            config=config.product,
+            config=self.call.config.product,
             rhs_transposed=rhs_transposed,
-            interpret=interpret,
+            interpret=self.call.interpret,
         )
 
     def combine(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -135,14 +145,31 @@ class Layer:
         return call if given is None else dataclasses.replace(call, config=getattr(given, name))
 
     def product(self, lhs: jax.Array, rhs: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
-        """Of each row with its expert's matrix."""
-        return grouped_matmul(
+        """Of each row with its expert's matrix; rows of no expert may be undefined (`defined`)."""
+        return product_of_groups(
             lhs,
             rhs,
             self.operands.group_sizes,
             rhs_transposed=rhs_transposed,
+            zeros=self._has_unused_rows,
             backend=self.call.options.matmuls,
         )
+
+    @property
+    def _has_unused_rows(self) -> bool:
+        """Whether products hold zeros in rows of no expert."""
+        return self.call.config is None or self.call.config.unused_rows
+
+    def defined(self, x: jax.Array) -> jax.Array:
+        """`[rows, columns]` with zeros where a row is of no expert.
+
+        XLA's moves read such rows, and multiply them by 0. The kernels' do not, so that products
+        which those move need not store them (`Config.unused_rows`): it takes as long as for others.
+        """
+        if self._has_unused_rows:
+            return x
+        row = jnp.arange(len(x), dtype=jnp.int32)
+        return jnp.where((row < jnp.sum(self.operands.group_sizes))[:, None], x, 0)
 
     def contracted(self, lhs: jax.Array, bar: jax.Array, rhs: jax.Array) -> jax.Array:
         """`lhs^T @ bar` over the rows of each expert, like `rhs`: its cotangent."""
@@ -162,9 +189,34 @@ class Layer:
         rows, z = self.dispatch_into(self.operands.x, side)
         return rows, (z, *(self.product(rows, other) for other in others))
 
+    def activated(self) -> jax.Array:
+        """The activation of the products with w_in, `[rows, f]`, where no one else wants these."""
+        if not self.activates_in_product():
+            return self.hidden(self.first()[1])
+        operands, options, config = self.operands, self.call.options, self.call.config
+        x, sides = operands.x, operands.w_in
+        how: dict[str, Any] = dict(gated=options.gated, tiles=config.product.tiles)
+        activated = Activated.of(sides, operands.b_in, options.activation, **how)
+        if self._dispatches_under_product(x, sides[0]):
+            return self._dispatch_matmul(x, activated)[1]
+        return group_activation.activated_product(
+            self.dispatch(x), operands.group_sizes, activated, interpret=self.call.interpret
+        )
+
+    def activates_in_product(self) -> bool:
+        """Whether the call asks for it, and such operands are served."""
+        operands, options, config = self.operands, self.call.options, self.call.config
+        if config is None or not config.activation_in_product:
+            return False
+        if not config.any_activation and not (options.gated and operands.b_in is None):
+            return False
+        how: dict[str, Any] = dict(gated=options.gated, tiles=config.product.tiles)
+        x, sides = operands.x, operands.w_in
+        return group_activation.obstacle(x, sides, options.activation, **how) is None
+
     def hidden(self, zs: tuple[jax.Array, ...]) -> jax.Array:
         """The activation, in float32 `[rows, f]`."""
-        wide = [z.astype(jnp.float32) for z in zs]
+        wide = [self.defined(z.astype(jnp.float32)) for z in zs]
         if self.operands.b_in is not None:
             expert = self.expert_of_rows()
             wide = [

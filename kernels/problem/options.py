@@ -55,6 +55,17 @@ class GatherOptions(MatmulOptions):
     keep_gathered: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedOptions(MatmulOptions):
+    """Of a matmul of groups of rows.
+
+    Attributes:
+      zeros: rows of no group are zero; or they are undefined, and take no time.
+    """
+
+    zeros: bool = True
+
+
 def types_of(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Types:
     """The types of a matmul's call."""
     return Types(

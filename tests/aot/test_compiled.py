@@ -177,9 +177,9 @@ def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["dispatch", "combine"])
-def test_a_step_of_experts_under_a_product(step, tmp_path):
-    for program in compile_case(f"{step} under a product", tmp_path):
+@pytest.mark.parametrize("step", ["dispatch under", "activation in", "combine under"])
+def test_a_step_of_experts_with_a_product(step, tmp_path):
+    for program in compile_case(f"{step} a product", tmp_path):
         (kernel,) = program["kernels"]
         assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
         assert not kernel["warnings"] and "wgmma" in kernel["ptx"], program["label"]

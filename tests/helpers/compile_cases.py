@@ -40,10 +40,16 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
-from stretto.kernels.fused import attention_config, dispatch_matmul, matmul_combine
+from stretto.kernels.fused import (
+    attention_config,
+    dispatch_matmul,
+    group_activation,
+    matmul_combine,
+)
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_options
 from stretto.kernels.problem import node_config
+from stretto.kernels.problem.activations import ClampedSwiglu, swiglu
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
@@ -370,6 +376,34 @@ def dispatch_under_a_product() -> Iterator[Program]:
         ]
         program = functools.partial(body, transposed=transposed)
         yield f"transposed={transposed}", *on_one(program, mesh, shapes)
+
+
+def activation_in_a_product() -> Iterator[Program]:
+    """The first product of a layer of experts: gated in one matrix, by itself, and, with biases and
+    a matrix each, under which tokens are dispatched.
+    """
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, rows, experts, tiles = 256, 2048, 8, dispatch_matmul.Config().tiles
+
+    def alone(x, sizes, w_in):
+        how = dict(gated=True, tiles=tiles)
+        activated = group_activation.Activated.of([w_in], None, swiglu, **how)
+        return group_activation.activated_product(x, sizes, activated, interpret=None)
+
+    def under(x, sources, sizes, gate, up, *biases):
+        how = dict(gated=True, tiles=tiles)
+        activated = group_activation.Activated.of([gate, up], biases, ClampedSwiglu(), **how)
+        config = dispatch_matmul.Config()
+        given = x, sources, sizes, activated, Team.along(("x",))
+        how = dict(config=config, rhs_transposed=False, interpret=None)
+        return dispatch_matmul.dispatch_matmul(*given, **how)[1]
+
+    sizes = ((experts,), jnp.int32)
+    shapes = [((rows, 2048), jnp.bfloat16), sizes, ((experts, 2048, 1536), jnp.bfloat16)]
+    yield "alone", *on_one(alone, mesh, shapes)
+    shapes = [((tokens, 2880), jnp.bfloat16), ((rows,), jnp.int32), sizes]
+    shapes += [((experts, 2880, 2880), jnp.bfloat16)] * 2 + [((experts, 2880), jnp.bfloat16)] * 2
+    yield "dispatch under it", *on_one(under, mesh, shapes)
 
 
 def combine_under_a_product() -> Iterator[Program]:
@@ -758,6 +792,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
     "dispatch under a product": dispatch_under_a_product,
+    "activation in a product": activation_in_a_product,
     "combine under a product": combine_under_a_product,
     "attention": attention,
     **{

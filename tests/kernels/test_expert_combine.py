@@ -12,7 +12,7 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import token_sums, token_tables
+from stretto.kernels.collectives import combine, token_sums, token_tables
 
 
 def operands(devices: int, seed: int, name: str, width: int = 64):
@@ -54,6 +54,29 @@ def test_sums_by_the_kernel(devices, seed, width, wire):
             out = np.asarray(program(*given(*arrays)), np.float32)
             np.testing.assert_array_equal(out, np.asarray(jnp.asarray(wanted, BF16), np.float32))
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("warpgroups", "cores", "width"), [(2, 2, 64), slow(4, 1, 64), slow(2, 2, 192), slow(3, 2, 72)]
+)
+def test_sums_by_several_warpgroups(warpgroups, cores, width):
+    """Of tokens in five chunks a device, also of rows that are padded in shared memory."""
+    tokens, top_k, devices = 40, 3, 2
+    draw = np.random.default_rng(width)
+    count = devices * tokens * top_k
+    positions = draw.permutation(count).reshape(-1, top_k)
+    positions[draw.random(positions.shape) < 0.2] = -1
+    rows, weights = whole_numbers(0, count, width), np.abs(whole_numbers(1, *positions.shape))
+    wanted = np.zeros((len(positions), width), np.float32)
+    for (t, j), place in np.ndenumerate(positions):
+        if place >= 0:
+            wanted[t] += weights[t, j] * rows[place % devices * (count // 2) + place // devices]
+    config = combine.Config(warpgroups=warpgroups, stages=2, chunk=8)
+    with st.simulate(core_count=cores) as report:
+        out = combined(devices, config=config)(*given(rows, weights, positions.astype(np.int32)))
+        out = np.asarray(out, np.float32)
+    assert report.ok and report.launches == 1, str(report)
+    np.testing.assert_array_equal(out, np.asarray(jnp.asarray(wanted, BF16), np.float32))
 
 
 def test_the_same_bits_every_run_and_everywhere():

@@ -14,6 +14,7 @@ import stretto as st
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused.group_tables import k_tiles_of, row_tiles
 from stretto.kernels.fused.grouped_matmul import Config
+from stretto.kernels.operations.grouped_matmul import product_of_groups
 
 SMALL = Config(tiles=TileConfig(tile_n=128, num_stages=3, store_buffers=2))
 # m, k, n and the sizes of groups: none, one row, more than a tile, rows of no group.
@@ -69,6 +70,20 @@ def simulated(program, *arrays, seed=0):
         out = jax.tree.map(np.asarray, jax.jit(program)(*arrays))
     assert report.ok, str(report)
     return out, report
+
+
+def test_rows_of_no_group_may_be_left_out():
+    """They are not stored then; as the layer of experts wants it, whose room is half empty."""
+    case = CASES["few rows"]
+    lhs, rhs, arrays = operands(case, False)
+    call = functools.partial(
+        product_of_groups, rhs_transposed=False, zeros=False, backend="simulator"
+    )
+    out, _ = simulated(call, *arrays)
+    used = sum(case[3])
+    wanted = product(lhs, rhs, case[3])[:used]
+    np.testing.assert_array_equal(out[:used].astype(np.float32), rounded(wanted, BF16))
+    assert np.isnan(out[used:].astype(np.float32)).all()  # As the simulator fills memory.
 
 
 @some_cases(False, True)

@@ -12,8 +12,10 @@ from expert_cases import EXPERTS, TOKENS, on_devices, routings
 from fused_cases import BF16, F32
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from selection import slow
 
 import stretto as st
+from stretto.kernels.operations import mixture_rules
 from stretto.kernels.problem.activations import ClampedSwiglu
 from stretto.kernels.problem.routing import Routing
 
@@ -124,20 +126,25 @@ def test_forward_mode():
     np.testing.assert_allclose(out_dot, wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_kernels_give_what_xla_gives(backward):
-    """In the simulator: moves are the same, products round alike."""
+@pytest.mark.parametrize(
+    ("backward", "unused_rows"),
+    [(False, False), slow(False, True), slow(True, False), slow(True, True)],
+)
+def test_kernels_give_what_xla_gives(backward, unused_rows):
+    """In the simulator, which fills memory with NaN: moves are the same, products round alike."""
     index = jnp.asarray(routings(2, 2)["any"], jnp.int32)
     given = operands(2, BF16)
 
     def program(backend):
-        call = layer(2, False, backend=backend)
+        config = None if backend == "xla" else mixture_rules.Config(unused_rows=unused_rows)
+        call = layer(2, False, backend=backend, config=config)
 
         def out(*xs):
             return call(xs[0], index, *xs[1:])[0]
 
         def gradients(*xs):
-            return jax.grad(lambda *xs: jnp.sum(out(*xs).astype(F32)), (0, 1, 2, 3))(*xs)
+            loss = lambda *xs: jnp.sum(out(*xs).astype(F32))  # noqa: E731
+            return jax.value_and_grad(loss, (0, 1, 2, 3))(*xs)
 
         return jax.jit(gradients if backward else out)
 

@@ -67,11 +67,14 @@ class Matmul:
                 f" has {known}."
             )
         product = self.product
-        others = product.ragged or product.fold is not Sum or product.scales is not None
-        if product.beside is not None and others:
+        beside = product.beside
+        others = product.fold is not Sum or product.scales is not None
+        # Pieces of a matrix are loaded whole, to buffers from which they may be stored in part.
+        if beside is not None and (others or (product.ragged and beside.has_matrix)):
             raise NotImplementedError(
                 "an epilogue with arrays, or of two products, is built for plain sums of 16 bits"
-                f" alone, and the product is {product}."
+                " alone, and without a matrix for ragged ones, and the product is"
+                f" {product}."
             )
 
     @property

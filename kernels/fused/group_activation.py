@@ -1,0 +1,222 @@
+"""The activation of experts in the grouped matmul of their rows: `activation(rows @ w_in + b_in)`.
+
+Only the activation is stored, `[rows, f]`, and not the product, which gated is twice as wide. And
+only rows of experts are: the other half of the room or more costs nothing, while an activation by
+XLA reads and writes all of it. The epilogue and its barriers are those of `engine/hopper/applying`:
+
+| array | in memory | loaded |
+|---|---|---|
+| a matrix `[e, d, f]`, gated two, or one `[e, d, 2 f]` | as given | half a stage each (`engine/pairs`) |
+| a bias `[e, f]`, gated two, or one `[e, 2 f]` | float32 `[e + 1, f]`, padded to tiles | as a vector, at the tile's expert |
+
+The last row of a bias is that of rows of no expert, which share tiles with others.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int, ceil_div
+from stretto.kernels.engine import padding, pairs, streams
+from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.fuse import Refs, fuse
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.engine.parts import (
+    Beside,
+    BesideParts,
+    Load,
+    Parts,
+    Product,
+    Ref,
+    Stream,
+    Tile,
+    elementwise,
+)
+from stretto.kernels.fused.group_tables import row_tiles
+from stretto.kernels.fused.grouped_matmul import GroupedRows
+from stretto.kernels.problem import epilogues, lowered
+from stretto.kernels.problem.machine import BLACKWELL, Machine
+
+COLUMNS = 128  # Of a pair's tile: half of them are a piece of the result, a row of the swizzle.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Activated:
+    """A grouped product with an activation.
+
+    Attributes:
+      function: of the float32 product, or of gate and up; elementwise.
+      gated: which of the two.
+      sides: matrices `[e, d, f]`, padded; gated one or two (`w_in` of `mixture_of_experts`).
+      biases: `[e, f]` of each product; or none.
+      width: f.
+      tiles: of the matmul.
+    """
+
+    function: Callable[..., jax.Array]
+    gated: bool
+    sides: tuple[jax.Array, ...]
+    biases: tuple[jax.Array, ...]
+    width: int
+    tiles: TileConfig
+
+    @classmethod
+    def of(
+        cls,
+        sides: Sequence[jax.Array],
+        biases: Sequence[jax.Array] | None,
+        function: Callable[..., jax.Array],
+        *,
+        gated: bool,
+        tiles: TileConfig,
+    ) -> Activated:
+        """Of the operands of a layer, which must serve (`obstacle`)."""
+        halved = gated and len(sides) == 1
+        biases = tuple(biases or ())
+        if halved:
+            biases = tuple(half for x in biases for half in jnp.split(x, 2, axis=1))
+        return cls(
+            function=function,
+            gated=gated,
+            sides=tuple(padding.pad_to_tiles(x, padding.COLUMNS) for x in sides),
+            biases=biases,
+            width=sides[0].shape[2] // (2 if halved else 1),
+            tiles=tiles,
+        )
+
+    @property
+    def result_tile(self) -> TileConfig:
+        """The tile of the result that a tile of products becomes."""
+        return pairs.halved(self.tiles) if self.gated else self.tiles
+
+    def rows(self, m: int) -> GroupedRows:
+        """The product of `m` rows, in tiles of the result."""
+        groups, k, _ = self.sides[0].shape
+        most = ceil_div(m, self.tiles.tile_m) + groups + 1
+        columns = padding.padded(self.width, padding.COLUMNS)
+        return GroupedRows(most, k, columns, groups, self.result_tile, rhs_transposed=False)
+
+    def product(self, dtype: jax.typing.DTypeLike) -> Product:
+        """Of rows of a type, which the result has too."""
+        return Product(lhs=dtype, rhs=dtype, out=dtype, ragged=True, beside=self.beside)
+
+    @property
+    def beside(self) -> Beside | None:
+        """What the function takes beside one product."""
+        if not self.gated and not self.biases:
+            return None
+        return Beside(kinds=("columns",) * len(self.biases), gated=self.gated)
+
+    def operands(self) -> dict[str, Any]:
+        """Of the kernel, by the names that `parts` reads."""
+        tile_n = self.result_tile.tile_n
+        missing = ceil_div(self.width, tile_n) * tile_n - self.width
+        biases = [jnp.pad(bias.astype(jnp.float32), ((0, 1), (0, missing))) for bias in self.biases]
+        return dict(rhs=list(self.sides), biases=biases)
+
+    def parts(self, refs: Refs, grouped: GroupedRows, lhs: Stream) -> Parts:
+        """The kernel, whose rows are `lhs` and whose product is `rows`."""
+        made = dataclasses.replace(grouped.parts(refs, lhs), rhs=self._rhs(refs, grouped))
+        if self.beside is None:
+            return dataclasses.replace(made, epilogue=elementwise(self.function))
+        vectors = tuple(self._bias(ref) for ref in refs.biases)
+        function = epilogues.without_derivatives(self._of_sums)
+        return dataclasses.replace(made, beside=BesideParts(function=function, vectors=vectors))
+
+    def _of_sums(self, *xs: jax.Array) -> jax.Array:
+        """The function of products and biases."""
+        products, biases = xs[: 1 + self.gated], xs[1 + self.gated :]
+        if biases:
+            products = [x + bias for x, bias in zip(products, biases, strict=True)]
+        return self.function(*products)
+
+    def _rhs(self, refs: Refs, grouped: GroupedRows) -> Stream:
+        if not self.gated:
+            return streams.of(refs.rhs[0], grouped.rhs_window)
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            group, along_k, columns = grouped.rhs_window(tile, k)
+            up = pl.ds(columns.start + self.width, columns.size) if len(refs.rhs) == 1 else columns
+            windows = [
+                ref.at[group, along_k, window]
+                for ref, window in zip((refs.rhs[0], refs.rhs[-1]), (columns, up), strict=True)
+            ]
+            pairs.fill(windows, self.tiles, stage, barrier)
+
+        return Stream(load=load)
+
+    def _bias(self, ref: Ref) -> Load:
+        tile_n = self.result_tile.tile_n
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            del k
+            window = tile.facts[0], pl.ds(tile.n * tile_n, tile_n)
+            plgpu.copy_gmem_to_smem(ref.at[window], stage, barrier)
+
+        return load
+
+
+def obstacle(
+    x: jax.Array,
+    sides: Sequence[jax.Array],
+    function: Callable[..., jax.Array],
+    *,
+    gated: bool,
+    tiles: Any,
+) -> str | None:
+    """Why no kernel applies an activation to such a product; None if one does."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, not {x.dtype}."
+    if not isinstance(tiles, TileConfig) or Machine.of_mesh().architecture == BLACKWELL:
+        return "an activation in a grouped product is built for Hopper GPUs only."
+    if 0 in (*x.shape, *sides[0].shape):
+        return "there is nothing to do."
+    if gated and tiles.tile_n % COLUMNS:
+        return f"tile_n={tiles.tile_n} of gate and up is no multiple of {COLUMNS}."
+    columns = sides[0].shape[2] // (2 if gated and len(sides) == 1 else 1)
+    if gated and len(sides) == 1 and columns % padding.COLUMNS:
+        return f"up begins at column {columns} of w_in, which is no multiple of {padding.COLUMNS}."
+    name, dtypes = epilogues.name_of(function), [jnp.dtype(jnp.float32)] * (1 + gated)
+    try:
+        found = epilogues.obstacle("mixture_of_experts", function, [(len(x), columns)], dtypes)
+    except ValueError as error:  # It mixes elements, as XLA may.
+        return str(error)
+    return found or lowered.obstacle(name, function, dtypes)
+
+
+def activated_product(
+    lhs: jax.Array, sizes: jax.Array, activated: Activated, *, interpret: Any
+) -> jax.Array:
+    """`[m, d]` in the order of the experts, `sizes` `[e]` of them -> `[m, f]`.
+
+    Rows of no expert are not written.
+    """
+    m, tiles = lhs.shape[0], activated.tiles
+    lhs = padding.pad_to_tiles(lhs, padding.ROWS)
+    rows = len(lhs)
+    grouped = activated.rows(rows)
+
+    def parts(refs: Refs) -> Parts:
+        return activated.parts(refs, grouped, streams.of(refs.lhs, grouped.lhs_window))
+
+    return fuse(
+        parts,
+        name="grouped_activation",
+        team=None,
+        mainloop=mainloop_of(tiles, activated.product(lhs.dtype)),
+        num_tiles=grouped.num_tiles,
+        operands=dict(
+            lhs=lhs,
+            table=row_tiles(sizes, rows, tiles.tile_m, grouped.most, of_groups=True),
+            **activated.operands(),
+        ),
+        outs=dict(out=jax.ShapeDtypeStruct((rows, grouped.n), lhs.dtype)),
+        interpret=interpret,
+    )["out"][:m, : activated.width]
