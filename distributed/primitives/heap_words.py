@@ -1,0 +1,279 @@
+"""Words of the heap (`heap`) by slot and offset, and messages whose words say that they have come.
+
+A message is written into a peer's slot two words of data at a time, each beside a flag: 16 bytes that
+the hardware writes and reads at once, in two halves of a word and its flag. The reader looks at its own
+slot until every flag is the one that it expects. So a message needs no fence, no semaphore and no
+barrier: it takes one way over the links. It takes twice its bytes.
+
+Slots are operands, numbers that the program calculates. A kernel that asks Mosaic GPU for its place
+among devices is a collective to XLA, which then runs a barrier before it, hands it a table of addresses,
+and must not record it. A kernel that has peers by these primitives alone is none.
+Private JAX, checked on 0.11.2 and 0.12.0.1.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core as jax_core
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+
+from stretto.distributed.memory import heap
+
+THREADS = 128
+UNIT_WORDS = 4
+"""Of memory for each two words of a message."""
+AT_ONCE = 8
+"""Units that a thread looks at together."""
+
+
+def _lowers(primitive: jax_core.Primitive):
+    def register(rule):
+        gpu_lowering.register_lowering_rule(primitive, *gpu_core.LANExWG_SEMANTICS)(rule)
+        return rule
+
+    return register
+
+
+def _int32(x: int | jax.Array) -> jax.Array:
+    return jnp.asarray(x, dtype=jnp.int32)
+
+
+def _as_i32(x: Any) -> ir.Value:
+    return gpu_lowering._ensure_ir_value(x, jnp.int32)
+
+
+def _pointer(slot: Any, word: Any) -> ir.Value:
+    """The address of a word of a slot."""
+    i64 = ir.IntegerType.get_signless(64)
+    at = arith.muli(arith.extui(i64, _as_i32(slot)), mgpu_utils.c(heap.SLOT_BYTES, i64))
+    offset = arith.muli(arith.extui(i64, _as_i32(word)), mgpu_utils.c(4, i64))
+    base = arith.addi(at, mgpu_utils.c(heap.address(), i64))
+    return arith.addi(base, offset)
+
+
+# --- A word ---------------------------------------------------------------------------------------
+
+read_word_p = jax_core.Primitive("stretto_read_word")
+
+
+def read_word(slot: jax.Array, word: int | jax.Array) -> jax.Array:
+    """The int32 at `word` (of 4 bytes) of a slot, for all threads of a warpgroup."""
+    return read_word_p.bind(_int32(slot), _int32(word))
+
+
+@read_word_p.def_effectful_abstract_eval
+def _read_word_abstract_eval(slot, word):
+    del slot, word
+    return jax_core.ShapedArray((), jnp.int32), {gpu_core._memory_effect}
+
+
+@_lowers(read_word_p)
+def _read_word_lowering(ctx, slot, word):
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    found = mgpu_utils.inline_ptx(
+        "ld.relaxed.sys.global.u32 $0, [$1];",
+        _pointer(slot, word),
+        result_types=i32,
+        has_side_effects=True,
+    )
+    return gpu_lowering._ensure_fa(found, jnp.int32)
+
+
+write_word_p = jax_core.Primitive("stretto_write_word")
+write_word_p.multiple_results = True
+
+
+def write_word(slot: jax.Array, word: int | jax.Array, value: jax.Array) -> None:
+    """Stores an int32, once all threads of the warpgroup have come here."""
+    write_word_p.bind(_int32(slot), _int32(word), _int32(value))
+
+
+@write_word_p.def_effectful_abstract_eval
+def _write_word_abstract_eval(slot, word, value):
+    del slot, word, value
+    return [], {gpu_core._memory_effect}
+
+
+@_lowers(write_word_p)
+def _write_word_lowering(ctx, slot, word, value):
+    mgpu_utils.warpgroup_barrier()
+    mgpu_utils.inline_ptx(
+        "st.relaxed.sys.global.u32 [$0], $1;",
+        _pointer(slot, word),
+        _as_i32(value),
+        predicate=ctx.module_ctx.single_lane_predicate,
+        has_side_effects=True,
+    )
+    return ()
+
+
+# --- A message ------------------------------------------------------------------------------------
+
+post_p = jax_core.Primitive("stretto_post")
+post_p.multiple_results = True
+
+
+def words_of_message(size: int, dtype: jax.typing.DTypeLike) -> int:
+    """Words of memory that a message of so many elements takes."""
+    return 2 * (size * jnp.dtype(dtype).itemsize // 4)
+
+
+def post(x: jax.Array, slot: jax.Array, word: int | jax.Array, flag: jax.Array) -> None:
+    """Writes `x` with flags to `word` of a slot; by one warpgroup, whose every thread has a part.
+
+    `x` has a multiple of 128 x 8 bytes.
+    """
+    post_p.bind(x, _int32(slot), _int32(word), _int32(flag))
+
+
+@post_p.def_effectful_abstract_eval
+def _post_abstract_eval(x, slot, word, flag):
+    del x, slot, word, flag
+    return [], {gpu_core._memory_effect}
+
+
+@_lowers(post_p)
+def _post_lowering(ctx, x, slot, word, flag):
+    del ctx
+    if not isinstance(x.layout, mgpu.WGStridedFragLayout):
+        raise NotImplementedError(f"a message in the layout {x.layout}")
+    flag = _as_i32(flag)
+    units = [unit for register in x.registers.flat for unit in _units_of(register)]
+    for at, (low, high) in zip(_addresses(slot, word, len(units)), units, strict=True):
+        mgpu_utils.inline_ptx(
+            "st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};"
+            if False
+            else "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};",
+            at,
+            low,
+            flag,
+            high,
+            flag,
+            has_side_effects=True,
+        )
+    return ()
+
+
+def _addresses(slot: Any, word: Any, units: int) -> list[ir.Value]:
+    """Where this thread's units lie: those of a warp's threads one after another."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.remui(
+        arith.index_cast(i64, gpu.thread_id(gpu.Dimension.x)), mgpu_utils.c(THREADS, i64)
+    )
+    own = arith.muli(thread, mgpu_utils.c(4 * UNIT_WORDS, i64))
+    first = arith.addi(_pointer(slot, word), own)
+    step = THREADS * 4 * UNIT_WORDS
+    return [arith.addi(first, mgpu_utils.c(i * step, i64)) for i in range(units)]
+
+
+def _units_of(register: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
+    """The words of a thread's register, two by two."""
+    i32 = ir.IntegerType.get_signless(32)
+    words = _bits(register.type) // 32
+    vector = mgpu_utils.bitcast(register, ir.VectorType.get((words,), i32))
+    found = [llvm.extractelement(vector, mgpu_utils.c(i, i32)) for i in range(words)]
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _bits(vector: Any) -> int:
+    vector = ir.VectorType(vector)
+    bits = math.prod(vector.shape) * mgpu_utils.bitwidth(vector.element_type)
+    if bits % 64:
+        raise NotImplementedError(f"a message of {vector} a thread, which is not whole units")
+    return bits
+
+
+collect_p = jax_core.Primitive("stretto_collect")
+
+
+def collect(
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    slot: jax.Array,
+    word: int | jax.Array,
+    flag: jax.Array,
+) -> jax.Array:
+    """The message at `word` of this device's slot, once all of it carries `flag`."""
+    return collect_p.bind(
+        _int32(slot), _int32(word), _int32(flag), shape=tuple(shape), dtype=jnp.dtype(dtype)
+    )
+
+
+@collect_p.def_effectful_abstract_eval
+def _collect_abstract_eval(slot, word, flag, *, shape, dtype):
+    del slot, word, flag
+    return jax_core.ShapedArray(shape, dtype), {gpu_core._memory_effect}
+
+
+@_lowers(collect_p)
+def _collect_lowering(ctx, slot, word, flag, *, shape, dtype):
+    del ctx
+    element = mgpu_utils.dtype_to_ir_type(dtype)
+    layout = mgpu.WGStridedFragLayout.from_shaped_type(ir.VectorType.get(shape, element))
+    registers = np.empty(layout.registers_shape(shape), object)
+    register_type = layout.registers_element_type(element)
+    units = _bits(register_type) // 64
+    addresses = _addresses(slot, word, registers.size * units)
+    words: list[ir.Value] = []
+    for start in range(0, len(addresses), AT_ONCE):
+        words += _look(addresses[start : start + AT_ONCE], _as_i32(flag))
+    i32 = ir.IntegerType.get_signless(32)
+    vector_type = ir.VectorType.get((2 * units,), i32)
+    for i in range(registers.size):
+        vector = llvm.mlir_undef(vector_type)
+        for j in range(2 * units):
+            vector = llvm.insertelement(vector, words[2 * units * i + j], mgpu_utils.c(j, i32))
+        registers.flat[i] = mgpu_utils.bitcast(vector, register_type)
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=layout, _is_signed=mgpu_utils.is_signed(dtype)
+    )
+
+
+def _look(addresses: list[ir.Value], flag: ir.Value) -> list[ir.Value]:
+    """The words of units, once all of them carry the flag."""
+    count, i32 = len(addresses), ir.IntegerType.get_signless(32)
+    first = 2 * count
+    loads, tests = [], []
+    for i in range(count):
+        loads.append(
+            f"ld.volatile.global.v4.b32 {{${2 * i}, f{2 * i}, ${2 * i + 1}, f{2 * i + 1}}},"
+            f" [${first + i}];"
+        )
+        for j in (2 * i, 2 * i + 1):
+            tests.append(f"setp.eq.and.b32 p, f{j}, ${first + count}, p;")
+    ptx = "\n".join([
+        "{",
+        ".reg .pred p, q;",
+        f".reg .b32 f<{2 * count}>;",
+        ".reg .u64 now, begin;",
+        "mov.u64 begin, 0;",
+        "AGAIN:",
+        *loads,
+        "setp.eq.u32 p, 0, 0;",
+        *tests,
+        "@p bra DONE;",
+        "mov.u64 now, %globaltimer;",
+        "setp.eq.u64 q, begin, 0;",
+        "@q mov.u64 begin, now;",
+        "sub.u64 now, now, begin;",
+        "setp.lt.u64 q, now, 5000000000;",
+        "@q bra AGAIN;",
+        "trap;",
+        "DONE:",
+        "}",
+    ])
+    found = mgpu_utils.inline_ptx(
+        ptx, *addresses, flag, result_types=(i32,) * (2 * count), has_side_effects=True
+    )
+    return list(found)
