@@ -27,7 +27,9 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-from stretto.distributed.memory import heap
+from stretto.distributed.memory import heap, mailbox
+from stretto.distributed.primitives.bounded_wait import report_ptx
+from stretto.distributed.primitives.slots import as_int32, ir_int32, lowers
 
 THREADS = 128
 UNIT_WORDS = 4
@@ -36,27 +38,11 @@ AT_ONCE = 8
 """Units that a thread looks at together."""
 
 
-def _lowers(primitive: jax_core.Primitive):
-    def register(rule):
-        gpu_lowering.register_lowering_rule(primitive, *gpu_core.LANExWG_SEMANTICS)(rule)
-        return rule
-
-    return register
-
-
-def _int32(x: int | jax.Array) -> jax.Array:
-    return jnp.asarray(x, dtype=jnp.int32)
-
-
-def _as_i32(x: Any) -> ir.Value:
-    return gpu_lowering._ensure_ir_value(x, jnp.int32)
-
-
 def _pointer(slot: Any, word: Any) -> ir.Value:
     """The address of a word of a slot."""
     i64 = ir.IntegerType.get_signless(64)
-    at = arith.muli(arith.extui(i64, _as_i32(slot)), mgpu_utils.c(heap.SLOT_BYTES, i64))
-    offset = arith.muli(arith.extui(i64, _as_i32(word)), mgpu_utils.c(4, i64))
+    at = arith.muli(arith.extui(i64, ir_int32(slot)), mgpu_utils.c(heap.SLOT_BYTES, i64))
+    offset = arith.muli(arith.extui(i64, ir_int32(word)), mgpu_utils.c(4, i64))
     base = arith.addi(at, mgpu_utils.c(heap.address(), i64))
     return arith.addi(base, offset)
 
@@ -68,7 +54,7 @@ read_word_p = jax_core.Primitive("stretto_read_word")
 
 def read_word(slot: jax.Array, word: int | jax.Array) -> jax.Array:
     """The int32 at `word` (of 4 bytes) of a slot, for all threads of a warpgroup."""
-    return read_word_p.bind(_int32(slot), _int32(word))
+    return read_word_p.bind(as_int32(slot), as_int32(word))
 
 
 @read_word_p.def_effectful_abstract_eval
@@ -77,7 +63,7 @@ def _read_word_abstract_eval(slot, word):
     return jax_core.ShapedArray((), jnp.int32), {gpu_core._memory_effect}
 
 
-@_lowers(read_word_p)
+@lowers(read_word_p)
 def _read_word_lowering(ctx, slot, word):
     del ctx
     i32 = ir.IntegerType.get_signless(32)
@@ -96,7 +82,7 @@ write_word_p.multiple_results = True
 
 def write_word(slot: jax.Array, word: int | jax.Array, value: jax.Array) -> None:
     """Stores an int32, once all threads of the warpgroup have come here."""
-    write_word_p.bind(_int32(slot), _int32(word), _int32(value))
+    write_word_p.bind(as_int32(slot), as_int32(word), as_int32(value))
 
 
 @write_word_p.def_effectful_abstract_eval
@@ -105,13 +91,13 @@ def _write_word_abstract_eval(slot, word, value):
     return [], {gpu_core._memory_effect}
 
 
-@_lowers(write_word_p)
+@lowers(write_word_p)
 def _write_word_lowering(ctx, slot, word, value):
     mgpu_utils.warpgroup_barrier()
     mgpu_utils.inline_ptx(
         "st.relaxed.sys.global.u32 [$0], $1;",
         _pointer(slot, word),
-        _as_i32(value),
+        ir_int32(value),
         predicate=ctx.module_ctx.single_lane_predicate,
         has_side_effects=True,
     )
@@ -134,7 +120,7 @@ def post(x: jax.Array, slot: jax.Array, word: int | jax.Array, flag: jax.Array) 
 
     `x` has a multiple of 128 x 8 bytes.
     """
-    post_p.bind(x, _int32(slot), _int32(word), _int32(flag))
+    post_p.bind(x, as_int32(slot), as_int32(word), as_int32(flag))
 
 
 @post_p.def_effectful_abstract_eval
@@ -143,18 +129,16 @@ def _post_abstract_eval(x, slot, word, flag):
     return [], {gpu_core._memory_effect}
 
 
-@_lowers(post_p)
+@lowers(post_p)
 def _post_lowering(ctx, x, slot, word, flag):
     del ctx
     if not isinstance(x.layout, mgpu.WGStridedFragLayout):
         raise NotImplementedError(f"a message in the layout {x.layout}")
-    flag = _as_i32(flag)
+    flag = ir_int32(flag)
     units = [unit for register in x.registers.flat for unit in _units_of(register)]
     for at, (low, high) in zip(_addresses(slot, word, len(units)), units, strict=True):
         mgpu_utils.inline_ptx(
-            "st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};"
-            if False
-            else "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};",
+            "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};",
             at,
             low,
             flag,
@@ -203,21 +187,27 @@ def collect(
     slot: jax.Array,
     word: int | jax.Array,
     flag: jax.Array,
+    *,
+    sender: jax.Array,
+    site: mailbox.Site,
 ) -> jax.Array:
-    """The message at `word` of this device's slot, once all of it carries `flag`."""
-    return collect_p.bind(
-        _int32(slot), _int32(word), _int32(flag), shape=tuple(shape), dtype=jnp.dtype(dtype)
-    )
+    """The message at `word` of this device's slot, once all of it carries `flag`.
+
+    `sender` is the slot that it comes from, for the report that `site` names: past its limit the
+    kernel reports the wait and stops.
+    """
+    numbers = (as_int32(x) for x in (slot, word, flag, sender))
+    return collect_p.bind(*numbers, shape=tuple(shape), dtype=jnp.dtype(dtype), site=site)
 
 
 @collect_p.def_effectful_abstract_eval
-def _collect_abstract_eval(slot, word, flag, *, shape, dtype):
-    del slot, word, flag
+def _collect_abstract_eval(slot, word, flag, sender, *, shape, dtype, site):
+    del slot, word, flag, sender, site
     return jax_core.ShapedArray(shape, dtype), {gpu_core._memory_effect}
 
 
-@_lowers(collect_p)
-def _collect_lowering(ctx, slot, word, flag, *, shape, dtype):
+@lowers(collect_p)
+def _collect_lowering(ctx, slot, word, flag, sender, *, shape, dtype, site):
     del ctx
     element = mgpu_utils.dtype_to_ir_type(dtype)
     layout = mgpu.WGStridedFragLayout.from_shaped_type(ir.VectorType.get(shape, element))
@@ -225,55 +215,93 @@ def _collect_lowering(ctx, slot, word, flag, *, shape, dtype):
     register_type = layout.registers_element_type(element)
     units = _bits(register_type) // 64
     addresses = _addresses(slot, word, registers.size * units)
-    words: list[ir.Value] = []
+    flag, words = ir_int32(flag), []
     for start in range(0, len(addresses), AT_ONCE):
-        words += _look(addresses[start : start + AT_ONCE], _as_i32(flag))
-    i32 = ir.IntegerType.get_signless(32)
-    vector_type = ir.VectorType.get((2 * units,), i32)
+        found, late = _look(addresses[start : start + AT_ONCE], flag, site.limit_s)
+        _report(late, site, ir_int32(slot), flag, ir_int32(sender))
+        words += found
+    vector_type = ir.VectorType.get((2 * units,), ir.IntegerType.get_signless(32))
     for i in range(registers.size):
         vector = llvm.mlir_undef(vector_type)
         for j in range(2 * units):
-            vector = llvm.insertelement(vector, words[2 * units * i + j], mgpu_utils.c(j, i32))
+            at = mgpu_utils.c(j, ir.IntegerType.get_signless(32))
+            vector = llvm.insertelement(vector, words[2 * units * i + j], at)
         registers.flat[i] = mgpu_utils.bitcast(vector, register_type)
     return mgpu.FragmentedArray(
         _registers=registers, _layout=layout, _is_signed=mgpu_utils.is_signed(dtype)
     )
 
 
-def _look(addresses: list[ir.Value], flag: ir.Value) -> list[ir.Value]:
-    """The words of units, once all of them carry the flag."""
-    count, i32 = len(addresses), ir.IntegerType.get_signless(32)
-    first = 2 * count
-    loads, tests = [], []
-    for i in range(count):
-        loads.append(
-            f"ld.volatile.global.v4.b32 {{${2 * i}, f{2 * i}, ${2 * i + 1}, f{2 * i + 1}}},"
-            f" [${first + i}];"
-        )
-        for j in (2 * i, 2 * i + 1):
-            tests.append(f"setp.eq.and.b32 p, f{j}, ${first + count}, p;")
-    ptx = "\n".join([
-        "{",
-        ".reg .pred p, q;",
-        f".reg .b32 f<{2 * count}>;",
-        ".reg .u64 now, begin;",
-        "mov.u64 begin, 0;",
-        "AGAIN:",
-        *loads,
-        "setp.eq.u32 p, 0, 0;",
-        *tests,
-        "@p bra DONE;",
-        "mov.u64 now, %globaltimer;",
-        "setp.eq.u64 q, begin, 0;",
-        "@q mov.u64 begin, now;",
-        "sub.u64 now, now, begin;",
-        "setp.lt.u64 q, now, 5000000000;",
-        "@q bra AGAIN;",
-        "trap;",
-        "DONE:",
-        "}",
-    ])
-    found = mgpu_utils.inline_ptx(
-        ptx, *addresses, flag, result_types=(i32,) * (2 * count), has_side_effects=True
+def _look(
+    addresses: list[ir.Value], flag: ir.Value, limit_s: float
+) -> tuple[list[ir.Value], ir.Value]:
+    """The words of units, once all of them carry the flag; and whether it took too long (or 0)."""
+    i32 = ir.IntegerType.get_signless(32)
+    results = (i32,) * (2 * len(addresses) + 1)
+    ptx = _look_ptx(len(addresses), limit_s)
+    *words, late = mgpu_utils.inline_ptx(
+        ptx, *addresses, flag, result_types=results, has_side_effects=True
     )
-    return list(found)
+    return words, late
+
+
+def _look_ptx(units: int, limit_s: float) -> str:
+    """PTX of `_look`: $0 and on the words, then whether it timed out, the addresses, the flag.
+
+    The clock is read only after the first look has failed.
+    """
+    late, first, flag = 2 * units, 2 * units + 1, 3 * units + 1
+    loads = [
+        f"ld.volatile.global.v4.b32 {{${2 * i}, f{2 * i}, ${2 * i + 1}, f{2 * i + 1}}},"
+        f" [${first + i}];"
+        for i in range(units)
+    ]
+    tests = [f"setp.eq.and.b32 p, f{j}, ${flag}, p;" for j in range(2 * units)]
+    look_at_the_clock = [
+        "mov.u64 now, %globaltimer;",
+        "setp.eq.u64 p, begin, 0;",
+        "@p mov.u64 begin, now;",
+        "sub.u64 now, now, begin;",
+        f"setp.lt.u64 p, now, {0 if math.isinf(limit_s) else round(limit_s * 1e9)};",
+        "@p bra AGAIN;",
+        f"mov.u32 ${late}, 1;",
+    ]
+    return "\n".join(
+        [
+            "{",
+            ".reg .pred p;",
+            f".reg .b32 f<{2 * units}>;",
+            ".reg .u64 now, begin;",
+            f"mov.u32 ${late}, 0;",
+            "mov.u64 begin, 0;",
+            "AGAIN:",
+            *loads,
+            "setp.eq.u32 p, 0, 0;",
+            *tests,
+            "@p bra DONE;",
+            *(["bra AGAIN;"] if math.isinf(limit_s) else look_at_the_clock),
+            "DONE:",
+            "}",
+        ]
+    )
+
+
+def _report(
+    late: ir.Value, site: mailbox.Site, slot: ir.Value, flag: ir.Value, sender: ir.Value
+) -> None:
+    """Leaves a report and stops the kernel, in a thread that was `late`."""
+    if math.isinf(site.limit_s):
+        return
+    i32 = ir.IntegerType.get_signless(32)
+    zero = mgpu_utils.c(0, i32)
+    if_late = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, late, zero))
+    with ir.InsertionPoint(if_late.then_block):
+        block = [arith.index_cast(i32, gpu.block_id(d)) for d in gpu.Dimension]
+        words = [slot, *block, flag, zero, mgpu_utils.c(1, i32), sender]
+        mgpu_utils.inline_ptx(
+            report_ptx(len(words)),
+            mgpu_utils.c(mailbox.register(site), i32),
+            *words,
+            has_side_effects=True,
+        )
+        scf.YieldOp([])

@@ -1,0 +1,65 @@
+"""Programs that XLA records in command buffers (CUDA graphs), with their kernels.
+
+What is recorded is launched without the host, one kernel 2 microseconds after the other. XLA decides
+by kind of command, for a program: all custom calls or none. Kernels that read their peers' operands
+must not be recorded (`xla_flags`); kernels that exchange through the heap may (`posting`).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+OPTIONS: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+"""XLA's options for such a program: the kinds of commands, in place of those that it records by
+default; and how many there must be in a row."""
+
+_active: contextvars.ContextVar[bool] = contextvars.ContextVar("recording", default=False)
+
+
+def is_active() -> bool:
+    """Whether what is being traced or lowered belongs to a recorded program."""
+    return _active.get()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """What is traced and lowered inside it belongs to a recorded program."""
+    token = _active.set(True)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def recorded(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit(fun, **options)` as a program that XLA records with its kernels in command buffers.
+
+    For programs of many short kernels, such as a step of a decoder. Their kernels on several devices
+    must exchange through the heap (a config with `by_heap=True`).
+
+    Args:
+      fun: as for `jax.jit`.
+      **options: of `jax.jit`; `compiler_options` are added to those that record.
+
+    Raises:
+      NotImplementedError: at its first call, where a kernel in it reads its peers' operands.
+    """  # noqa: E501
+    mixed = {**OPTIONS, **options.pop("compiler_options", {})}
+    on_gpus = jax.default_backend() == "gpu"
+    compiled = jax.jit(fun, compiler_options=mixed if on_gpus else None, **options)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recording():
+            return compiled(*args, **kwargs)
+
+    return call
