@@ -7,6 +7,8 @@ it rounded. A row stays in the registers of one warpgroup.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,10 +16,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed import posting, schedule
+from stretto.distributed.memory import heap
 from stretto.distributed.team import Team
+from stretto.kernels.collectives import by_heap
+from stretto.kernels.problem.problem import Problem
 
 MOST_COLUMNS = 8192
 """Of which a thread's part fits in its registers."""
+
+
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(by_heap.Config):
+    """How rows are shared out, as for the small collectives."""
+
+    @staticmethod
+    def candidates(problem: Problem | None = None) -> Iterator[Config]:
+        """What the tuner tries, the likely ones first."""
+        del problem
+        for num_blocks in (heap.CHANNELS, 64):
+            yield Config(num_blocks=num_blocks)
 
 
 def obstacle(team_size: int, n: int, dtype: Any) -> str | None:
@@ -35,11 +54,12 @@ def all_reduce_rms_norm(
     team: Team,
     *,
     epsilon: float,
+    config: Config = Config(),
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`[m, n]`, `[m, n]`, `[n]` -> (residual + sum of x, its normalised rows times weight)."""
     m, n = x.shape
-    num_blocks = min(m, posting.most_blocks())
+    num_blocks = config.blocks_for(m)
 
     def body(mail, x_ref, residual_ref, weight_ref, total_ref, out_ref):
         own = schedule.share(m, mail.block, num_blocks)
