@@ -18,9 +18,11 @@ import jax
 OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL",
     "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_command_buffer_scheduling_mode": "LHS",
 }
 """XLA's options for such a program: the kinds of commands, in place of those that it records by
-default; and how many there must be in a row."""
+default; how many there must be in a row; and that they keep their order, as two kernels must that
+exchange through the heap."""
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar("recording", default=False)
 

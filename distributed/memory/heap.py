@@ -36,12 +36,12 @@ MAX_SLOTS = 64
 """XLA connects at most 8 devices of a process, or 32 of several; the simulator has had 33."""
 MAX_SENDERS = 8
 """Slots of a heap whose GPUs exchange messages."""
-CHANNELS = 128
+CHANNELS = 120
 """Blocks of a kernel that exchange messages, each with the same block of its peers."""
 TURNS = 1024
-MAIL = TURNS + MAX_SENDERS * CHANNELS
-HALF_WORDS = (SLOT_BYTES // 4 // (MAX_SENDERS * 2 * CHANNELS) - 64) // 512 * 512
-"""Words that one block has received from one sender at once: whole units of 128 threads (`heap_words`)."""
+MAIL = 2048
+HALF_WORDS = (SLOT_BYTES // 4 - MAIL) // (MAX_SENDERS * CHANNELS * 2) // 512 * 512
+"""Words of a block's room for one sender: a multiple of what 128 threads write at once."""
 ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
 
 __all__ = [
