@@ -109,9 +109,9 @@ class Mail:
         return slots.member(self.own, self.team.axes)
 
     def send(self, x: jax.Array, turn: int | jax.Array, word: int | jax.Array = 0) -> None:
-        """Sends `x` to all correspondents in turn `turn` of this launch, from 0, at `word` of their halves.
+        """Sends `x` to all correspondents in a turn of this launch, to `word` of their halves.
 
-        All messages of a turn before are to be received first. `x` is `words_of` long.
+        Turns count from 0; all messages of one are received before the next one's are sent.
         """
         for (_, slot), turns in zip(self._others(), self.turns, strict=True):
             flag, at = self._of_turn(turns, turn, self.own)
@@ -201,7 +201,9 @@ def launch(
       ValueError: a number of blocks out of that range.
     """
     if not 1 <= num_blocks <= most_blocks():
-        raise ValueError(f"kernel {name}: num_blocks={num_blocks} must be from 1 to {most_blocks()}.")
+        raise ValueError(
+            f"kernel {name}: num_blocks={num_blocks} must be from 1 to {most_blocks()}."
+        )
 
     def whole_body(place_ref: Any, *refs: Any, **scratch_refs: Any) -> None:
         mail = Mail.open(team, place_ref[0], lax.axis_index(kernel.GRID_AXIS), name, in_order)

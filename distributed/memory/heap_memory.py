@@ -10,7 +10,7 @@ from stretto.distributed.devices import cuda
 
 PREFERRED_ADDRESS = 0x3000_0000_0000
 SLOT_BYTES = 64 << 20
-"""Size and distance of the slots: a multiple of the driver's granularity, 2 MiB. `heap` divides them."""
+"""Size and distance of the slots, which `heap` divides: a multiple of the driver's granularity."""
 
 _DEVICE = 1  # Values of the driver's enumerations.
 _PINNED = 1

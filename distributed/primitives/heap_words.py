@@ -210,7 +210,7 @@ def _collect_abstract_eval(slot, word, flag, sender, *, shape, dtype, site):
 def _collect_lowering(ctx, slot, word, flag, sender, *, shape, dtype, site):
     del ctx
     element = mgpu_utils.dtype_to_ir_type(dtype)
-    layout = mgpu.WGStridedFragLayout.from_shaped_type(ir.VectorType.get(shape, element))
+    layout = mgpu.WGStridedFragLayout(shape, 8 // dtype.itemsize)
     registers = np.empty(layout.registers_shape(shape), object)
     register_type = layout.registers_element_type(element)
     units = _bits(register_type) // 64

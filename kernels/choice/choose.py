@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import compiling, simulating
+from stretto.distributed import compiling, recording, simulating
 from stretto.distributed.devices import topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
@@ -132,12 +132,19 @@ def serving(
 ) -> tuple[Kernel, str | None]:
     """The first kernel without an obstacle, or the first kernel and its obstacle.
 
-    Where a configuration is given, of the kernels that it belongs to.
+    Where a configuration is given, of the kernels that it belongs to; in a recorded program, of
+    those that may be recorded.
 
     Raises:
       ValueError: the configuration does not fit the problem.
     """
     kernels = [k for k in operation.kernels if config is None or isinstance(config, k.Config)]
+    if recording.is_active() and operation.communicates:
+        kernels = [kernel for kernel in kernels if kernel.by_heap]
+        if not kernels:
+            return operation.kernels[
+                0
+            ], "a recorded program has none that reads its peers' operands."
     obstacles = [kernel.obstacle(problem) for kernel in kernels]
     kernel = kernels[obstacles.index(None)] if None in obstacles else kernels[0]
     obstacle = None if None in obstacles else obstacles[0]

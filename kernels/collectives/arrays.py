@@ -38,10 +38,18 @@ def all_gather(
     config = config or exchange.Config()
     words = row_layout.as_words(x)
     if isinstance(config, by_heap.Config):
-        rows, gather = by_heap.to_rows(words, config), by_heap.all_gather
+        rows = by_heap.all_gather(
+            by_heap.to_rows(words, config),
+            team,
+            config=config,
+            invariant=invariant,
+            interpret=interpret,
+        )
     else:
-        rows, gather = row_layout.to_rows(words, 1), exchange.all_gather
-    rows = gather(rows, team, config=config, invariant=invariant, interpret=interpret)
+        rows = row_layout.to_rows(words, 1)
+        rows = exchange.all_gather(
+            rows, team, config=config, invariant=invariant, interpret=interpret
+        )
     parts = row_layout.from_words(row_layout.from_rows(rows, words.shape), x.dtype)
     return joined(parts, axis)
 

@@ -34,7 +34,6 @@ WIDEST = 4
 ROWS_OF_A_TURN = 8
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """How a small collective is exchanged through the heap.
@@ -71,7 +70,7 @@ ADDS: dict[str, Add] = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 def to_rows(x: jax.Array, config: Config) -> jax.Array:
-    """`x` as rows for the kernels here, `[rows, columns]`; filled up with zeros, which copies it."""
+    """`x` as rows for the kernels here, `[rows, columns]`; zeros fill it up, which copies it."""
     elements = ROW_BYTES // x.dtype.itemsize
     flat = x.reshape(-1)
     missing = -flat.size % elements
@@ -79,9 +78,7 @@ def to_rows(x: jax.Array, config: Config) -> jax.Array:
         flat = jnp.pad(flat, (0, missing))
     rows = flat.size // elements
     blocks = config.blocks_for(rows)
-    width = max(
-        (w for w in (1, 2, WIDEST) if rows % w == 0 and rows // w >= blocks), default=1
-    )
+    width = max((w for w in (1, 2, WIDEST) if rows % w == 0 and rows // w >= blocks), default=1)
     return flat.reshape(rows // width, elements * width)
 
 

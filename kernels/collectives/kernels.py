@@ -118,6 +118,7 @@ ALL_GATHER_BY_HEAP = Kernel(
     default=lambda problem: by_heap.Config(),
     candidates=by_heap.Config.candidates,
     untried=True,
+    by_heap=True,
 )
 ALL_REDUCE_BY_HEAP = dataclasses.replace(
     ALL_GATHER_BY_HEAP, run=_all_reduce, obstacle=_by_heap(_adds)

@@ -25,8 +25,6 @@ MOST_COLUMNS = 8192
 """Of which a thread's part fits in its registers."""
 
 
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(by_heap.Config):
     """How rows are shared out, as for the small collectives."""

@@ -302,6 +302,7 @@ ALL_REDUCE_RMS_NORM = Operation(
             default=lambda problem: by_heap.Config(),
             candidates=by_heap.Config.candidates,
             untried=True,
+            by_heap=True,
         ),
     ),
     examples=Examples(

@@ -92,9 +92,7 @@ def _post(compiler: Compiler, eqn: Any) -> Step:
         machine.count_link(task.device.index, target, 4 * words)
         value, launch = np.array(env[x]), machine.mail.launches
         clock = task.release()
-        there.put(
-            Message((first, first + words), _int32(env[flag]), value, clock, access, launch)
-        )
+        there.put(Message((first, first + words), _int32(env[flag]), value, clock, access, launch))
         machine.report.statistics.signals += 1
         wake(there, machine.scheduler)
 
@@ -114,8 +112,9 @@ def _collect(compiler: Compiler, eqn: Any) -> Step:
 
         def found() -> Message | None:
             message = here.messages.get(first)
-            right = message is not None and message.flag == wanted
-            return message if right and message.value.shape == shape else None
+            if message is None or message.flag != wanted or message.value.shape != shape:
+                return None
+            return message
 
         machine.report.statistics.waits += 1
         machine.report.statistics.blocked_waits += found() is None
