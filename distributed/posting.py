@@ -127,12 +127,36 @@ class Mail:
         """(member, its message) of each correspondent, sent in the same turn to the same word."""
         found = []
         for (member, slot), turns in zip(self._others(), self.turns, strict=True):
-            flag, at = self._of_turn(turns, turn, slot)
-            message = heap_words.collect(
-                shape, dtype, self.own, at + word, flag, sender=slot, site=self.site
-            )
-            found.append((member, message))
+            found.append((member, self._receive(slot, turns, shape, dtype, turn, word)))
         return found
+
+    def receive_from(
+        self,
+        member: jax.Array,
+        shape: tuple[int, ...],
+        dtype: jax.typing.DTypeLike,
+        turn: int | jax.Array,
+        word: int | jax.Array = 0,
+    ) -> jax.Array:
+        """The message of one member, of a mail that is `in_order`.
+
+        In a loop over members one message at a time is in registers. A Python loop leaves the
+        compiler to keep all of them there.
+        """
+        turns = sum(
+            (jnp.where(member == i, before, 0) for i, before in enumerate(self.turns)),
+            start=jnp.int32(0),
+        )
+        slot = slots.slot_of_member(self.own, member, self.team.axes)
+        return self._receive(slot, turns, shape, dtype, turn, word)
+
+    def _receive(
+        self, slot: Any, turns: Any, shape: tuple[int, ...], dtype: Any, turn: Any, word: Any
+    ) -> jax.Array:
+        flag, at = self._of_turn(turns, turn, slot)
+        return heap_words.collect(
+            shape, dtype, self.own, at + word, flag, sender=slot, site=self.site
+        )
 
     def close(self, turns: int | jax.Array) -> None:
         """Ends the exchange after so many turns of this launch; called once, last."""

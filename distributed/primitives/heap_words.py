@@ -34,6 +34,8 @@ from stretto.distributed.primitives.slots import as_int32, ir_int32, lowers
 THREADS = 128
 UNIT_WORDS = 4
 """Of memory for each two words of a message."""
+STEP = 4 * UNIT_WORDS * THREADS
+"""Bytes from one unit of a thread to its next."""
 AT_ONCE = 8
 """Units that a thread looks at together."""
 
@@ -136,10 +138,11 @@ def _post_lowering(ctx, x, slot, word, flag):
         raise NotImplementedError(f"a message in the layout {x.layout}")
     flag = ir_int32(flag)
     units = [unit for register in x.registers.flat for unit in _units_of(register)]
-    for at, (low, high) in zip(_addresses(slot, word, len(units)), units, strict=True):
+    own = _own_unit(slot, word)
+    for i, (low, high) in enumerate(units):
         mgpu_utils.inline_ptx(
-            "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};",
-            at,
+            f"st.volatile.global.v4.b32 [$0+{i * STEP}], {{$1, $2, $3, $4}};",
+            own,
             low,
             flag,
             high,
@@ -149,16 +152,13 @@ def _post_lowering(ctx, x, slot, word, flag):
     return ()
 
 
-def _addresses(slot: Any, word: Any, units: int) -> list[ir.Value]:
-    """Where this thread's units lie: those of a warp's threads one after another."""
+def _own_unit(slot: Any, word: Any) -> ir.Value:
+    """Where this thread's first unit is, after those of the threads before; the next by `STEP`."""
     i64 = ir.IntegerType.get_signless(64)
     thread = arith.remui(
         arith.index_cast(i64, gpu.thread_id(gpu.Dimension.x)), mgpu_utils.c(THREADS, i64)
     )
-    own = arith.muli(thread, mgpu_utils.c(4 * UNIT_WORDS, i64))
-    first = arith.addi(_pointer(slot, word), own)
-    step = THREADS * 4 * UNIT_WORDS
-    return [arith.addi(first, mgpu_utils.c(i * step, i64)) for i in range(units)]
+    return arith.addi(_pointer(slot, word), arith.muli(thread, mgpu_utils.c(4 * UNIT_WORDS, i64)))
 
 
 def _units_of(register: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
@@ -214,10 +214,11 @@ def _collect_lowering(ctx, slot, word, flag, sender, *, shape, dtype, site):
     registers = np.empty(layout.registers_shape(shape), object)
     register_type = layout.registers_element_type(element)
     units = _bits(register_type) // 64
-    addresses = _addresses(slot, word, registers.size * units)
+    own, count = _own_unit(slot, word), registers.size * units
     flag, words = ir_int32(flag), []
-    for start in range(0, len(addresses), AT_ONCE):
-        found, late = _look(addresses[start : start + AT_ONCE], flag, site.limit_s)
+    for start in range(0, count, AT_ONCE):
+        which = range(start, min(start + AT_ONCE, count))
+        found, late = _look(own, which, flag, site.limit_s)
         _report(late, site, ir_int32(slot), flag, ir_int32(sender))
         words += found
     vector_type = ir.VectorType.get((2 * units,), ir.IntegerType.get_signless(32))
@@ -233,28 +234,34 @@ def _collect_lowering(ctx, slot, word, flag, sender, *, shape, dtype, site):
 
 
 def _look(
-    addresses: list[ir.Value], flag: ir.Value, limit_s: float
+    own: ir.Value, which: range, flag: ir.Value, limit_s: float
 ) -> tuple[list[ir.Value], ir.Value]:
-    """The words of units, once all of them carry the flag; and whether it took too long (or 0)."""
+    """The words of some units of a thread, whose first is at `own`, once all carry the flag.
+
+    And whether it took too long (or 0).
+    """
     i32 = ir.IntegerType.get_signless(32)
-    results = (i32,) * (2 * len(addresses) + 1)
-    ptx = _look_ptx(len(addresses), limit_s)
     *words, late = mgpu_utils.inline_ptx(
-        ptx, *addresses, flag, result_types=results, has_side_effects=True
+        _look_ptx(which, limit_s),
+        own,
+        flag,
+        result_types=(i32,) * (2 * len(which) + 1),
+        has_side_effects=True,
     )
     return words, late
 
 
-def _look_ptx(units: int, limit_s: float) -> str:
-    """PTX of `_look`: $0 and on the words, then whether it timed out, the addresses, the flag.
+def _look_ptx(which: range, limit_s: float) -> str:
+    """PTX of `_look`: $0 and on the words, then whether it timed out, the address, the flag.
 
     The clock is read only after the first look has failed.
     """
-    late, first, flag = 2 * units, 2 * units + 1, 3 * units + 1
+    units = len(which)
+    late, first, flag = 2 * units, 2 * units + 1, 2 * units + 2
     loads = [
         f"ld.volatile.global.v4.b32 {{${2 * i}, f{2 * i}, ${2 * i + 1}, f{2 * i + 1}}},"
-        f" [${first + i}];"
-        for i in range(units)
+        f" [${first}+{unit * STEP}];"
+        for i, unit in enumerate(which)
     ]
     tests = [f"setp.eq.and.b32 p, f{j}, ${flag}, p;" for j in range(2 * units)]
     look_at_the_clock = [

@@ -97,9 +97,15 @@ def all_reduce_rms_norm(
 def _rounded_sum(mail: Any, x_ref: Any, residual_ref: Any, row: Any, turn: Any) -> jax.Array:
     """The new residual of a row: loads of this device's come before what is waited for."""
     own, before = x_ref[row].astype(jnp.float32), residual_ref[row].astype(jnp.float32)
-    received = [value for _, value in mail.receive(x_ref.shape[1:], x_ref.dtype, turn)]
-    # Of two the order does not matter; of more, this device's is among those received.
-    total = received.pop(0).astype(jnp.float32) if mail.in_order else own
-    for value in received:
-        total = total + value.astype(jnp.float32)
+    message = x_ref.shape[1:], x_ref.dtype, turn
+    if mail.in_order:  # This device's is among those received.
+
+        def term(member: Any) -> jax.Array:
+            return mail.receive_from(member, *message).astype(jnp.float32)
+
+        rest = lambda member, total: total + term(member)  # noqa: E731
+        total = lax.fori_loop(1, mail.team.size, rest, term(jnp.int32(0)))
+    else:  # Of two the order does not matter.
+        ((_, value),) = mail.receive(*message)
+        total = own + value.astype(jnp.float32)
     return (total + before).astype(residual_ref.dtype)
