@@ -16,13 +16,14 @@ from typing import Any
 import jax
 
 OPTIONS: dict[str, Any] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL",
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "LHS",
 }
 """XLA's options for such a program: the kinds of commands, in place of those that it records by
 default; how many there must be in a row; and that they keep their order, as two kernels must that
-exchange through the heap."""
+exchange through the heap. The body of a loop is recorded and not the loop: an empty kernel took 7.9
+microseconds in a recorded body on an H200, and 12.4 in a recorded loop."""
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar("recording", default=False)
 
@@ -45,8 +46,9 @@ def recording() -> Iterator[None]:
 def recorded(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.jit(fun, **options)` as a program that XLA records with its kernels in command buffers.
 
-    For programs of many short kernels, such as a step of a decoder. Their kernels on several devices
-    must exchange through the heap (a config with `by_heap=True`).
+    For programs of many short kernels, such as a step of a decoder. Small collectives then exchange
+    through the heap where that was measured to be faster; XLA serves the other operations of several
+    devices, also those that a kernel serves elsewhere.
 
     Args:
       fun: as for `jax.jit`.

@@ -154,8 +154,8 @@ def _check_not_recorded(info: TeamKernelInfo, *, on_gpus: bool) -> None:
     if recording.is_active():
         raise NotImplementedError(
             f"kernel {info.name} reads its peers' operands, whose addresses a recorded program"
-            " would keep, so stretto.recorded has no place for it. Pass backend='xla', or a config"
-            " with by_heap=True where there is one."
+            " would keep, so stretto.recorded has no place for it. Call the operation with"
+            " backend='auto' or 'xla'; a kernel of your own can exchange by distributed.posting."
         )
     obstacle = options.why_kernels_are_recorded() if on_gpus else None
     if obstacle is not None:

@@ -17,7 +17,7 @@ from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
 from stretto.kernels.choice import obstacles, tables
 from stretto.kernels.choice.choice import Choice
-from stretto.kernels.choice.speed import UNTRIED, best_config, faster
+from stretto.kernels.choice.speed import UNTRIED, best_config, faster, recorded_program
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
@@ -124,6 +124,8 @@ def _choose(
             reason=f"{why}{_caution(problem)}",
             config=best_config(operation, kernel, problem),
         )
+    if recording.is_active() and operation.communicates:
+        return recorded_program(operation, kernel, problem)
     return faster(operation, kernel, problem)
 
 
@@ -140,7 +142,7 @@ def serving(
     """
     kernels = [k for k in operation.kernels if config is None or isinstance(config, k.Config)]
     if recording.is_active() and operation.communicates:
-        kernels = [kernel for kernel in kernels if kernel.by_heap]
+        kernels = [kernel for kernel in kernels if kernel.recorded_to is not None]
         if not kernels:
             return operation.kernels[
                 0

@@ -302,7 +302,7 @@ ALL_REDUCE_RMS_NORM = Operation(
             default=lambda problem: by_heap.Config(),
             candidates=by_heap.Config.candidates,
             untried=True,
-            by_heap=True,
+            recorded_to=by_heap.RECORDED_TO,
         ),
     ),
     examples=Examples(

@@ -20,6 +20,7 @@ from stretto.distributed.memory import heap
 from stretto.distributed.primitives import heap_words, slots
 from stretto.distributed.simulator import FindingError
 from stretto.distributed.simulator.reports.errors import SimulationError
+from stretto.kernels.choice import choose
 from stretto.kernels.collectives import arrays, by_heap, summed_norm_by_heap
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem.machine import Machine
@@ -243,3 +244,22 @@ def test_a_recorded_program_has_no_place_for_kernels_that_read_their_peers():
         with pytest.raises(NotImplementedError, match=r"stretto\.recorded has no place for it"):
             program(lambda x: arrays.reduce_scatter(x[0], axes=("x",), axis=0))(x)
     assert not recording.is_active()
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "sizes", "backend", "reason"),
+    [
+        ("all_reduce", 2, dict(m=128, n=4096), "pallas", "up to 1024 KiB"),
+        ("all_reduce", 2, dict(m=129, n=4096), "xla", "up to 1024 KiB only"),
+        ("all_reduce", 4, dict(m=8, n=512), "xla", "timed on two GPUs"),
+        ("all_reduce_rms_norm", 2, dict(m=138, n=6144), "pallas", "faster"),
+        ("reduce_scatter", 2, dict(m=8, n=512), "xla", "reads its peers' operands"),
+    ],
+)
+def test_what_auto_takes_in_a_recorded_program(name, devices, sizes, backend, reason):
+    with recording.recording():
+        choice = choose.choose(OPERATIONS[name], problem(devices, **sizes), "auto")
+    assert choice.backend == backend and reason in choice.reason
+    assert backend == "xla" or isinstance(choice.config, by_heap.Config)
+    outside = choose.choose(OPERATIONS[name], problem(devices, **sizes), "auto")
+    assert not isinstance(outside.config, by_heap.Config)
