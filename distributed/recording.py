@@ -1,14 +1,13 @@
 """Programs that XLA records in command buffers (CUDA graphs), with their kernels.
 
-What is recorded is launched without the host, one kernel 2 microseconds after the other. XLA decides
-by kind of command, for a program: all custom calls or none. Kernels that read their peers' operands
-must not be recorded (`xla_flags`); kernels that exchange through the heap may (`posting`).
+What is recorded is launched together, and not one kernel after the other by the host. XLA decides by
+kind of command, for a program: all custom calls or none. Kernels that read their peers' operands must
+not be recorded (`xla_flags`); kernels that exchange through the heap may (`posting`).
 """  # noqa: E501
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,22 +24,20 @@ default; how many there must be in a row; and that they keep their order, as two
 exchange through the heap. The body of a loop is recorded and not the loop: an empty kernel took 7.9
 microseconds in a recorded body on an H200, and 12.4 in a recorded loop."""
 
-_active: contextvars.ContextVar[bool] = contextvars.ContextVar("recording", default=False)
+# Part of the key of JAX's caches: a function that is jitted by itself is traced anew inside.
+_active = jax.make_user_context(default_value=False)
 
 
 def is_active() -> bool:
     """Whether what is being traced or lowered belongs to a recorded program."""
-    return _active.get()
+    return _active.value
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """What is traced and lowered inside it belongs to a recorded program."""
-    token = _active.set(True)
-    try:
+    with _active(True):
         yield
-    finally:
-        _active.reset(token)
 
 
 def recorded(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -57,13 +54,17 @@ def recorded(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     Raises:
       NotImplementedError: at its first call, where a kernel in it reads its peers' operands.
     """  # noqa: E501
-    mixed = {**OPTIONS, **options.pop("compiler_options", {})}
-    on_gpus = jax.default_backend() == "gpu"
-    compiled = jax.jit(fun, compiler_options=mixed if on_gpus else None, **options)
+    given = options.pop("compiler_options", None) or {}
+
+    @functools.cache
+    def jitted() -> Callable[..., Any]:  # At the first call: it takes a look at the devices.
+        on_gpus = jax.default_backend() == "gpu"
+        mixed = {**OPTIONS, **given} if on_gpus else given
+        return jax.jit(fun, compiler_options=mixed or None, **options)
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         with recording():
-            return compiled(*args, **kwargs)
+            return jitted()(*args, **kwargs)
 
     return call

@@ -238,9 +238,16 @@ def test_a_recorded_program_has_no_place_for_kernels_that_read_their_peers():
         found = program(functools.partial(st.all_reduce, axis_name="x"))(x)
         checks.same_bits(np.asarray(found)[1], x.sum(0))
         assert report.launches == 1
+        inner = jax.jit(functools.partial(st.all_reduce, axis_name="x"))
+        program_outside = jax.shard_map(
+            inner, mesh=cases.mesh_of(2), in_specs=P("x"), out_specs=P("x"), check_vma=False
+        )
+        jax.jit(program_outside)(x)  # Traced for the other kernel, and anew for a recorded program.
+        checks.same_bits(np.asarray(program(inner)(x))[0], x.sum(0))
+        assert report.launches == 3
         scattered = program(lambda x: st.reduce_scatter(x[0], "x"))(x)
         checks.same_bits(np.asarray(scattered), x.sum(0))
-        assert report.launches == 1  # It was XLA's.
+        assert report.launches == 3  # It was XLA's.
         with pytest.raises(NotImplementedError, match=r"stretto\.recorded has no place for it"):
             program(lambda x: arrays.reduce_scatter(x[0], axes=("x",), axis=0))(x)
     assert not recording.is_active()
