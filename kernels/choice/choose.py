@@ -23,6 +23,7 @@ from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
 from stretto.kernels.problem.problem import Problem
 
+RECORDED = "a recorded program has no kernel that reads its peers' operands."
 type Remark = Callable[[Choice], str | None]
 
 _recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
@@ -144,9 +145,7 @@ def serving(
     if recording.is_active() and operation.communicates:
         kernels = [kernel for kernel in kernels if kernel.recorded_to is not None]
         if not kernels:
-            return operation.kernels[
-                0
-            ], "a recorded program has none that reads its peers' operands."
+            return operation.kernels[0], RECORDED
     obstacles = [kernel.obstacle(problem) for kernel in kernels]
     kernel = kernels[obstacles.index(None)] if None in obstacles else kernels[0]
     obstacle = None if None in obstacles else obstacles[0]
