@@ -120,6 +120,7 @@ class Machine:
         self.has_start_barrier = has_start_barrier
         self.mail = mail or Mail()
         self.mail.launches += 1
+        self.places: dict[int, int] = {}
         self.devices = [Device(i, mesh) for i in range(mesh.num_devices)]
         for device in self.devices:
             device.start = self.timelines.new()

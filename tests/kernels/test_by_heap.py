@@ -166,6 +166,12 @@ def test_without_the_count_the_next_launch_takes_the_last_ones_messages(traces_a
             checks.same_bits(checks.per_device(SUM, x)[0], x.sum(0))
 
 
+def test_each_device_is_told_its_own_place(traces_apart, monkeypatch):
+    monkeypatch.setattr(slots, "place", lambda: jnp.zeros(1, jnp.uint32))
+    with pytest.raises(Exception, match="were both told that they are 0"):
+        run_broken(seeds=1)
+
+
 def test_all_of_a_turn_is_received_before_the_next_is_sent(one_row_a_turn, monkeypatch):
     """Sent a turn ahead, a message lands on one that its peer need not have read."""
     right = posting.Mail.send

@@ -20,10 +20,14 @@ def _int32(value: int) -> int:
 
 @rule("stretto_slot_of_place")
 def _slot_of_place(compiler: Compiler, eqn: Any) -> Step:
-    (out,) = compiler.outs(eqn)
+    (number,), (out,) = compiler.ins(eqn), compiler.outs(eqn)
 
     def step(task: Any, env: list) -> None:
-        env[out] = task.device.index
+        own, given = task.device.index, int(env[number])
+        first = task.machine.places.setdefault(given, own)
+        if first != own:
+            raise ValueError(f"devices {first} and {own} were both told that they are {given}.")
+        env[out] = own
 
     return False, step
 
