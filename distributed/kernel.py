@@ -300,8 +300,13 @@ def _leaves_room(num_blocks: int) -> bool:
     full of blocks that wait for that peer, would never end, nor would they. XLA's barrier waits in
     one block, and the collective, which has been ready as long, begins meanwhile.
     """
+    return num_blocks <= most_blocks_beside_others()
+
+
+def most_blocks_beside_others() -> int:
+    """Blocks of a kernel beside which something else can run: a sixteenth of a device is free."""
     count = _multiprocessors_of_device()
-    return num_blocks <= count - max(1, count // 16)
+    return count - max(1, count // 16)
 
 
 def _check_widths(name: str, *groups: Sequence[Any]) -> None:

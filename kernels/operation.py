@@ -39,6 +39,9 @@ class Kernel:
         kernel that only moves; None where `choice.costs` estimates both times.
       untried: it was never timed beside XLA on several GPUs: `auto` uses it only where a table
         shows that it is faster.
+      recorded_to: of a kernel whose devices exchange through the heap alone, so that a program that
+        is recorded may have it: bytes of one device's operand up to which it was measured to be
+        faster than XLA there. None for a kernel that must not be recorded.
       stands_for: the problem whose tuned entries and estimate apply to this one, with the bytes
         that XLA moves in memory in addition; None for a kernel with entries of its own.
       copies: (problem, configuration) -> bytes that XLA copies because of the sizes, or whose copy
@@ -55,6 +58,7 @@ class Kernel:
     candidates: Callable[[Problem | None], Iterator[Any]]
     fused_from: int | None = None
     untried: bool = False
+    recorded_to: int | None = None
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
     copies: Callable[[Problem, Any], int] = lambda problem, config: 0
     beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None

@@ -129,7 +129,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "private_jax": {"settings", "xla_flags"},
         "devices": {"private_jax", "settings"},
         "memory": {"devices", "errors", "private_jax", "settings", "sites"},
-        "primitives": {"devices", "memory", "private_jax", "sites"},
+        "recording": set(),
+        "primitives": {"devices", "memory", "private_jax", "recording", "sites"},
         "tools": {
             *("compiling", "primitives", "private_jax", "settings", "simulating", "simulator"),
             *("sites",),
@@ -143,6 +144,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             *("devices", "handshake", "memory", "primitives", "semaphores", "settings"),
             *("simulating", "compiling", "team", "tools"),
         },
+        "posting": {"devices", "kernel", "memory", "primitives", "settings", "team"},
         "simulator": {
             *("errors", "memory", "primitives", "private_jax", "simulating", "sites", "targets"),
         },

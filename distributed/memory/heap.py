@@ -8,6 +8,12 @@ of its own. With counters that exist permanently, kernels synchronise their star
 GPUs that kernels join share a heap, in which each has a slot, by its place among them in the job's
 order. Slot `i` is at `address() + i * SLOT_BYTES`, for all GPUs of a process alike. Another set of
 processes has another heap, even if some of them are the same.
+
+| words of 4 bytes of a slot | are |
+|---|---|
+| 0 to 1023 | counters of the `handshake` |
+| from `TURNS` on | for each sender and channel, how often both have exchanged (`posting`) |
+| from `MAIL` on | for each sender, channel and half, `HALF_WORDS` of messages |
 """
 
 from __future__ import annotations
@@ -28,9 +34,20 @@ from stretto.distributed.private_jax import store
 
 MAX_SLOTS = 64
 """XLA connects at most 8 devices of a process, or 32 of several; the simulator has had 33."""
+MAX_SENDERS = 8
+"""Slots of a heap whose GPUs exchange messages."""
+CHANNELS = 120
+"""Blocks of a kernel that exchange messages, each with the same block of its peers."""
+TURNS = 1024
+MAIL = 2048
+HALF_WORDS = (SLOT_BYTES // 4 - MAIL) // (MAX_SENDERS * CHANNELS * 2) // 512 * 512
+"""Words of a block's room for one sender: a multiple of what 128 threads write at once."""
 ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
 
-__all__ = ["ADDRESS_WITHOUT_GPUS", "MAX_SLOTS", "SLOT_BYTES", "address", "is_wanted", "joining"]
+__all__ = [
+    "ADDRESS_WITHOUT_GPUS", "CHANNELS", "HALF_WORDS", "MAIL", "MAX_SENDERS", "MAX_SLOTS",
+    "SLOT_BYTES", "TURNS", "address", "is_wanted", "joining",
+]  # fmt: skip
 
 
 def is_wanted() -> bool:

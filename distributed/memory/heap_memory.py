@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from stretto.distributed.devices import cuda
 
 PREFERRED_ADDRESS = 0x3000_0000_0000
-SLOT_BYTES = 2 << 20
-"""Size and distance of the slots: the driver's granularity."""
+SLOT_BYTES = 64 << 20
+"""Size and distance of the slots, which `heap` divides: a multiple of the driver's granularity."""
 
 _DEVICE = 1  # Values of the driver's enumerations.
 _PINNED = 1

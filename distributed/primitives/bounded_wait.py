@@ -134,7 +134,7 @@ def _emit_bounded_spin(ptr, wanted, device, indices, decrement, scope, site) -> 
         block = [arith.index_cast(i32, gpu.block_id(d)) for d in gpu.Dimension]
         words = [device, *block, wanted, seen, mgpu_utils.c(len(indices), i32), *indices]
         mgpu_utils.inline_ptx(
-            _report_ptx(len(words)),
+            report_ptx(len(words)),
             mgpu_utils.c(mailbox.register(site), i32),
             *words,
             has_side_effects=True,
@@ -142,7 +142,7 @@ def _emit_bounded_spin(ptr, wanted, device, indices, decrement, scope, site) -> 
         scf.YieldOp([])
 
 
-def _report_ptx(num_words: int) -> str:
+def report_ptx(num_words: int) -> str:
     """PTX that writes a record of `mailbox` and stops the kernel: $0 the site, then the words."""
     stores = "\n".join(
         f"st.relaxed.sys.global.u32 [at+{8 + 4 * i}], ${1 + i};" for i in range(num_words)

@@ -28,9 +28,10 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
+from stretto.distributed import recording
 from stretto.distributed.devices.clique import Clique, check_order, clique_of
 from stretto.distributed.memory import edges, heap, mailbox
-from stretto.distributed.primitives import cpu_kernels
+from stretto.distributed.primitives import cpu_kernels, slots
 from stretto.distributed.primitives.inlining import inline
 from stretto.distributed.private_jax import marks, options
 from stretto.distributed.sites import site_of
@@ -44,12 +45,13 @@ class TeamKernelInfo:
     """The facts of a kernel that its lowering needs.
 
     Its name, the axes it communicates over, and whether it was traced with its devices counted
-    from the end (`team.places_reversed`).
+    from the end (`team.places_reversed`); and whether its devices exchange through the heap alone.
     """
 
     name: str
     axes: tuple[Hashable, ...]
     reverse: bool = False
+    by_heap: bool = False
 
 
 @contextlib.contextmanager
@@ -141,12 +143,23 @@ ad.primitive_jvps[team_kernel_p] = _team_kernel_jvp
 
 
 def _team_kernel_lowering(ctx, *args, jaxpr, info):
-    if info.axes and "cuda" in ctx.module_context.platforms:
-        obstacle = options.why_kernels_are_recorded()
-        if obstacle is not None:
-            raise RuntimeError(f"kernel {info.name}: {obstacle}")
+    if info.axes and not info.by_heap:
+        _check_not_recorded(info, on_gpus="cuda" in ctx.module_context.platforms)
     context = _context_of_clique(ctx.module_context, info)
     return inline(ctx, jaxpr, args, context=context, name=info.name)
+
+
+def _check_not_recorded(info: TeamKernelInfo, *, on_gpus: bool) -> None:
+    """A kernel with peers' operands must not be recorded: XLA would keep their addresses."""
+    if recording.is_active():
+        raise NotImplementedError(
+            f"kernel {info.name} reads its peers' operands, whose addresses a recorded program"
+            " would keep, so stretto.recorded has no place for it. Call the operation with"
+            " backend='auto' or 'xla'; a kernel of your own can exchange by distributed.posting."
+        )
+    obstacle = options.why_kernels_are_recorded() if on_gpus else None
+    if obstacle is not None:
+        raise RuntimeError(f"kernel {info.name}: {obstacle}")
 
 
 mlir.register_lowering(team_kernel_p, _team_kernel_lowering, cacheable=False)
@@ -175,8 +188,8 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
     members = np.empty(len(clique.members), object)
     members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
     stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
-    slots = clique.processes[::-1] if info.reverse else clique.processes
-    rule = functools.partial(_lower_for_clique, clique, slots)
+    processes = clique.processes[::-1] if info.reverse else clique.processes
+    rule = functools.partial(_lower_for_clique, clique, processes)
     overrides = context.lowering_parameters.override_lowering_rules or ()
     return context.replace(
         axis_context=SPMDAxisContext(stand_in, spmd.manual_axes),
@@ -190,18 +203,23 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
 
 def _lower_for_clique(
     clique: Clique,
-    slots: tuple[int, ...],
+    processes: tuple[int, ...],
     ctx: mlir.LoweringRuleContext,
     *args: Any,
     **params: Any,
 ):
     """Lowers `mpmd_map` for a clique that JAX takes for the mesh, and says who its members are.
 
-    `slots` are their processes, in the order of their slots in the heap.
+    `processes` are theirs, in the order of their slots in the heap.
     """
     if ctx.module_context.platforms == ("cpu",):
         return cpu_kernels.lower_kernel_for_cpu(ctx, *args, members=clique.members, **params)
-    with mailbox.devices_numbered(clique.members), heap.joining(slots):
+    in_order = sorted(clique.members)
+    with (
+        mailbox.devices_numbered(clique.members),
+        heap.joining(processes),
+        slots.of_members(in_order),
+    ):
         outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
     _set_members(outs[0].owner, clique.members)
     return outs

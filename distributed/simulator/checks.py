@@ -8,6 +8,7 @@ from stretto.distributed.simulator.reports.report import Finding
 from stretto.distributed.simulator.state.alignment import misalignments
 from stretto.distributed.simulator.state.clocks import Clock, knows
 from stretto.distributed.simulator.state.engine import Taken
+from stretto.distributed.simulator.state.mail import Message
 from stretto.distributed.simulator.state.memory import Region
 from stretto.distributed.simulator.state.races import Access
 from stretto.distributed.simulator.state.semaphores import Semaphore
@@ -255,6 +256,23 @@ class Checks:
             " at a plgpu.ClusterBarrier before they end.",
             access.site,
             name=access.what,
+        )
+
+    def message_overwritten(self, old: Message, access: Access, slot: int) -> None:
+        """Checks that a message which another replaces has been received, for sure."""
+        now = old.launch == self._machine.mail.launches
+        if not self._on or (old.reads and not now):
+            return
+        if old.reads and all(read.before(access) for read in old.reads):
+            return
+        received = "may not have been received yet" if old.reads else "has not been received"
+        self._find(
+            "message overwritten",
+            f"{access.describe()} replaces the message that GPU {slot} had of flag {old.flag}, sent"
+            f" by {old.written.describe()}, which {received}. A turn's messages go where those of"
+            " the turn before the last were: receive all of a turn before the next is sent.",
+            access.site,
+            old.written.site,
         )
 
     def _left_over(self, semaphore: Semaphore) -> None:

@@ -103,7 +103,7 @@ class KernelCall:
             limits=settings.limits, detect_races=settings.detect_races,
             check_hardware=settings.check_hardware,
             cost=settings.cost_model, trace=settings.trace,
-            has_start_barrier=self.has_start_barrier,
+            has_start_barrier=self.has_start_barrier, mail=settings.mail,
         )  # fmt: skip
         known = len(report.findings)
         for flaw in self.flaws if settings.check_hardware else ():

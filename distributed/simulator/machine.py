@@ -19,6 +19,7 @@ from stretto.distributed.simulator.state.allocations import like, shared_bytes
 from stretto.distributed.simulator.state.barriers import BarrierArray
 from stretto.distributed.simulator.state.cost_model import Clock, CostModel
 from stretto.distributed.simulator.state.freed import inherit
+from stretto.distributed.simulator.state.mail import Mail
 from stretto.distributed.simulator.state.memory import Buffer
 from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.simulator.state.races import Access, RaceDetector
@@ -88,6 +89,7 @@ class Machine:
       trace: where what tasks do is noted.
       has_start_barrier: no device starts before all have; else one may touch a peer's memory only
         after a word from it.
+      mail: the heap's messages, which outlive the launch.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Machine:
         cost: CostModel | None,
         trace: Trace | None = None,
         has_start_barrier: bool = True,
+        mail: Mail | None = None,
     ):
         self.kernel = kernel
         self.program = program
@@ -116,6 +119,9 @@ class Machine:
         self.cost = Clock(cost, self)
         self.trace = trace
         self.has_start_barrier = has_start_barrier
+        self.mail = mail or Mail()
+        self.mail.launches += 1
+        self.places: dict[int, int] = {}
         self.devices = [Device(i, mesh) for i in range(mesh.num_devices)]
         for device in self.devices:
             device.start = self.timelines.new()

@@ -11,6 +11,7 @@ from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.reports.trace import Trace
 from stretto.distributed.simulator.scheduler import ORDERS
 from stretto.distributed.simulator.state.cost_model import CostModel
+from stretto.distributed.simulator.state.mail import Mail
 
 ROTATION = ("pct", "random")
 """The schedules that take turns under "rotating": what one rarely finds the other often does."""
@@ -35,6 +36,7 @@ class Settings:
     trace: Trace | None = None
     rendezvous_timeout: float = 60.0
     order_seed: int = 0
+    mail: Mail = field(default_factory=Mail)
 
     def __post_init__(self) -> None:
         if self.schedule not in ORDERS:

@@ -11,18 +11,19 @@ from typing import Any
 
 from jax import lax
 
-from stretto.distributed import compiling, simulating
+from stretto.distributed import compiling, recording, simulating
 from stretto.distributed.devices import topology
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
 from stretto.kernels.choice import obstacles, tables
 from stretto.kernels.choice.choice import Choice
-from stretto.kernels.choice.speed import UNTRIED, best_config, faster
+from stretto.kernels.choice.speed import UNTRIED, best_config, faster, recorded_program
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
 from stretto.kernels.problem.problem import Problem
 
+RECORDED = "a recorded program has no kernel that reads its peers' operands."
 type Remark = Callable[[Choice], str | None]
 
 _recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
@@ -124,6 +125,8 @@ def _choose(
             reason=f"{why}{_caution(problem)}",
             config=best_config(operation, kernel, problem),
         )
+    if recording.is_active() and operation.communicates:
+        return recorded_program(operation, kernel, problem)
     return faster(operation, kernel, problem)
 
 
@@ -132,12 +135,17 @@ def serving(
 ) -> tuple[Kernel, str | None]:
     """The first kernel without an obstacle, or the first kernel and its obstacle.
 
-    Where a configuration is given, of the kernels that it belongs to.
+    Where a configuration is given, of the kernels that it belongs to; in a recorded program, of
+    those that may be recorded.
 
     Raises:
       ValueError: the configuration does not fit the problem.
     """
     kernels = [k for k in operation.kernels if config is None or isinstance(config, k.Config)]
+    if recording.is_active() and operation.communicates:
+        kernels = [kernel for kernel in kernels if kernel.recorded_to is not None]
+        if not kernels:
+            return operation.kernels[0], RECORDED
     obstacles = [kernel.obstacle(problem) for kernel in kernels]
     kernel = kernels[obstacles.index(None)] if None in obstacles else kernels[0]
     obstacle = None if None in obstacles else obstacles[0]

@@ -77,11 +77,16 @@ def compare(times: tuple[float, float]) -> dict[str, Any]:
 
 def by_size(fused_from: int, work: Work) -> dict[str, Any]:
     """What the size of a collective's operand says: fields of a `Choice`."""
-    if work.traffic is None:
-        raise ValueError("only operations that communicate are chosen by what they send.")
-    rows, columns = work.traffic.shape
     limit = f"{fused_from / 2**20:g} MiB"
-    if rows * columns * work.traffic.itemsize < fused_from:
+    if operand_bytes(work) < fused_from:
         return dict(backend="xla", reason=f"XLA is faster for operands below {limit}")
     reason = f"the fused kernel is faster for operands of {limit} or more"
     return dict(backend="pallas", reason=reason)
+
+
+def operand_bytes(work: Work) -> int:
+    """Bytes of one device's operand of a collective."""
+    if work.traffic is None:
+        raise ValueError("only operations that communicate are chosen by what they send.")
+    rows, columns = work.traffic.shape
+    return rows * columns * work.traffic.itemsize

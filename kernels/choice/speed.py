@@ -25,6 +25,24 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     return _with_copies(operation, kernel, problem, plain, of_sizes)
 
 
+def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
+    """The implementation in a program that is recorded, as measured on two H200s."""
+    size, most = costs.operand_bytes(operation.work(problem)), kernel.recorded_to or 0
+    found = Choice(problem=problem, kernel=kernel, backend="xla", reason="")
+    if problem.devices != 2 or problem.machine.architecture != machine.HOPPER:
+        reason = "kernels in recorded programs were timed on two GPUs of Hopper's only"
+        return dataclasses.replace(found, reason=reason)
+    if size > most:
+        reason = f"a recorded program was timed with operands up to {most / 2**10:g} KiB only"
+        return dataclasses.replace(found, reason=reason)
+    return dataclasses.replace(
+        found,
+        backend="pallas",
+        reason=f"in a recorded program it is faster for operands up to {most / 2**10:g} KiB",
+        config=kernel.default(problem),
+    )
+
+
 def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The faster one, of operands that a kernel takes as they are."""
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED

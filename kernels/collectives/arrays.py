@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import exchange, row_layout, summation
+from stretto.kernels.collectives import by_heap, exchange, row_layout, summation
 
 type Axes = tuple[Hashable, ...]
 
@@ -26,7 +26,7 @@ def all_gather(
     *,
     axes: Axes,
     axis: int,
-    config: exchange.Config | None = None,
+    config: exchange.Config | by_heap.Config | None = None,
     invariant: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
@@ -37,9 +37,19 @@ def all_gather(
     team = Team.along(axes)
     config = config or exchange.Config()
     words = row_layout.as_words(x)
-    rows = exchange.all_gather(
-        row_layout.to_rows(words, 1), team, config=config, invariant=invariant, interpret=interpret
-    )
+    if isinstance(config, by_heap.Config):
+        rows = by_heap.all_gather(
+            by_heap.to_rows(words, config),
+            team,
+            config=config,
+            invariant=invariant,
+            interpret=interpret,
+        )
+    else:
+        rows = row_layout.to_rows(words, 1)
+        rows = exchange.all_gather(
+            rows, team, config=config, invariant=invariant, interpret=interpret
+        )
     parts = row_layout.from_words(row_layout.from_rows(rows, words.shape), x.dtype)
     return joined(parts, axis)
 
@@ -86,12 +96,16 @@ def all_reduce(
     *,
     axes: Axes,
     op: str = "sum",
-    config: summation.Config | None = None,
+    config: summation.Config | by_heap.Config | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """The sum of every device's `x` (or by `op`), as the public operation."""
     team = Team.along(axes)
     config = config or summation.Config()
+    if isinstance(config, by_heap.Config):
+        rows = by_heap.to_rows(x, config)
+        rows = by_heap.all_reduce(rows, team, op=op, config=config, interpret=interpret)
+        return by_heap.from_rows(rows, x.shape)
     one_shot = x.nbytes <= ONE_SHOT_BYTES
     parts = 1 if one_shot else team.size
     flat_x = x.reshape(-1)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from stretto.kernels.collectives import arrays, exchange, summation
+from stretto.distributed import posting
+from stretto.kernels.collectives import arrays, by_heap, exchange, summation
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 
 SUMMED = ("bfloat16", "float16", "float32", "int32")
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,15 @@ def _all_to_all(x: jax.Array, call: Call) -> jax.Array:
     )
 
 
+def _by_heap(obstacle: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
+    """Where a collective through the heap has one: it serves what the other kernel does."""
+
+    def found(problem: Problem) -> str | None:
+        return obstacle(problem) or posting.obstacle(problem.devices, 0)
+
+    return found
+
+
 # `fused_from` was measured on 4 H100s, beside NCCL; below, only a table chooses a kernel.
 ALL_GATHER = Kernel(
     Config=exchange.Config,
@@ -98,3 +109,17 @@ REDUCE_SCATTER = Kernel(
     fused_from=64 * MIB,
 )
 ALL_REDUCE = dataclasses.replace(REDUCE_SCATTER, run=_all_reduce, fused_from=16 * MIB)
+
+# A caller's config chooses these, and a recorded program: there they were timed on 2 H200s.
+ALL_GATHER_BY_HEAP = Kernel(
+    Config=by_heap.Config,
+    run=_all_gather,
+    obstacle=_by_heap(_moves),
+    default=lambda problem: by_heap.Config(),
+    candidates=by_heap.Config.candidates,
+    untried=True,
+    recorded_to=64 * KIB,
+)
+ALL_REDUCE_BY_HEAP = dataclasses.replace(
+    ALL_GATHER_BY_HEAP, run=_all_reduce, obstacle=_by_heap(_adds), recorded_to=1 * MIB
+)

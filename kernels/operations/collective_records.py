@@ -24,14 +24,14 @@ from stretto.kernels.operations.perform import cotangent_of_replicated
 type Public = Callable[..., Any]
 
 
-def _record(name: str, public: Public, kernel: Kernel, **more: Any) -> Operation:
+def _record(name: str, public: Public, *served_by: Kernel, **more: Any) -> Operation:
     return Operation(
         name=name,
         public=public,
         sizes=("m", "n"),
         batched=rules.batched,
         work=functools.partial(rules.work, collective=name),
-        kernels=(kernel,),
+        kernels=served_by,
         **more,
     )
 
@@ -47,6 +47,7 @@ def of_all_gather(all_gather: Public, reduce_scatter: Public) -> Operation:
         "all_gather",
         all_gather,
         kernels.ALL_GATHER,
+        kernels.ALL_GATHER_BY_HEAP,
         reference=rules.all_gather_reference,
         backward=backward,
         between_nodes=BetweenNodes(run=hierarchical_collectives.all_gather, divided=()),
@@ -92,6 +93,7 @@ def of_all_reduce(all_reduce: Public) -> Operation:
         "all_reduce",
         all_reduce,
         kernels.ALL_REDUCE,
+        kernels.ALL_REDUCE_BY_HEAP,
         reference=rules.all_reduce_reference,
         backward=backward,
         between_nodes=BetweenNodes(run=hierarchical_collectives.all_reduce, divided=()),

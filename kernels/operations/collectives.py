@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels.collectives import exchange, summation
+from stretto.kernels.collectives import by_heap, exchange, summation
 from stretto.kernels.collectives.kernels import AxisOptions, ExchangeOptions, SumOptions
 from stretto.kernels.operation import Axes, Operation
 from stretto.kernels.operations import collective_records as records
@@ -32,7 +32,7 @@ def all_gather(
     *,
     axis: int = 0,
     tiled: bool = True,
-    config: exchange.Config | node_config.Config | None = None,
+    config: exchange.Config | by_heap.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> Any:
     """Concatenation along `axis` of every device's `x`, inside `jax.shard_map`; bit for bit.
@@ -47,8 +47,8 @@ def all_gather(
       axis_name: mesh axis, or tuple of axes, to gather over.
       axis: of the array, or of the result that is stacked; may be negative.
       tiled: whether shards are joined, or stacked.
-      config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
-        size by default.
+      config: of the fused kernel, `by_heap.Config` for the exchange through the heap, or
+        `node_config.Config` for several nodes; chosen for the size by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an
         error), "xla" (lax collectives), "simulator" (the fused kernel, simulated on CPU devices).
 
@@ -128,7 +128,7 @@ def all_reduce(
     axis_name: AxisNames,
     *,
     op: str = "sum",
-    config: summation.Config | node_config.Config | None = None,
+    config: summation.Config | by_heap.Config | node_config.Config | None = None,
     backend: str = "auto",
 ) -> Any:
     """Sum of every device's `x`, inside `jax.shard_map`; bitwise the same on every device.

@@ -21,6 +21,7 @@ from stretto.distributed.devices.axes import (
 )
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import summed_norm as kernel
+from stretto.kernels.collectives import summed_norm_by_heap as by_heap
 from stretto.kernels.operation import Axes, Call, Examples, Kernel, Operand, Operation, Sizes
 from stretto.kernels.operations.collective_rules import work
 from stretto.kernels.operations.perform import (
@@ -54,7 +55,7 @@ def all_reduce_rms_norm(
     axis_name: AxisNames,
     *,
     epsilon: float | jax.Array = 1e-6,
-    config: kernel.Config | None = None,
+    config: kernel.Config | by_heap.Config | None = None,
     backend: str = "auto",
 ) -> Results:
     """`h = residual + sum of x` and `h / rms(h) * weight`, inside `jax.shard_map`; differentiable.
@@ -188,6 +189,16 @@ def _launch(operands: Operands, call: Call) -> Results:
     )
 
 
+def _launch_by_heap(operands: Operands, call: Call) -> Results:
+    x, residual, weight = typed_alike(call.axes, operands)
+    return by_heap.all_reduce_rms_norm(
+        *(x, residual, weight, Team.along(call.axes)),
+        epsilon=call.options.epsilon,
+        config=call.config,
+        interpret=call.interpret,
+    )
+
+
 def _forward(operands: Operands, call: Call) -> tuple[Results, Any]:
     x, _, weight = operands
     h, out = run(operands, call)
@@ -230,6 +241,11 @@ def _obstacle(problem: Problem) -> str | None:
     if too_wide or n > kernel.MOST_PIECES * kernel.COLUMNS:
         return f"rows of n={n} of {problem.devices} devices do not fit into shared memory."
     return None
+
+
+def _obstacle_by_heap(problem: Problem) -> str | None:
+    further = by_heap.obstacle(problem.devices, problem.sizes["n"], problem.types.lhs)
+    return _obstacle(problem) or further
 
 
 def shapes(name: str, devices: int) -> Sequence[Sizes]:
@@ -278,6 +294,15 @@ ALL_REDUCE_RMS_NORM = Operation(
             default=lambda problem: kernel.Config(),
             candidates=kernel.Config.candidates,
             untried=True,
+        ),
+        Kernel(
+            Config=by_heap.Config,
+            run=_launch_by_heap,
+            obstacle=_obstacle_by_heap,
+            default=lambda problem: by_heap.Config(),
+            candidates=by_heap.Config.candidates,
+            untried=True,
+            recorded_to=by_heap.RECORDED_TO,
         ),
     ),
     examples=Examples(

@@ -15,6 +15,7 @@ from stretto.distributed.xla_flags import exclude_kernels_from_command_buffers
 if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
     from stretto.distributed.memory.mailbox import kernel_errors
+    from stretto.distributed.recording import recorded
     from stretto.distributed.simulator import simulate
     from stretto.kernels.attention.layouts import from_zigzag, to_zigzag, token_positions
     from stretto.kernels.choice.explain import explain
@@ -66,6 +67,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "mixture_of_experts",
     "quantise",
+    "recorded",
     "reduce_scatter",
     "sharded",
     "simulate",
@@ -97,6 +99,7 @@ _MODULES = {
     "matmul_reduce_scatter": "stretto.kernels.operations.matmuls",
     "mixture_of_experts": "stretto.kernels.operations.mixture",
     "quantise": "stretto.kernels.xla.quantisation",
+    "recorded": "stretto.distributed.recording",
     "reduce_scatter": "stretto.kernels.operations.collectives",
     "sharded": "stretto.kernels.operations.sharded",
     "simulate": "stretto.distributed.simulator",

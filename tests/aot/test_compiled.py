@@ -120,6 +120,18 @@ def test_an_epilogue_costs_no_spills(case, tmp_path):
     check(compile_case(case, tmp_path), warpgroups=3, local=True)
 
 
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_what_exchanges_through_the_heap_is_no_collective_to_xla(devices, tmp_path):
+    for program in compile_case(f"through the heap of {devices}", tmp_path):
+        (kernel,) = program["kernels"]
+        assert not kernel["spill_bytes"] and not kernel["stack_bytes"], program["label"]
+        hlo = program["hlo"]
+        assert "uses_xla_collective_metadata = false" in hlo and "xla_replica_ids" not in hlo
+        assert not re.search(r" (fusion|copy|all-reduce)\(", hlo), "one launch, beside its place's"
+        for access in ("ld.volatile", "st.volatile"):
+            assert f"{access}.global.v4.b32" in kernel["ptx"]
+
+
 @pytest.mark.slow
 def test_other_parts_cost_no_spills(tmp_path):
     """Tiles and contractions read at run time, gates and addends of those, and another fold."""

@@ -189,7 +189,7 @@ def check_fits(entry, kind):
 def test_a_table_is_made_from_what_the_benchmark_measured(tmp_path, make_results, capsys):
     found = make_results(kernels=("all_gather_matmul", "all_reduce"))
     for measurement in found.measurements:
-        (kernel,) = OPERATIONS[measurement.kernel].kernels
+        kernel = OPERATIONS[measurement.kernel].kernels[0]
         config = tables.config_to_data(kernel.Config())
         fused = measurement.of("fused")
         fused.backend, fused.config = "pallas", json.dumps(config)
@@ -223,7 +223,7 @@ def test_a_collective_is_tuned_too(tmp_path):
     assert tune_command.main([*options, "--shapes", "64x64", "--candidates", "2"]) == 0
     (entry,) = tables.read(path).entries
     assert entry.sizes == {"m": 32, "n": 64}
-    (kernel,) = OPERATIONS["all_gather"].kernels
+    kernel = OPERATIONS["all_gather"].kernels[0]
     config = tables.config_from_data(kernel.Config, entry.config)
     assert config in list(kernel.candidates(None))[:2]
     same = case_of("all_gather", "32x128", dtype="bfloat16").problem(Machine.of_mesh())

@@ -32,6 +32,20 @@ except BackendUnavailableError as error:
     print(error)
 """
 
+ACCEPTED = """
+import jax, jax.numpy as jnp, stretto
+from jax.sharding import NamedSharding, PartitionSpec as P
+from stretto.distributed import recording
+from stretto.distributed.tools import aot
+sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
+lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+lowered.compile(compiler_options=recording.OPTIONS)
+try:
+    lowered.compile(compiler_options=dict(recording.OPTIONS, xla_gpu_graph_min_size=1))
+except Exception as error:
+    print(error)
+"""
+
 
 def run(code: str, flags: str | None = None) -> str:
     environ = dict(os.environ, JAX_PLATFORMS="cpu")
@@ -70,6 +84,13 @@ def test_a_kernel_that_would_be_recorded_is_refused_and_auto_takes_xla() -> None
     told = run("import jax; jax.devices()" + LOWER)
     assert told.startswith("auto False\n")
     assert "cannot serve this call: XLA would record kernels" in told
+
+
+@pytest.mark.skipif(
+    "not __import__('stretto.distributed.tools.aot', fromlist=['_']).is_available()"
+)
+def test_xla_knows_the_options_of_recorded_programs() -> None:
+    assert "No such compile option: 'xla_gpu_graph_min_size'" in run(ACCEPTED)
 
 
 def test_other_flags_are_kept() -> None:

@@ -38,6 +38,7 @@ from stretto.distributed.devices import clique
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
+from stretto.kernels.collectives import summed_norm_by_heap
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import (
@@ -327,6 +328,23 @@ def sums_and_norms() -> Iterator[Program]:
             )
         ]
         yield label, call, structs
+
+
+def through_the_heap(devices: int, n: int) -> Iterator[Program]:
+    """Messages to peers and, on more than two devices, to this device itself."""
+    mesh = aot.mesh_of_gpus((devices,), ("x",))
+    config = summed_norm_by_heap.Config()
+    call = jax.shard_map(
+        functools.partial(st.all_reduce_rms_norm, axis_name="x", backend="pallas", config=config),
+        mesh=mesh,
+        in_specs=(P("x"), P(), P()),
+        out_specs=P(),
+    )
+    structs = [
+        jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for size, spec in (((devices * 6, n), P("x")), ((6, n), P()), ((n,), P()))
+    ]
+    yield f"sum and norm on {devices}", call, structs
 
 
 def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
@@ -784,6 +802,8 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         blackwell_fp8, "blocks of 32", "blocks of 32, pairs"
     ),
     "sums and norms": sums_and_norms,
+    "through the heap of 2": functools.partial(through_the_heap, 2, 6144),
+    "through the heap of 8": functools.partial(through_the_heap, 8, 8192),
     **{
         f"hierarchical {name}": functools.partial(hierarchical, name)
         for name in subjects.HIERARCHICAL

@@ -8,6 +8,7 @@ from stretto.distributed.simulator.rules import (  # noqa: F401
     control,
     copy,
     loops,
+    mail,
     memory,
     mma,
     scalar,
