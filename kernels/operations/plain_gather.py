@@ -60,7 +60,7 @@ def gather(
         backend=asked.backend,
         config=asked.config,
         obstacle=with_epilogue.obstacle_of(found, results, options.out_dtype),
-        copied=operands.copied_elements() * options.out_dtype.itemsize,
+        copied=operands.copied_elements(by_kernel=True) * options.out_dtype.itemsize,
         remark=functools.partial(with_epilogue.remark, found, results, options),
     )
     if call is None:
@@ -75,6 +75,9 @@ def _by_kernel(operands: Operands, found: Fitted, call: Call) -> tuple[tuple[jax
     """The kernel's products, in the dimensions of lhs, and what it gathered."""
     moved, sides, transposed = operands.for_kernel()
     by_columns = operands.gather_axis == "k"
-    flat = call.with_options(rhs_transposed=transposed, axis=1 if by_columns else 0)
-    arrays = operands.arrays_for_kernel(found)
-    return operands.results(*with_epilogue.perform((moved, sides), arrays, flat))
+    blocks = operands.blocks if call.split is None else 1
+    flat = call.with_options(
+        rhs_transposed=transposed, axis=1 if by_columns else 0, blocks=blocks
+    )
+    arrays = operands.arrays_for_kernel(found, blocks)
+    return operands.results(*with_epilogue.perform((moved, sides), arrays, flat), blocks)

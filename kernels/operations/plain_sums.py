@@ -41,12 +41,13 @@ def reduce(
         backend=asked.backend,
         config=asked.config,
         obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
-        copied=placement.copied_elements(pairs[0]) * types.itemsize,
+        copied=placement.copied_elements(pairs[0], by_kernel=True) * types.itemsize,
         remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
-    rows = tuple(map(placement.rows_for_kernel, pairs[0]))
+    blocks = placement.blocks if call.split is None else 1
+    rows = tuple(placement.rows_for_kernel(x, blocks) for x in pairs[0])
     arrays = with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
-    flat = call if axis is None else call.with_options(axis=0)
+    flat = call if axis is None else call.with_options(axis=0, blocks=blocks)
     return with_epilogue.perform((rows, pairs[1]), arrays, flat).reshape(shape)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from selection import slow
 
 import stretto as st
+from stretto.kernels.fused import row_blocks
 
 DEVICES, K, N = 2, 16, 24
 # Of lhs on one device, without k; the axis that is gathered, or scattered after the product.
@@ -96,6 +97,35 @@ def test_gradients(backend):
     for call, plain in [(st.all_gather_matmul, gathered), (st.matmul_reduce_scatter, scattered)]:
         ours = functools.partial(call, axis_name="x", axis=1, backend=backend)
         same(gradients(ours), gradients(functools.partial(plain, axis=1)), x, w)
+
+
+def with_arrays(call, x, w, residual, scale):
+    """Of a batch: `(product) * scale + residual`, with a row of either for each row of the result."""
+    function = lambda y, r, s: y * s + r  # noqa: E731
+    return call(x, w, "x", axis=1, epilogue=(function, residual, scale), backend="simulator")
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_blocks_of_whole_tiles_are_not_copied(gathers, monkeypatch):
+    """Forward, with a residual and rows of an epilogue; then the derivative, in another order."""
+    x, w = drawn(2, 256 if gathers else DEVICES * 256, K), drawn(K, N, seed=1)
+    rows = DEVICES * 256 if gathers else 256
+    residual, scale = drawn(2, rows, N, seed=2), drawn(2, rows, 1, seed=3)
+    public, lax_form = (
+        (st.all_gather_matmul, gathered) if gathers else (st.matmul_reduce_scatter, scattered)
+    )
+    plain = functools.partial(lax_form, axis=1)
+
+    def wanted(x, w, residual, scale):
+        out = plain(x, w).astype(jnp.float32)
+        return (out * scale + residual.astype(jnp.float32)).astype(x.dtype)
+
+    ours = functools.partial(public, axis_name="x", axis=1, backend="simulator")
+    with monkeypatch.context() as patched:
+        patched.setattr(row_blocks, "_swapped", None)  # Nothing calls it.
+        same(ours, lambda x, w: plain(x, w).astype(x.dtype), x, w)
+        same(functools.partial(with_arrays, public), wanted, x, w, residual, scale)
+    same(gradients(ours), gradients(plain), x, w)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
