@@ -66,9 +66,7 @@ class _Kernel:
             k_tiles=gather.k_tiles,
             lhs=gather.lhs(refs),
             rhs=self._rhs(refs),
-            sink=sinks.along_n(
-                refs.outs, self.columns, self.of_result, gather.leading, gather.row
-            ),
+            sink=sinks.along_n(refs.outs, self.columns, self.of_result, gather.leading, gather.row),
             epilogue=elementwise(function),
             beside=self._beside(refs),
             scales=self._scales(refs),

@@ -204,14 +204,17 @@ def launch(
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
     All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`; where a
-    shard has blocks of whole tiles, `[blocks, size, rows, k_i]`. The pairs' products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce)
-    `[size, m_shard, n]`, of the `wanted` columns or a few more. Of operands in 8 bits there is one
-    pair, and `scaling`, lhs's `[size, k / 128 or 1, rows]`.
+    shard has blocks of whole tiles, `[blocks, size, rows, k_i]`. The pairs' products are added up.
+    Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`, of the
+    `wanted` columns or a few more. Of operands in 8 bits there is one pair, and `scaling`, lhs's
+    `[size, k / 128 or 1, rows]`.
     """
     given = rhs[0].shape[0 if rhs_transposed else 1]
     n = padding.made_columns(wanted, given, out_dtype, config.tiles)
     *blocks, rows, _ = lhs[0].shape
-    m_shard = math.prod(blocks) * rows // team.size if blocks else schedule.ceil_div(rows, team.size)
+    m_shard = (
+        math.prod(blocks) * rows // team.size if blocks else schedule.ceil_div(rows, team.size)
+    )
     shape, peers = config.tiles, team.size - 1
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)

@@ -51,20 +51,23 @@ def gather(
     )
     results = operands.results_shapes(found.form)
     operation = records[gather_axis]
+    outside = with_epilogue.outside_of(found, results, options.out_dtype)
     call = decide(
         operation,
         operands.sizes(),
         types_of(lhs, operands.sides[0], options),
         axes,
-        options,
+        with_epilogue.of_kernel(options, outside),
         backend=asked.backend,
         config=asked.config,
-        obstacle=with_epilogue.obstacle_of(found, results, options.out_dtype),
         copied=operands.copied_elements(by_kernel=True) * options.out_dtype.itemsize,
         remark=functools.partial(with_epilogue.remark, found, results, options),
     )
     if call is None:
         outs, whole = operation.reference((lhs, operands.sides, found.arrays), axes, options)
+    elif outside is not None and found.form is not None:
+        outs, whole = _by_kernel(operands, Fitted(), call)
+        outs = found.form.after(outs, found.arrays)
     else:
         outs, whole = _by_kernel(operands, found, call)
     out = gathered.as_given(outs, rhs, found.form)
@@ -76,8 +79,6 @@ def _by_kernel(operands: Operands, found: Fitted, call: Call) -> tuple[tuple[jax
     moved, sides, transposed = operands.for_kernel()
     by_columns = operands.gather_axis == "k"
     blocks = operands.blocks if call.split is None else 1
-    flat = call.with_options(
-        rhs_transposed=transposed, axis=1 if by_columns else 0, blocks=blocks
-    )
+    flat = call.with_options(rhs_transposed=transposed, axis=1 if by_columns else 0, blocks=blocks)
     arrays = operands.arrays_for_kernel(found, blocks)
     return operands.results(*with_epilogue.perform((moved, sides), arrays, flat), blocks)

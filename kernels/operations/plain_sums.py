@@ -32,15 +32,15 @@ def reduce(
     found = scattered.fitted(op, asked.epilogue, pairs, shape, replicated=placement.replicated)
     options = dataclasses.replace(placement.added_to(plain), epilogue=found.form)
     types = types_of(pairs[0][0], pairs[1][0], options)
+    outside = with_epilogue.outside_of(found, [shape], options.out_dtype)
     call = decide(
         operation,
         sizes,
         types,
         axes,
-        options,
+        with_epilogue.of_kernel(options, outside),
         backend=asked.backend,
         config=asked.config,
-        obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
         copied=placement.copied_elements(pairs[0], by_kernel=True) * types.itemsize,
         remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
@@ -48,6 +48,9 @@ def reduce(
         return operation.reference((*pairs, found.arrays), axes, options)
     blocks = placement.blocks if call.split is None else 1
     rows = tuple(placement.rows_for_kernel(x, blocks) for x in pairs[0])
-    arrays = with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
+    arrays = () if outside else with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
     flat = call if axis is None else call.with_options(axis=0, blocks=blocks)
-    return with_epilogue.perform((rows, pairs[1]), arrays, flat).reshape(shape)
+    out = with_epilogue.perform((rows, pairs[1]), arrays, flat).reshape(shape)
+    if outside is not None and found.form is not None:
+        (out,) = found.form.after((out,), found.arrays)
+    return out

@@ -6,6 +6,7 @@ applies to it: so the product is what the forward pass keeps.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +19,17 @@ from stretto.kernels.operation import Arrays, Call, Kernel
 from stretto.kernels.operations import perform as performing
 from stretto.kernels.problem.epilogue import Fitted, Shape, kind_of, with_arrays
 from stretto.kernels.problem.machine import BLACKWELL, Machine
+from stretto.kernels.problem.options import MatmulOptions
 
 LARGEST_ITEM = 4  # bytes
 
 
-def obstacle_of(found: Fitted, results: Sequence[Shape], out_dtype: Any) -> str | None:
-    """Why no kernel can apply an epilogue to results of such shapes, None where one can."""
+def outside_of(found: Fitted, results: Sequence[Shape], out_dtype: Any) -> str | None:
+    """Why no kernel can apply an epilogue to results of such shapes, None where one can.
+
+    XLA then applies it to the kernel's results, in the caller's dimensions: the function may use
+    what it likes.
+    """
     if found.form is None or found.obstacle is not None:
         return found.obstacle
     operands = bool(found.arrays) or found.form.gated
@@ -115,11 +121,18 @@ def left_to_xla(
     return kernel.beside(config, options, arrays)
 
 
+def of_kernel[Options: MatmulOptions](options: Options, outside: str | None) -> Options:
+    """A call's options as its kernel gets them: without an epilogue that XLA applies `outside`."""
+    return options if outside is None else dataclasses.replace(options, epilogue=None)
+
+
 def remark(found: Fitted, results: Sequence[Shape], options: Any, choice: Choice) -> str | None:
     """What `stretto.explain` says of an epilogue that is more than a function of the product."""
     form, kernel = found.form, choice.kernel
     if form is None or choice.backend == "xla" or kernel is None:
         return None
+    if (outside := outside_of(found, results, options.out_dtype)) is not None:
+        return f"XLA applies the epilogue to the kernel's product: {outside.removesuffix('.')}"
     if not found.arrays and not form.gated:
         return None
     first = [x[0] if isinstance(x, tuple) else x for x in found.arrays]

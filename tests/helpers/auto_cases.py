@@ -108,6 +108,7 @@ class Case:
     Attributes:
       make: (one device's call, subject, mesh) -> program of (x, w).
       reason: why XLA serves, as `explain` says it; None where a kernel can.
+      said: what `explain` adds where a kernel serves.
       dtype: of the operands.
       empty: whether x has no rows.
       only: the subject that it is for, or all.
@@ -116,6 +117,7 @@ class Case:
 
     make: Callable[[OneDevice, Subject, Mesh], Whole]
     reason: str | None = None
+    said: str | None = None
     dtype: Any = jnp.bfloat16
     empty: bool = False
     only: str | None = None
@@ -334,9 +336,10 @@ def _with_arrays(epilogue_of, call, subject, mesh):
     return mapped(body, subject, mesh)
 
 
-def epilogue(epilogue_of: Callable, reason: str | None) -> Case:
+def epilogue(epilogue_of: Callable, said: str | None) -> Case:
+    """One that XLA applies to the kernel's product, as is `said`; None where the kernel does."""
     make = functools.partial(_with_epilogue, epilogue_of)
-    return Case(make=make, reason=reason, only="all_gather_matmul")
+    return Case(make=make, said=said, only="all_gather_matmul")
 
 
 HALF = jnp.float32(0.5)

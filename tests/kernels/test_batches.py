@@ -99,33 +99,65 @@ def test_gradients(backend):
         same(gradients(ours), gradients(functools.partial(plain, axis=1)), x, w)
 
 
-def with_arrays(call, x, w, residual, scale):
-    """Of a batch: `(product) * scale + residual`, with a row of either for each row of the result."""
+def with_arrays(x, w, residual, scale):
+    """A gather of a batch: `product * scale + residual`, a row of either for each of the result."""
     function = lambda y, r, s: y * s + r  # noqa: E731
-    return call(x, w, "x", axis=1, epilogue=(function, residual, scale), backend="simulator")
+    epilogue = function, residual, scale
+    return st.all_gather_matmul(x, w, "x", axis=1, epilogue=epilogue, backend="simulator")
 
 
-@pytest.mark.parametrize("gathers", [True, False])
-def test_blocks_of_whole_tiles_are_not_copied(gathers, monkeypatch):
-    """Forward, with a residual and rows of an epilogue; then the derivative, in another order."""
-    x, w = drawn(2, 256 if gathers else DEVICES * 256, K), drawn(K, N, seed=1)
-    rows = DEVICES * 256 if gathers else 256
-    residual, scale = drawn(2, rows, N, seed=2), drawn(2, rows, 1, seed=3)
-    public, lax_form = (
-        (st.all_gather_matmul, gathered) if gathers else (st.matmul_reduce_scatter, scattered)
-    )
-    plain = functools.partial(lax_form, axis=1)
+def test_blocks_of_whole_tiles_are_gathered_without_copies(monkeypatch):
+    """Into their places, and so are the arrays of an epilogue."""
+    x, w = drawn(2, 256, K), drawn(K, N, seed=1)
+    residual, scale = drawn(2, 512, N, seed=2), drawn(2, 512, 1, seed=3)
 
     def wanted(x, w, residual, scale):
-        out = plain(x, w).astype(jnp.float32)
+        out = gathered(x, w, axis=1)
         return (out * scale + residual.astype(jnp.float32)).astype(x.dtype)
 
-    ours = functools.partial(public, axis_name="x", axis=1, backend="simulator")
-    with monkeypatch.context() as patched:
-        patched.setattr(row_blocks, "_swapped", None)  # Nothing calls it.
-        same(ours, lambda x, w: plain(x, w).astype(x.dtype), x, w)
-        same(functools.partial(with_arrays, public), wanted, x, w, residual, scale)
-    same(gradients(ours), gradients(plain), x, w)
+    monkeypatch.setattr(row_blocks, "_swapped", None)  # Nothing calls it.
+    same(with_arrays, wanted, x, w, residual, scale)
+
+
+def test_blocks_of_whole_tiles_are_scattered_without_copies(monkeypatch):
+    x, w = drawn(2, 512, K), drawn(K, N, seed=1)
+    monkeypatch.setattr(row_blocks, "_swapped", None)
+    ours = functools.partial(st.matmul_reduce_scatter, axis_name="x", axis=1, backend="simulator")
+    same(ours, functools.partial(scattered, axis=1), x, w)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_of_blocks_of_whole_tiles(keep):
+    x, w = drawn(2, 128, K), drawn(K, N, seed=1)
+    ours = functools.partial(
+        st.all_gather_matmul, axis_name="x", axis=1, backend="simulator", keep_gathered=keep
+    )
+    same(gradients(ours), gradients(functools.partial(gathered, axis=1)), x, w)
+    ours = functools.partial(st.matmul_reduce_scatter, axis_name="x", axis=1, backend="simulator")
+    x = drawn(2, 256, K)
+    same(gradients(ours), gradients(functools.partial(scattered, axis=1)), x, w)
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_an_epilogue_that_no_kernel_holds_sees_the_batch(name):
+    """It uses a value of the device and the place in the batch, and follows the kernel."""
+    gathers = name == "all_gather_matmul"
+
+    def of(w):
+        return lambda y: jax.nn.softplus(y) * w[0, 0] + jnp.arange(y.shape[1])[:, None]
+
+    def ours(x, w):
+        given = dict(axis_name="x", axis=1, epilogue=of(w), backend="simulator")
+        said = st.explain(getattr(st, name), x, w, **given).reason
+        assert "XLA applies the epilogue to the kernel's product: the epilogue <lambda>" in said
+        return getattr(st, name)(x, w, **given)
+
+    def plain(x, w):
+        product = (gathered if gathers else scattered)(x, w, axis=1).astype(x.dtype)
+        return of(w)(product.astype(jnp.float32)).astype(x.dtype)
+
+    same(ours, plain, drawn(3, 4, K), drawn(K, N, seed=1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
