@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import fused_cases as cases
 import jax
@@ -148,7 +149,7 @@ def test_an_epilogue_that_no_kernel_holds_sees_the_batch(name):
         return lambda y: jax.nn.softplus(y) * w[0, 0] + jnp.arange(y.shape[1])[:, None]
 
     def ours(x, w):
-        given = dict(axis_name="x", axis=1, epilogue=of(w), backend="simulator")
+        given: dict[str, Any] = dict(axis_name="x", axis=1, epilogue=of(w), backend="simulator")
         said = st.explain(getattr(st, name), x, w, **given).reason
         assert "XLA applies the epilogue to the kernel's product: the epilogue <lambda>" in said
         return getattr(st, name)(x, w, **given)
