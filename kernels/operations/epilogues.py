@@ -7,13 +7,11 @@ residual `[m, n]`. A bias of None adds nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from stretto.kernels.problem.epilogue import Epilogue
 from stretto.kernels.problem.epilogues import name_of
@@ -44,7 +42,7 @@ def mask(keep: Any) -> Epilogue:
 
 def gelu(bias: Any = None) -> Epilogue:
     """`gelu(product + bias)`, by the tanh approximation, as `jax.nn.gelu`."""
-    return _with_bias(_gelu, bias)
+    return _with_bias(jax.nn.gelu, bias)
 
 
 def silu(bias: Any = None) -> Epilogue:
@@ -69,7 +67,7 @@ def swiglu(gate_bias: Any = None, up_bias: Any = None) -> Epilogue:
 
 def geglu(gate_bias: Any = None, up_bias: Any = None) -> Epilogue:
     """`gelu(gate + gate_bias) * (up + up_bias)` of the products with a pair of matrices."""
-    return gated(_gelu, gate_bias, up_bias)
+    return gated(jax.nn.gelu, gate_bias, up_bias)
 
 
 def gated(
@@ -77,7 +75,7 @@ def gated(
 ) -> Epilogue:
     """`activation(gate + gate_bias) * (up + up_bias)`: of `x @ w_gate` and `x @ w_up`."""
     biases = [x for x in (gate_bias, up_bias) if x is not None]
-    function = _Gated(_cheaper(activation), gate_bias is not None, up_bias is not None)
+    function = _Gated(activation, gate_bias is not None, up_bias is not None)
     return Epilogue(function, *biases, gated=True)
 
 
@@ -121,7 +119,7 @@ def of(op: str, given: Like) -> Epilogue | None:
         function: Any = given[0]
         return Epilogue(function, *given[1:])
     if callable(given):
-        return Epilogue(_cheaper(given))
+        return Epilogue(given)
     raise TypeError(
         f"{op}: epilogue={given!r:.60} is of type {type(given).__name__}; pass a function, a name"
         " such as 'gelu', a tuple (function, *arrays), or a stretto.Epilogue."
@@ -139,24 +137,6 @@ def is_gated(given: Like) -> bool:
 
 def _itself(product: jax.Array) -> jax.Array:
     return product
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    """`jax.nn.gelu(x)`, with the logistic function in place of tanh: `x / (1 + exp(-2 u))`.
-
-    With `1 + tanh(u)`, digits of small results cancel. And a kernel has a form of `logistic` that
-    costs less (`kernel_forms`), which takes the factor 2 along.
-    """
-    return x * lax.logistic(x * (2 * GELU_SCALE + 2 * GELU_SCALE * GELU_CUBIC * (x * x)))
-
-
-GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715  # Of u, as in `jax.nn.gelu`.
-_gelu.__name__ = "gelu"
-
-
-def _cheaper(activation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """An activation in the form that costs a kernel less, of the same values."""
-    return _gelu if activation is jax.nn.gelu else activation
 
 
 def _add(product: jax.Array, array: jax.Array) -> jax.Array:

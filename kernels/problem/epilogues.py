@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
-
-from stretto.kernels.problem import kernel_forms
 
 type Function = Callable[..., jax.Array]
 
@@ -150,10 +147,7 @@ def _shape(aval: Any) -> tuple[int, ...] | None:
 
 
 def without_derivatives(epilogue: Function) -> Function:
-    """`epilogue` with every call in it replaced by what is called, in forms that cost less.
-
-    The values are the same, but for the rounding of float32 (`kernel_forms`).
-    """
+    """`epilogue`, of the same values, with every call in it replaced by what is called."""
 
     @functools.wraps(epilogue)
     def plain(*xs: jax.Array) -> jax.Array:
@@ -178,20 +172,12 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> l
         if equation.primitive.name in CALLS:
             called = equation.params[CALLS[equation.primitive.name]]
             results = _evaluate(called.jaxpr, called.consts, inputs)
-        elif (form := _cheaper(equation)) is not None:
-            results = [form(*inputs)]
         else:
             params = equation.primitive.get_bind_params(equation.params)
             results = equation.primitive.bind(*inputs, **params)
             results = results if equation.primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _cheaper(equation: Any) -> Function | None:
-    """The form of an operation that costs a kernel less, if it has one (`kernel_forms`)."""
-    in_float32 = all(x.aval.dtype == jnp.float32 for x in equation.invars)
-    return kernel_forms.FORMS.get(equation.primitive.name) if in_float32 else None
 
 
 def _as_number(const: Any) -> Any:
