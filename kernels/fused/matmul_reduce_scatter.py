@@ -74,14 +74,14 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
 
     If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
-    lhs, *rest = operands
+    lhs, rhs = operands
     blocks, devices = call.options.blocks, Team.along(call.axes).size
     if blocks > 1 and (
         call.config.unfused
         or not row_blocks.are_whole(len(lhs[0]) // devices, blocks, call.config.tiles.tile_m)
     ):
         dealt = tuple(row_blocks.dealt(x, blocks, devices) for x in lhs)
-        return run((dealt, *rest), call.with_options(blocks=1))
+        return run((dealt, rhs), call.with_options(blocks=1))
     if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
     return sharded(operands, call)[0]

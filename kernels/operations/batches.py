@@ -62,6 +62,14 @@ def fills_tiles(shape: Shape, axis: int) -> bool:
     return not math.prod(shape[axis:]) % WHOLE_TILES
 
 
+def are_by_kernel(backend: str) -> bool:
+    """Whether the kernel finds the tiles of such blocks at their places, by the caller's `backend`.
+
+    It does where it is asked for. No GPU has run that yet, and "auto" takes what has been timed.
+    """
+    return backend != "auto"
+
+
 def in_order(rows: jax.Array, shape: Shape, axis: int, parts: int) -> jax.Array:
     """Gathered rows `[parts * rows, n]` -> `[..., parts * s, ..., n]`, `shape` without k each."""
     before, size, after = shape[:axis], shape[axis], shape[axis + 1 :]
@@ -100,15 +108,18 @@ def of_gather(run: Any, size: int, batched: Any, operands: Any, call: Call) -> A
         return None
     if not any(rhs_batched):
         # One batch more of blocks, or with columns gathered of rows.
-        blocks = 1 if options.axis == 1 else size * options.blocks
+        kept = options.axis == 0 and are_by_kernel(call.backend)
+        blocks = size * options.blocks if kept else 1
         outs, gathered = run((as_rows(lhs), rhs, arrays), call.with_options(blocks=blocks))
         parts = gathered_parts(lhs, outs[0], options.axis)
-        outs = tuple(x.reshape(size, -1, x.shape[1]) for x in outs)
-        if gathered is not None and options.axis == 1:
-            gathered = gathered.reshape(size, -1, gathered.shape[1])
-        elif gathered is not None:
-            gathered = in_order(gathered, lhs.shape[:2], 1, parts)
-        return outs, gathered
+
+        def apart(x: jax.Array, ordered: bool) -> jax.Array:
+            if ordered:
+                return x.reshape(size, -1, x.shape[1])
+            return in_order(x, lhs.shape[:2], 1, parts)
+
+        outs = tuple(apart(x, kept or options.axis == 1) for x in outs)
+        return outs, None if gathered is None else apart(gathered, options.axis == 1)
     if lhs_batched or arrays or not all(rhs_batched):
         return None
     sides = tuple(columns_together(x, options.rhs_transposed) for x in rhs)
@@ -146,9 +157,10 @@ def _of_sum(run: Any, size: int, batched: Any, operands: Any, call: Call, parts:
     if not are_for_all_rows(arrays, arrays_batched):
         return None
     if all(lhs_batched) and not any(rhs_batched):
-        blocks = 1 if parts == 1 else size * call.options.blocks
-        flat = call.with_options(blocks=blocks)
-        out = run((tuple(map(as_rows, lhs)), rhs, arrays), flat)
+        kept = parts > 1 and are_by_kernel(call.backend)
+        rows = tuple(as_rows(x) if kept else by_parts(x, 1, parts) for x in lhs)
+        blocks = size * call.options.blocks if kept else 1
+        out = run((rows, rhs, arrays), call.with_options(blocks=blocks))
         return out.reshape(size, -1, out.shape[1])
     if all(rhs_batched) and not any(lhs_batched) and not arrays:
         transposed = call.options.rhs_transposed

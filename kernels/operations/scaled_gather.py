@@ -81,6 +81,7 @@ def gather(
         backend=asked.backend,
         config=asked.config,
         obstacle=obstacle(transposed) or _obstacle(gather_axis, granularity),
+        applied=with_epilogue.applied_bytes(outside, results, options.out_dtype),
         copied=_copied_elements(operands) * options.out_dtype.itemsize,
         remark=functools.partial(with_epilogue.remark, found, results, options),
     )

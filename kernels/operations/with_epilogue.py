@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,6 +120,13 @@ def left_to_xla(
     if kernel.beside is None:
         return "it follows a sum over devices"
     return kernel.beside(config, options, arrays)
+
+
+def applied_bytes(outside: str | None, results: Sequence[Shape], out_dtype: Any) -> int:
+    """Bytes of the results that XLA reads and writes once more where it applies the epilogue."""
+    if outside is None:
+        return 0
+    return sum(map(math.prod, results)) * jnp.dtype(out_dtype).itemsize
 
 
 def of_kernel[Options: MatmulOptions](options: Options, outside: str | None) -> Options:

@@ -188,10 +188,11 @@ def test_all_else_that_takes_a_batch(backend):
 def test_what_is_copied_is_said():
     said = []
 
-    def body(x, w):
+    def body(x, w, backend="auto"):
         for axis in (0, 1):
-            said.append(str(st.explain(st.all_gather_matmul, x, w, "x", axis=axis)))
-            said.append(str(st.explain(st.matmul_reduce_scatter, x, w, "x", axis=axis)))
+            options = dict(axis=axis, backend=backend)
+            said.append(str(st.explain(st.all_gather_matmul, x, w, "x", **options)))
+            said.append(str(st.explain(st.matmul_reduce_scatter, x, w, "x", **options)))
         return x
 
     with st.simulate(seed=0):
@@ -199,10 +200,12 @@ def test_what_is_copied_is_said():
     # The gathered result, 256 x 128 x 256; and lhs of the scatter, 256 x 64 x 16.
     assert ["MiB are copied" in text for text in said] == [False, False, True, True]
     assert "16 MiB" in said[2] and "0.5 MiB" in said[3]
-    said.clear()
-    with st.simulate(seed=0):
-        on_devices(body, drawn(2, 512, 16), drawn(16, 256, seed=1))  # Blocks of whole tiles.
-    assert not any("MiB are copied" in text for text in said)
+    blocks = drawn(2, 512, 16), drawn(16, 256, seed=1)  # Of whole tiles.
+    for backend, copied in [("auto", [False, False, True, True]), ("simulator", [False] * 4)]:
+        said.clear()
+        with st.simulate(seed=0):
+            on_devices(functools.partial(body, backend=backend), *blocks)
+        assert ["MiB are copied" in text for text in said] == copied
 
 
 @pytest.mark.parametrize(("name", "of", "both"), FORMS)
