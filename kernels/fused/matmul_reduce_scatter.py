@@ -74,7 +74,7 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
 
     If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
-    lhs, rhs = operands
+    lhs, rhs, _ = with_arrays(operands)
     blocks, devices = call.options.blocks, Team.along(call.axes).size
     if blocks > 1 and (
         call.config.unfused
