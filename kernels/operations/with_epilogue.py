@@ -98,10 +98,9 @@ def perform(operands: Arrays, arrays: tuple[Any, ...], call: Call) -> Arrays:
 def run(operands: Arrays, call: Call) -> Arrays:
     """The results of a kernel that applies `call.options.epilogue`, or of one and XLA after it."""
     lhs, rhs, arrays = with_arrays(operands)
-    is_sum = isinstance(lhs, tuple)
     first = [x[0] if isinstance(x, tuple) else x for x in arrays]
     lie = [(kind_of(x.shape, (2, 2)), x.dtype) for x in first]  # They are matrices by now.
-    if is_sum or left_to_xla(call.kernel, call.config, call.split, call.options, lie) is not None:
+    if left_to_xla(call.kernel, call.config, call.split, call.options, lie) is not None:
         return _composed((lhs, rhs, arrays), call)
     return _run((lhs, rhs, arrays), call)
 
@@ -113,12 +112,12 @@ def left_to_xla(
 
     `arrays` are the epilogue's, each as how it lies along the result and its type.
     """
+    if kernel.beside is None:
+        return "it follows a sum over devices"
     if not arrays and not options.epilogue.gated:
         return None
     if split is not None:
         return "kernels within nodes make parts of the result"
-    if kernel.beside is None:
-        return "it follows a sum over devices"
     return kernel.beside(config, options, arrays)
 
 
@@ -135,13 +134,13 @@ def of_kernel[Options: MatmulOptions](options: Options, outside: str | None) -> 
 
 
 def remark(found: Fitted, results: Sequence[Shape], options: Any, choice: Choice) -> str | None:
-    """What `stretto.explain` says of an epilogue that is more than a function of the product."""
+    """What `stretto.explain` says of an epilogue, but for a function that the kernel applies."""
     form, kernel = found.form, choice.kernel
     if form is None or choice.backend == "xla" or kernel is None:
         return None
     if (outside := outside_of(found, results, options.out_dtype)) is not None:
         return f"XLA applies the epilogue to the kernel's product: {outside.removesuffix('.')}"
-    if not found.arrays and not form.gated:
+    if not found.arrays and not form.gated and kernel.beside is not None:
         return None
     first = [x[0] if isinstance(x, tuple) else x for x in found.arrays]
     lie = [(kind_of(x.shape, results[0]), x.dtype) for x in first]
