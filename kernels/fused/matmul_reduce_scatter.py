@@ -33,10 +33,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from stretto.distributed import schedule
-from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
@@ -44,7 +42,7 @@ from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Tile, Transfer
+from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Transfer
 from stretto.kernels.engine.scales import Scaling, load_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
@@ -53,7 +51,7 @@ from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import copied, obstacles, row_blocks, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
-from stretto.kernels.fused.reducing import Products
+from stretto.kernels.fused.reducing import Products, lhs_window, owner_of
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
@@ -230,7 +228,7 @@ def launch(
             lhs=streams.along_k(
                 refs.lhs,
                 segments,
-                functools.partial(_lhs_window, team, shape, lhs[0].shape[:-1], m_shard),
+                functools.partial(lhs_window, team, shape, lhs[0].shape[:-1], m_shard),
             ),
             rhs=streams.along_k(
                 refs.rhs,
@@ -291,35 +289,10 @@ def _product(
     )
 
 
-def _lhs_window(
-    team: Team, shape: TileShape, lies: tuple[int, ...], m_shard: int, tile: Tile, k: Int
-) -> tuple:
-    """The tile of lhs, in the rows of the device whose result the tile belongs to.
-
-    `lies` is the shape of lhs but for its columns: `(size, m_shard)`, `(blocks, size, rows)` or
-    `(m,)`. Of one matrix a tile may end with rows of the next device, which are not stored.
-    """
-    owner = _owner(team, tile)
-    rows, columns = tiles.lhs_window(shape, tile.m, k)
-    if len(lies) == 2:
-        return owner, rows, columns
-    if len(lies) == 3:
-        in_block = lies[2] // shape.tile_m  # Rows of tiles.
-        block = schedule.div(tile.m, in_block)
-        rows, columns = tiles.lhs_window(shape, tile.m - block * in_block, k)
-        return block, owner, rows, columns
-    return pl.ds(owner * m_shard + tile.m * shape.tile_m, shape.tile_m), columns
-
-
-def _owner(team: Team, tile: Tile) -> Int:
-    """The device whose result the tile belongs to; this device is the last."""
-    return schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)
-
-
 def _scales(refs: Refs, scaling: Scaling, team: Team, n: int, shape: TileShape) -> Scales:
     """The scales of the rows of the device whose result a tile belongs to, and of all columns."""
     return scaling.parts(
-        load_rows(lambda tile: refs.lhs_scales.at[_owner(team, tile)], shape),
+        load_rows(lambda tile: refs.lhs_scales.at[owner_of(team, tile)], shape),
         refs.rhs_scales,
         Segments.of([n], shape.tile_n),
         shape,
