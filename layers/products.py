@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from stretto.kernels.operations import fp8, matmuls
-from stretto.kernels.problem.epilogues import Function as Epilogue
+from stretto.kernels.operations import epilogues, fp8, matmuls
+from stretto.kernels.problem.epilogue import Epilogue, Form
+from stretto.kernels.problem.epilogues import Function
 from stretto.kernels.xla.matmul import matmul
 from stretto.layers.parallel import Parallel
 
@@ -48,7 +50,7 @@ def columns(
     x: jax.Array,
     weights: Sequence[Affine],
     types: Types,
-    activation: Epilogue | None = None,
+    activation: Function | None = None,
 ) -> tuple[jax.Array, ...]:
     """`activation(all_gather(x) @ kernel + bias)`, for each of the weights; one gather serves all.
 
@@ -57,15 +59,16 @@ def columns(
       x: `[..., tokens / D, in]`.
       weights: each with a kernel `[in, out / D]` and a bias `[out / D]`.
       types: of operands and results.
-      activation: elementwise. The kernel applies it if there are no biases.
+      activation: elementwise. The operation applies it if there are no biases; else it applies
+        these, and the sum is what the derivative of the activation keeps.
     """
     x, kernels, biases = _promoted(x, weights, types)
     in_8_bits = how is not None and how.fp8 is not None
-    inside = activation if not in_8_bits and all(bias is None for bias in biases) else None
+    inside = None if in_8_bits else _inside(biases, activation)
     if how is not None and how.fp8 is not None:
         products = _columns_in_8_bits(how, how.fp8, x, kernels, types)
     elif how is None or not how.sequence_parallel:
-        products = tuple(_product(x, kernel, types, inside) for kernel in kernels)
+        products = _products(x, kernels, types, inside)
     else:
         products = matmuls.all_gather_matmul(
             x,
@@ -78,8 +81,9 @@ def columns(
             backend=how.backend,
         )
     products = tuple(checkpoint_name(product, "product") for product in products)
-    outside = None if inside is not None else activation
-    pairs = zip(products, biases, strict=True)
+    left = biases if in_8_bits else [None] * len(biases)
+    outside = activation if in_8_bits or any(bias is not None for bias in biases) else None
+    pairs = zip(products, left, strict=True)
     return tuple(_finished(product, bias, outside) for product, bias in pairs)
 
 
@@ -89,7 +93,7 @@ def gated(
     gate: Affine,
     up: Affine,
     types: Types,
-    activation: Epilogue,
+    activation: Function,
 ) -> jax.Array:
     """`activation(all_gather(x) @ gate + its bias) * (all_gather(x) @ up + its bias)`."""
     opening, passing = columns(how, x, [gate, up], types)
@@ -106,24 +110,16 @@ def rows(how: Parallel | None, x: jax.Array, weight: Affine, types: Types) -> ja
       types: of operands and result.
     """
     x, (kernel,), (bias,) = _promoted(x, [weight], types)
+    inside = _inside([bias], None)
     if how is None:
-        product = _product(x, kernel, types)
-    elif how.fp8 is not None:
-        product = _rows_in_8_bits(how, how.fp8, x, kernel, types)
-    elif how.sequence_parallel:
-        product = matmuls.matmul_reduce_scatter(
-            x,
-            kernel,
-            how.axis_name,
-            axis=how.tokens_of(x),
-            out_dtype=types.out_dtype,
-            backend=how.backend,
-        )
-    else:
-        product = matmuls.matmul_all_reduce(
-            x, kernel, how.axis_name, out_dtype=types.out_dtype, backend=how.backend
-        )
-    return _finished(product, bias, None)
+        return _products(x, [kernel], types, inside)[0]
+    if how.fp8 is not None:
+        return _finished(_rows_in_8_bits(how, how.fp8, x, kernel, types), bias, None)
+    options: dict[str, Any] = dict(epilogue=inside, out_dtype=types.out_dtype, backend=how.backend)
+    if how.sequence_parallel:
+        axis = how.tokens_of(x)
+        return matmuls.matmul_reduce_scatter(x, kernel, how.axis_name, axis=axis, **options)
+    return matmuls.matmul_all_reduce(x, kernel, how.axis_name, **options)
 
 
 def _columns_in_8_bits(
@@ -161,16 +157,25 @@ def _promoted(
     return found[0], found[1 : 1 + len(kernels)], found[1 + len(kernels) :]
 
 
-def _product(
-    x: jax.Array, kernel: jax.Array, types: Types, epilogue: Epilogue | None = None
-) -> jax.Array:
-    """The product as of `all_gather_matmul`, without a gather: rounded once, after the epilogue."""
-    wide = matmul(x, kernel)
-    wide = wide if epilogue is None else epilogue(wide)
-    return wide.astype(types.out_dtype or x.dtype)
+def _inside(biases: Sequence[jax.Array | None], activation: Function | None) -> Epilogue | None:
+    """What the operation applies to its products: their biases or, without any, the activation."""
+    if all(bias is None for bias in biases):
+        return None if activation is None else epilogues.of("activation", activation)
+    zeros = (jnp.zeros(()) if bias is None else bias for bias in biases)
+    return epilogues.bias(tuple(zeros) if len(biases) > 1 else next(zeros))
 
 
-def _finished(product: jax.Array, bias: jax.Array | None, activation: Epilogue | None) -> jax.Array:
-    """The bias and the activation after a product, where its kernel does not apply them."""
+def _products(
+    x: jax.Array, kernels: Sequence[jax.Array], types: Types, epilogue: Epilogue | None
+) -> tuple[jax.Array, ...]:
+    """As of `all_gather_matmul`, without a gather: each rounded once, after the epilogue."""
+    wide = tuple(matmul(x, kernel) for kernel in kernels)
+    if epilogue is not None:
+        wide = Form(epilogue.function).results(wide, epilogue.arrays)
+    return tuple(product.astype(types.out_dtype or x.dtype) for product in wide)
+
+
+def _finished(product: jax.Array, bias: jax.Array | None, activation: Function | None) -> jax.Array:
+    """The bias and the activation after a product, where its operation does not apply them."""
     product = product if bias is None else product + bias
     return product if activation is None else activation(product)

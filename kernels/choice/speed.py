@@ -18,9 +18,9 @@ measured to be faster is taken there."""
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
-    plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0))
+    plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0, applied=0))
     of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
-    if not problem.copied and not of_sizes:
+    if not (problem.copied or problem.applied or of_sizes):
         return plain
     return _with_copies(operation, kernel, problem, plain, of_sizes)
 
@@ -72,7 +72,8 @@ def _with_copies(
 ) -> Choice:
     """The faster one where the kernel's operands or results have to be copied besides.
 
-    `plain` is the faster one without; `of_sizes` bytes are copied because of the sizes.
+    Or where an epilogue is applied to the results, which takes as long as a copy. `plain` is the
+    faster one without; `of_sizes` bytes are copied because of the sizes.
     """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
@@ -83,10 +84,11 @@ def _with_copies(
     fused_us, xla_us = plain.fused_us, plain.xla_us
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
-    fused_us += costs.moved_in_memory_us(problem.copied + of_sizes)
+    fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
     is_fused = plain.backend == "pallas" and fused_us < xla_us
     turned = plain.backend == "pallas" and not is_fused
-    reason = f"{plain.reason}, but for the copies" if turned else plain.reason
+    besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
+    reason = f"{plain.reason}, but for {besides}" if turned else plain.reason
     if of_sizes:
         reason += (
             f"; rows that are no multiples of 128 bytes cost as much as to copy"

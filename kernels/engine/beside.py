@@ -107,6 +107,7 @@ def parts_of(
     segments: Segments,
     shape: TileShape,
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
+    row: Callable[[Tile], Int] = lambda tile: tile.m,
 ) -> BesideParts:
     """The parts of an epilogue with arrays, for results side by side in `segments`.
 
@@ -117,18 +118,18 @@ def parts_of(
       segments: columns of tiles of the results.
       shape: of the result's tiles.
       leading: the indices of a tile's matrix in a result of more than two dimensions.
+      row: the row of tiles in that matrix.
     """
 
     def vector(kind: str, refs: Sequence[Ref]) -> Load:
         if kind == "rows":
-            return scales.load_rows(lambda tile: refs[0].at[leading(tile)], shape)
+            return scales.load_rows(lambda tile: refs[0].at[leading(tile)], shape, row)
         return scales.load_columns(refs, segments, shape, "row")
 
-    def window(tile: Tile, row: Int, rows: int, column: Int, columns: int) -> Ref:
+    def window(tile: Tile, first_row: Int, rows: int, column: Int, columns: int) -> Ref:
         (ref,) = matrices[0]
-        return ref.at[
-            *leading(tile), *piece_window(shape, tile.m, tile.n, row, rows, column, columns)
-        ]
+        piece = piece_window(shape, row(tile), tile.n, first_row, rows, column, columns)
+        return ref.at[*leading(tile), *piece]
 
     pairs = list(zip(beside.kinds, arrays, strict=True))
     matrices = [refs for kind, refs in pairs if kind == "elements"]

@@ -162,11 +162,15 @@ class Scaling:
         return Scales(lhs=lhs, rhs=of_rhs)
 
 
-def load_rows(view: Callable[[Tile], Ref], shape: TileShape) -> Load:
-    """Loads the scales of a tile's rows, from the first to the last of `tile.m`, of `view`."""
+def load_rows(
+    view: Callable[[Tile], Ref],
+    shape: TileShape,
+    row: Callable[[Tile], Int] = lambda tile: tile.m,
+) -> Load:
+    """Loads the scales of a tile's rows, from the first to the last of its `row`, of `view`."""
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-        window = pl.ds(tile.m * shape.tile_m, shape.tile_m)
+        window = pl.ds(row(tile) * shape.tile_m, shape.tile_m)
         plgpu.copy_gmem_to_smem(view(tile).at[k, window], stage, barrier)
 
     return load

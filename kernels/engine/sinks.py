@@ -17,17 +17,19 @@ def along_n(
     segments: Segments,
     shape: TileShape,
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
+    row: Callable[[Tile], Int] = lambda tile: tile.m,
 ) -> Sink:
     """Results side by side, in `segments` of columns of tiles.
 
-    `leading` are the indices of a tile's matrix in a result of more than two dimensions.
+    `leading` are the indices of a tile's matrix in a result of more than two dimensions, and `row`
+    is the row of tiles in that matrix.
     """
 
-    def store(tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+    def store(tile: Tile, piece: Ref, first_row: Int, column: Int) -> None:
         rows, columns = piece.shape
 
         def store_to(index: int, n: Int) -> None:
-            window = piece_window(shape, tile.m, n, row, rows, column, columns)
+            window = piece_window(shape, row(tile), n, first_row, rows, column, columns)
             target = refs[index].at[*leading(tile), *window]
             plgpu.copy_smem_to_gmem(piece, target, commit_group=False)
 

@@ -31,7 +31,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
 from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.scales import Scaling
-from stretto.kernels.fused import beside, copied, gathering, obstacles, unfused
+from stretto.kernels.fused import beside, copied, gathering, obstacles, row_blocks, unfused
 from stretto.kernels.fused.gather_ways import Gather, kept_columns
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
@@ -131,8 +131,15 @@ def default_config(problem: Problem) -> Config:
 def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`[m_shard, k]` times each of `[k, n_i]` -> `[D * m_shard, n_i]`, as the public operation.
 
-    And the gathered lhs `[D * m_shard, k]` with `call.options.return_gathered`.
+    And the gathered lhs `[D * m_shard, k]` with `call.options.return_gathered`. Blocks of rows
+    (`call.options.blocks`) that the kernel cannot store in order are put in order by XLA.
     """
+    blocks, devices = call.options.blocks, Team.along(call.axes).size
+    if blocks > 1 and not _stores_blocks(operands[0], call):
+        lhs, rhs, arrays = with_arrays(operands)
+        dealt = jax.tree.map(lambda x: row_blocks.dealt(x, blocks, devices), arrays)
+        outs, gathered = run((lhs, rhs, dealt), call.with_options(blocks=1))
+        return tuple(row_blocks.joined(x, blocks, devices) for x in outs), gathered
     if call.config.unfused:
         return unfused.all_gather_matmul(operands, call)
     lhs, rhs, arrays = with_arrays(operands)
@@ -152,10 +159,18 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     )
     columns = cut_to + [k] * options.return_gathered
     cut = [
-        x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(team.size * m_shard, n)
+        x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(devices * m_shard, n)
         for x, n in zip(results, columns, strict=True)
     ]
     return tuple(cut[: len(cut_to)]), cut[-1] if options.return_gathered else None
+
+
+def _stores_blocks(lhs: jax.Array, call: Call) -> bool:
+    """Whether the kernel stores the result block after block: each is made of whole tiles."""
+    config: Config = call.config
+    if config.unfused or config.gather_first:
+        return False
+    return row_blocks.are_whole(lhs.shape[0], call.options.blocks, config.tiles.tile_m)
 
 
 KERNEL = Kernel(
@@ -246,6 +261,7 @@ def _gather(
         columns=columns,
         by_shard=by_shard,
         rhs_transposed=turned,
+        blocks=call.options.blocks,
         scales=scales,
     )
 

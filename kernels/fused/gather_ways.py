@@ -42,10 +42,11 @@ class Gather:
         rhs.
       fetch: what is fetched from peers; the key of a place is its index in `received`.
       leading: tile -> the indices of its matrix in the result.
+      row: tile -> its row of tiles in that matrix.
       received: shape of the semaphores that count pieces.
       out_rows: shape of the result, but for its columns.
       gathered: shape of what is gathered, `[..., columns of lhs]`.
-      shards: equal parts that the rows of the result consist of.
+      shards: equal parts that the rows of the result consist of, one for each matrix.
       complete: (what was gathered, lhs) -> all shards in their order, the device's own among them.
       scales: how lhs's are gathered, of operands in 8 bits.
     """
@@ -56,6 +57,7 @@ class Gather:
     rhs_window: Callable[[TileShape, Int, Int], tuple]
     fetch: Fetch
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: ()
+    row: Callable[[Tile], Int] = lambda tile: tile.m
     received: tuple[int, ...]
     out_rows: tuple[int, ...]
     gathered: tuple[int, ...]

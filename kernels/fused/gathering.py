@@ -66,7 +66,7 @@ class _Kernel:
             k_tiles=gather.k_tiles,
             lhs=gather.lhs(refs),
             rhs=self._rhs(refs),
-            sink=sinks.along_n(refs.outs, self.columns, self.of_result, gather.leading),
+            sink=sinks.along_n(refs.outs, self.columns, self.of_result, gather.leading, gather.row),
             epilogue=elementwise(function),
             beside=self._beside(refs),
             scales=self._scales(refs),
@@ -90,6 +90,7 @@ class _Kernel:
             self.columns,
             self.of_result,
             self.gather.leading,
+            self.gather.row,
         )
 
     def _scales(self, refs: Refs) -> Scales | None:

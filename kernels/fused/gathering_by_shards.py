@@ -33,19 +33,27 @@ def by_shards(
     columns: int,
     by_shard: bool,
     rhs_transposed: bool,
+    blocks: int = 1,
     scales: PullPlan | None = None,
 ) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
     `by_shard` keeps the gathered rows in the order of the shards (`Kept`); they have room for
     `columns`. The step of a tile is the offset, on the ring, of the device whose rows it takes.
+    With several `blocks` of whole tiles, that a shard consists of, the result has block after
+    block, each of all shards.
     `scales` cuts the scales of a shard, `[k / 128 or 1, rows]`, if it has any. They are pulled
     before its rows, and count as its first chunk.
     """
     kept = Kept(team, by_shard)
+    in_block = plan.rows // blocks // shape.tile_m  # Rows of tiles, where there are several.
 
     def leading(tile: Tile) -> tuple[Int, ...]:
-        return (schedule.shard_of_step(team.device_id(), tile.step, team.size),)
+        shard = schedule.shard_of_step(team.device_id(), tile.step, team.size)
+        return (shard,) if blocks == 1 else (schedule.div(tile.m, in_block), shard)
+
+    def row(tile: Tile) -> Int:
+        return tile.m if blocks == 1 else tile.m - schedule.div(tile.m, in_block) * in_block
 
     def complete(gathered: jax.Array, lhs: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(gathered, lhs, team.device_id(), 0)
@@ -57,10 +65,11 @@ def by_shards(
         rhs_window=functools.partial(rhs_window, transposed=rhs_transposed),
         fetch=_Fetch(team, plan, kept),
         leading=leading,
+        row=row,
         received=(team.size - 1, plan.chunks),
-        out_rows=(team.size, plan.rows),
+        out_rows=(*(() if blocks == 1 else (blocks,)), team.size, plan.rows // blocks),
         gathered=(kept.count, plan.rows, columns),
-        shards=team.size,
+        shards=blocks * team.size,
         complete=complete,
         scales=None if scales is None else _gathered_scales(team, scales, kept, shape),
     )

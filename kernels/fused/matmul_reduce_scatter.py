@@ -27,15 +27,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from stretto.distributed import schedule
-from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
@@ -43,16 +42,16 @@ from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Tile, Transfer
+from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Transfer
 from stretto.kernels.engine.scales import Scaling, load_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import copied, obstacles, unfused
+from stretto.kernels.fused import copied, obstacles, row_blocks, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
-from stretto.kernels.fused.reducing import Products
+from stretto.kernels.fused.reducing import Products, lhs_window, owner_of
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.problem import Problem
@@ -73,6 +72,14 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
 
     If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
+    lhs, rhs, _ = with_arrays(operands)
+    blocks, devices = call.options.blocks, Team.along(call.axes).size
+    if blocks > 1 and (
+        call.config.unfused
+        or not row_blocks.are_whole(len(lhs[0]) // devices, blocks, call.config.tiles.tile_m)
+    ):
+        dealt = tuple(row_blocks.dealt(x, blocks, devices) for x in lhs)
+        return run((dealt, rhs), call.with_options(blocks=1))
     if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
     return sharded(operands, call)[0]
@@ -92,7 +99,11 @@ def sharded(
     team, tiles = Team.along(call.axes), call.config.tiles
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
     often = m >= padding.REUSE["lhs" if call.options.rhs_transposed else "rhs"]
-    shards = _in_shards(lhs, team.size, tiles, copied=n >= padding.REUSE["lhs"])
+    blocks = call.options.blocks
+    if blocks > 1:
+        shards = [x.reshape(blocks, team.size, -1, x.shape[1]) for x in lhs]
+    else:
+        shards = _in_shards(lhs, team.size, tiles, copied=n >= padding.REUSE["lhs"])
     sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
     return _on_padded(shards, sides, (m, n), call, everywhere=everywhere)
 
@@ -190,14 +201,18 @@ def launch(
 ) -> jax.Array:
     """Runs the kernel on pairs of lhs `[size, m_shard, k_i]` and rhs `[k_i, n]`, or `[n, k_i]`.
 
-    All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`. The
-    pairs' products are added up. Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce)
-    `[size, m_shard, n]`, of the `wanted` columns or a few more. Of operands in 8 bits there is one
-    pair, and `scaling`, lhs's `[size, k / 128 or 1, rows]`.
+    All must be padded (`padding`). Where the last shards are not full, lhs is `[m, k_i]`; where a
+    shard has blocks of whole tiles, `[blocks, size, rows, k_i]`. The pairs' products are added up.
+    Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`, of the
+    `wanted` columns or a few more. Of operands in 8 bits there is one pair, and `scaling`, lhs's
+    `[size, k / 128 or 1, rows]`.
     """
-    given, dealt_out = rhs[0].shape[0 if rhs_transposed else 1], lhs[0].ndim == 3
+    given = rhs[0].shape[0 if rhs_transposed else 1]
     n = padding.made_columns(wanted, given, out_dtype, config.tiles)
-    m_shard = lhs[0].shape[1] if dealt_out else schedule.ceil_div(len(lhs[0]), team.size)
+    *blocks, rows, _ = lhs[0].shape
+    m_shard = (
+        math.prod(blocks) * rows // team.size if blocks else schedule.ceil_div(rows, team.size)
+    )
     shape, peers = config.tiles, team.size - 1
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
@@ -213,7 +228,7 @@ def launch(
             lhs=streams.along_k(
                 refs.lhs,
                 segments,
-                functools.partial(_lhs_window, team, shape, None if dealt_out else m_shard),
+                functools.partial(lhs_window, team, shape, lhs[0].shape[:-1], m_shard),
             ),
             rhs=streams.along_k(
                 refs.rhs,
@@ -274,27 +289,10 @@ def _product(
     )
 
 
-def _lhs_window(team: Team, shape: TileShape, m_shard: int | None, tile: Tile, k: Int) -> tuple:
-    """The tile of lhs, in the rows of the device whose result the tile belongs to.
-
-    `m_shard` is a device's number of rows, if lhs is one matrix. A tile then ends with rows of the
-    next device, which are not stored.
-    """
-    rows, columns = tiles.lhs_window(shape, tile.m, k)
-    if m_shard is None:
-        return _owner(team, tile), rows, columns
-    return pl.ds(_owner(team, tile) * m_shard + tile.m * shape.tile_m, shape.tile_m), columns
-
-
-def _owner(team: Team, tile: Tile) -> Int:
-    """The device whose result the tile belongs to; this device is the last."""
-    return schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)
-
-
 def _scales(refs: Refs, scaling: Scaling, team: Team, n: int, shape: TileShape) -> Scales:
     """The scales of the rows of the device whose result a tile belongs to, and of all columns."""
     return scaling.parts(
-        load_rows(lambda tile: refs.lhs_scales.at[_owner(team, tile)], shape),
+        load_rows(lambda tile: refs.lhs_scales.at[owner_of(team, tile)], shape),
         refs.rhs_scales,
         Segments.of([n], shape.tile_n),
         shape,

@@ -20,6 +20,7 @@ from stretto.kernels.engine import tiles
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import OwnersOrder
 from stretto.kernels.engine.parts import Addends, Ref, Tile
+from stretto.kernels.engine.tiles import TileShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,3 +155,28 @@ class Products:
         """A piece of a tile in `ref[index]`: its first row, rows, first column, columns."""
         window = tiles.piece_window(self.order.shard.shape, tile.m, tile.n, *piece)
         return ref.at[index, *window]
+
+
+def lhs_window(
+    team: Team, shape: TileShape, lies: tuple[int, ...], m_shard: int, tile: Tile, k: Int
+) -> tuple:
+    """The tile of lhs, in the rows of the device whose result the tile belongs to.
+
+    `lies` is the shape of lhs but for its columns: `(size, m_shard)`, `(blocks, size, rows)` or
+    `(m,)`. Of one matrix a tile may end with rows of the next device, which are not stored.
+    """
+    rows, columns = tiles.lhs_window(shape, tile.m, k)
+    owner = owner_of(team, tile)
+    if len(lies) == 2:
+        return owner, rows, columns
+    if len(lies) == 3:
+        in_block = lies[2] // shape.tile_m  # Rows of tiles.
+        block = schedule.div(tile.m, in_block)
+        rows, columns = tiles.lhs_window(shape, tile.m - block * in_block, k)
+        return block, owner, rows, columns
+    return pl.ds(owner * m_shard + tile.m * shape.tile_m, shape.tile_m), columns
+
+
+def owner_of(team: Team, tile: Tile) -> Int:
+    """The device whose result the tile belongs to; this device is the last."""
+    return schedule.shard_of_step(team.device_id(), tile.step + 1, team.size)

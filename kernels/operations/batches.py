@@ -2,8 +2,9 @@
 
 A kernel gathers and scatters whole blocks of rows, one of each device. Of `[a, s, b, k]` on each
 device, gathered along the second dimension, it makes rows in the order `[D, a, s, b]`, where
-`[a, D, s, b]` are wanted. With `a` of 1 these are the same, and nothing is copied. Otherwise XLA
-puts the result in order or, for a scatter, lhs.
+`[a, D, s, b]` are wanted. With `a` of 1 these are the same. Where the `s * b` rows of a block are
+whole tiles, the kernel stores them in order or, for a scatter, loads them so
+(`fused.row_blocks`). Otherwise XLA puts the result in order or, for a scatter, lhs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Call
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.epilogue import with_arrays
+
+# Rows that the tiles of every configuration divide, but for those of operands in 8 bits.
+WHOLE_TILES = 256
 
 type Shape = tuple[int, ...]
 type Matrices = tuple[jax.Array, ...]
@@ -45,7 +49,25 @@ def as_rows(x: jax.Array) -> jax.Array:
 
 def is_reordered(shape: Shape, axis: int) -> bool:
     """Whether rows gathered or scattered along `axis` of `shape` have to be put in order."""
-    return math.prod(shape[:axis]) > 1
+    return blocks_before(shape, axis) > 1
+
+
+def blocks_before(shape: Shape, axis: int) -> int:
+    """The blocks of rows that a device's part of `shape` along `axis` consists of."""
+    return math.prod(shape[:axis])
+
+
+def fills_tiles(shape: Shape, axis: int) -> bool:
+    """Whether each block of rows of a device's part `shape`, without k, is made of whole tiles."""
+    return not math.prod(shape[axis:]) % WHOLE_TILES
+
+
+def are_by_kernel(backend: str) -> bool:
+    """Whether the kernel finds the tiles of such blocks at their places, by the caller's `backend`.
+
+    It does where it is asked for. No GPU has run that yet, and "auto" takes what has been timed.
+    """
+    return backend != "auto"
 
 
 def in_order(rows: jax.Array, shape: Shape, axis: int, parts: int) -> jax.Array:
@@ -85,15 +107,19 @@ def of_gather(run: Any, size: int, batched: Any, operands: Any, call: Call) -> A
     if not are_for_all_rows(arrays, arrays_batched):
         return None
     if not any(rhs_batched):
-        outs, gathered = run((as_rows(lhs), rhs, arrays), call)
+        # One batch more of blocks, or with columns gathered of rows.
+        kept = options.axis == 0 and are_by_kernel(call.backend)
+        blocks = size * options.blocks if kept else 1
+        outs, gathered = run((as_rows(lhs), rhs, arrays), call.with_options(blocks=blocks))
         parts = gathered_parts(lhs, outs[0], options.axis)
 
-        def apart(x: jax.Array) -> jax.Array:
-            if options.axis == 1:
+        def apart(x: jax.Array, ordered: bool) -> jax.Array:
+            if ordered:
                 return x.reshape(size, -1, x.shape[1])
             return in_order(x, lhs.shape[:2], 1, parts)
 
-        return tuple(map(apart, outs)), None if gathered is None else apart(gathered)
+        outs = tuple(apart(x, kept or options.axis == 1) for x in outs)
+        return outs, None if gathered is None else apart(gathered, options.axis == 1)
     if lhs_batched or arrays or not all(rhs_batched):
         return None
     sides = tuple(columns_together(x, options.rhs_transposed) for x in rhs)
@@ -131,7 +157,10 @@ def _of_sum(run: Any, size: int, batched: Any, operands: Any, call: Call, parts:
     if not are_for_all_rows(arrays, arrays_batched):
         return None
     if all(lhs_batched) and not any(rhs_batched):
-        out = run((tuple(by_parts(x, 1, parts) for x in lhs), rhs, arrays), call)
+        kept = parts > 1 and are_by_kernel(call.backend)
+        rows = tuple(as_rows(x) if kept else by_parts(x, 1, parts) for x in lhs)
+        blocks = size * call.options.blocks if kept else 1
+        out = run((rows, rhs, arrays), call.with_options(blocks=blocks))
         return out.reshape(size, -1, out.shape[1])
     if all(rhs_batched) and not any(lhs_batched) and not arrays:
         transposed = call.options.rhs_transposed

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 
 from stretto.distributed.primitives.names import named
+from stretto.kernels.fused import row_blocks
 from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.operations import batches
 from stretto.kernels.operations.with_epilogue import flat_arrays
@@ -123,9 +124,17 @@ class Operands:
         """The same for the results of an epilogue."""
         return self.products()[: 1 if form is not None and form.gated else None]
 
-    def copied_elements(self) -> int:
-        """Elements of the results that have to be put in order."""
-        if self.gather_axis != "m" or not batches.is_reordered(self.lhs.shape, self.axis):
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows, of a batch, that a kernel gathers from each device."""
+        return batches.blocks_before(self.lhs.shape, self.axis) if self.gather_axis == "m" else 1
+
+    def copied_elements(self, *, by_kernel: bool = False) -> int:
+        """Elements of the results that have to be put in order.
+
+        `by_kernel` says that the kernel does so, where blocks are made of whole tiles.
+        """
+        if self.blocks == 1 or (by_kernel and batches.fills_tiles(self.lhs.shape[:-1], self.axis)):
             return 0
         return sum(map(math.prod, self.products()))
 
@@ -137,11 +146,14 @@ class Operands:
             return rhs if self.transposed else rhs.T, (lhs,), True
         return lhs, self.sides, self.transposed
 
-    def arrays_for_kernel(self, found: Fitted) -> tuple[Any, ...]:
-        """The arrays of an epilogue, along the rows and columns of the kernel's results."""
+    def arrays_for_kernel(self, found: Fitted, blocks: int) -> tuple[Any, ...]:
+        """The arrays of an epilogue, along the rows and columns of the kernel's results.
+
+        These are in order, of `blocks`, or if that is 1 by devices.
+        """
 
         def by_rows(x: jax.Array) -> jax.Array:
-            if self.gather_axis == "m":
+            if self.gather_axis == "m" and blocks == 1:
                 return batches.by_parts(x, self.axis, self.devices)
             return batches.as_rows(x)
 
@@ -149,14 +161,20 @@ class Operands:
         return jax.tree.map(lambda x: x.T, arrays) if self.gather_axis == "n" else arrays
 
     def results(
-        self, outs: Sequence[jax.Array], gathered: Any
+        self, outs: Sequence[jax.Array], gathered: Any, blocks: int = 1
     ) -> tuple[tuple[jax.Array, ...], Any]:
-        """The products and the gathered operand in the form that the caller expects."""
+        """The products and the gathered operand in the form that the caller expects.
+
+        The products are in order, of `blocks`, or if that is 1 by devices.
+        """
         if self.gather_axis == "n":
             if gathered is not None and not self.transposed:
                 gathered = gathered.T
             return tuple(self._shaped(out.T) for out in outs), gathered
-        return tuple(map(self._shaped, outs)), None if gathered is None else self._shaped(gathered)
+        gathered = None if gathered is None else self._shaped(gathered)
+        if blocks > 1:
+            return tuple(x.reshape(*self.rows(), x.shape[-1]) for x in outs), gathered
+        return tuple(map(self._shaped, outs)), gathered
 
     def _shaped(self, rows: jax.Array) -> jax.Array:
         """A result of the kernel in the dimensions of lhs."""
@@ -177,9 +195,12 @@ def reference(
     """`epilogue(lhs @ x)` for each `x` of rhs, one of both gathered, and what was gathered.
 
     lhs `[..., k]` is gathered along `options.axis` ("m", "k"), or the only `x` along its columns
-    ("n"). The epilogue's arrays, if it has any, come after lhs and rhs.
+    ("n"). The epilogue's arrays, if it has any, come after lhs and rhs. lhs may be rows in
+    `options.blocks`, as kernels take it.
     """
     lhs, rhs, arrays = with_arrays(operands)
+    if options.blocks > 1:
+        return _of_blocks(lhs, rhs, arrays, axes, options)
     if gather_axis == "n":
         (shard,), axis = rhs, 0 if options.rhs_transposed else 1
     else:
@@ -190,6 +211,23 @@ def reference(
     if options.epilogue is not None:
         outs = options.epilogue.results(outs, arrays)
     return tuple(out.astype(options.out_dtype) for out in outs), gathered
+
+
+def _of_blocks(
+    lhs: jax.Array, rhs: Matrices, arrays: Any, axes: Axes, options: GatherOptions
+) -> tuple[Matrices, jax.Array]:
+    """`reference` of rows in blocks: the results by blocks, and what was gathered by devices."""
+    blocks = options.blocks
+    batch = lhs.reshape(blocks, -1, lhs.shape[1])
+    arrays = jax.tree.map(
+        lambda x: x[None] if len(x) == 1 else x.reshape(blocks, -1, x.shape[1]), arrays
+    )
+    plain = dataclasses.replace(options, blocks=1, axis=1)
+    outs, gathered = reference((batch, rhs, arrays), axes, plain, gather_axis="m")
+    devices = gathered.shape[1] // batch.shape[1]
+    whole = batches.as_rows(gathered)
+    outs = tuple(map(batches.as_rows, outs))
+    return outs, row_blocks.dealt(whole, blocks, devices)
 
 
 def work(problem: Problem, *, gather_axis: str) -> Work:

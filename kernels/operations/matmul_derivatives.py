@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.primitives.names import named
+from stretto.kernels.fused import row_blocks
 from stretto.kernels.operation import Arrays, Call
 from stretto.kernels.operations.perform import cotangent_of_replicated, run
 from stretto.kernels.xla.matmul import matmul, matmul_of_columns
@@ -73,9 +75,15 @@ def gather_backward(
     options, axes, backend = call.options, call.axes, call.backend
     product_bars = tuple(x.astype(lhs.dtype) for x in out_bars)
     if options.axis == 0:
+        batches_of_bars = tuple(in_blocks(x, options.blocks) for x in product_bars)
         lhs_bar = matmul_reduce_scatter(
-            product_bars, rhs, axes, rhs_transposed=not options.rhs_transposed, backend=backend
-        )
+            batches_of_bars,
+            rhs,
+            axes,
+            axis=batches_of_bars[0].ndim - 2,
+            rhs_transposed=not options.rhs_transposed,
+            backend=backend,
+        ).reshape(lhs.shape)
     else:
         # Scattering is by rows, so along the columns it is that of the transpose.
         plain = tuple(x.T for x in rhs) if options.rhs_transposed else rhs
@@ -86,6 +94,8 @@ def gather_backward(
         lhs_bar += reduce_scatter(gathered_bar, axes, axis=options.axis, backend=backend)
     if gathered is None:
         gathered = all_gather(lhs, axes, axis=options.axis, backend=backend)
+    if options.blocks > 1:
+        gathered = row_blocks.joined(gathered, options.blocks, axis_size(axes))
     rhs_bars = tuple(_rhs_bar(gathered, x, call) for x in product_bars)
     return lhs_bar.astype(lhs.dtype), rhs_bars
 
@@ -95,14 +105,18 @@ def scatter_backward(
 ) -> tuple[Matrices, Matrices]:
     """lhs_bar = all_gather(out_bar) @ rhs^T, rhs_bar = lhs^T @ all_gather(out_bar): one gather."""
     lhs, rhs = residuals
+    batch = in_blocks(bar.astype(lhs[0].dtype), call.options.blocks)
     lhs_bars, gathered = all_gather_matmul(
-        bar.astype(lhs[0].dtype),
+        batch,
         rhs,
         call.axes,
+        axis=batch.ndim - 2,
         rhs_transposed=not call.options.rhs_transposed,
         return_gathered=True,
         backend=call.backend,
     )
+    gathered = gathered.reshape(-1, gathered.shape[-1])
+    lhs_bars = tuple(bar.reshape(x.shape) for bar, x in zip(lhs_bars, lhs, strict=True))
     return lhs_bars, tuple(_rhs_bar(x, gathered, call) for x in lhs)
 
 
@@ -116,6 +130,11 @@ def reduce_backward(
     transposed = call.options.rhs_transposed
     lhs_bars = tuple(matmul(bar, x if transposed else x.T).astype(dtype) for x in rhs)
     return lhs_bars, tuple(_rhs_bar(x, bar, call) for x in lhs)
+
+
+def in_blocks(rows: jax.Array, blocks: int) -> jax.Array:
+    """`[rows, n]`, or with several blocks the batch `[blocks, rows of each, n]`."""
+    return rows if blocks == 1 else rows.reshape(blocks, -1, rows.shape[1])
 
 
 def _rhs_bar(lhs: jax.Array, product_bar: jax.Array, call: Call) -> jax.Array:

@@ -71,8 +71,10 @@ def all_gather_matmul(
 
     With more dimensions before its rows, lhs `[..., k]` is a batch, gathered along `axis`: equal to
     `lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, of `[b, s / D, k]` with `axis=1`
-    `[b, s, n]`. If `axis` is the first dimension (but for some of size 1), nothing is copied;
-    otherwise XLA copies the result into order, and `stretto.explain` reports it.
+    `[b, s, n]`. If `axis` is the first dimension (but for some of size 1), nothing is copied.
+    Otherwise XLA copies the result into order, and `stretto.explain` reports it; but with
+    `backend="pallas"` the kernel stores it in order where the rows of a device from `axis` on,
+    `s / D`, are a multiple of 256 (never timed on GPUs).
 
     Args:
       lhs: matrix, or a batch of them; the fused kernel takes bfloat16 and float16.
@@ -172,10 +174,10 @@ def matmul_reduce_scatter(
     | out | `[m / D, n]` | `[m, n]` | rows |
 
     Equals `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=axis, tiled=True)`, also of a
-    batch, lhs `[..., k_shard]`. If `axis` is the first dimension (but for some of size 1), nothing
-    is copied; otherwise XLA copies lhs into order (`stretto.explain` reports it). The kernel rounds
-    each peer's partial product once, to `out_dtype`, adds them to the device's own in float32,
-    always in the same order, and rounds the sum; XLA sums in `out_dtype`.
+    batch, lhs `[..., k_shard]`. Nothing is copied where `all_gather_matmul` copies nothing;
+    otherwise XLA copies lhs into order (`stretto.explain` reports it). The kernel rounds each
+    peer's partial product once, to `out_dtype`, adds them to the device's own in float32, always
+    in the same order, and rounds the sum; XLA sums in `out_dtype`.
 
     Args:
       lhs, rhs: matrices of one type, lhs also a batch of them; the fused kernel takes bfloat16 and

@@ -32,6 +32,7 @@ def decide(
     config: Any,
     obstacle: str | None = None,
     copied: int = 0,
+    applied: int = 0,
     remark: choose.Remark = choose.nothing_to_say,
 ) -> Call | None:
     """The call of the kernel that serves, None where XLA does.
@@ -45,6 +46,7 @@ def decide(
       backend, config: the caller's arguments.
       obstacle: why no kernel can serve the call, where the operation found a reason.
       copied: bytes that a kernel's call copies in addition.
+      applied: bytes of results that an epilogue is applied to after the kernel.
       remark: a further sentence on the choice, for `explain`.
 
     Raises:
@@ -57,6 +59,7 @@ def decide(
         devices=axis_size(axes) if axes else 1,
         machine=Machine.of_mesh(),
         copied=copied,
+        applied=applied,
     )
     choice = choose.choose(
         operation, problem, backend, config, axes=axes, obstacle=obstacle, remark=remark

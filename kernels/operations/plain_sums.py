@@ -32,21 +32,28 @@ def reduce(
     found = scattered.fitted(op, asked.epilogue, pairs, shape, replicated=placement.replicated)
     options = dataclasses.replace(placement.added_to(plain), epilogue=found.form)
     types = types_of(pairs[0][0], pairs[1][0], options)
+    outside = with_epilogue.outside_of(found, [shape], options.out_dtype)
+    by_kernel = batches.are_by_kernel(asked.backend)
     call = decide(
         operation,
         sizes,
         types,
         axes,
-        options,
+        with_epilogue.of_kernel(options, outside),
         backend=asked.backend,
         config=asked.config,
-        obstacle=with_epilogue.obstacle_of(found, [shape], options.out_dtype),
-        copied=placement.copied_elements(pairs[0]) * types.itemsize,
+        copied=placement.copied_elements(pairs[0], by_kernel=by_kernel) * types.itemsize,
+        applied=with_epilogue.applied_bytes(outside, [shape], options.out_dtype),
         remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
-    rows = tuple(map(placement.rows_for_kernel, pairs[0]))
-    arrays = with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
-    flat = call if axis is None else call.with_options(axis=0)
-    return with_epilogue.perform((rows, pairs[1]), arrays, flat).reshape(shape)
+    ordered = call.split is None and batches.are_by_kernel(call.backend)
+    blocks = placement.blocks if ordered else 1
+    rows = tuple(placement.rows_for_kernel(x, blocks) for x in pairs[0])
+    arrays = () if outside else with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
+    flat = call if axis is None else call.with_options(axis=0, blocks=blocks)
+    out = with_epilogue.perform((rows, pairs[1]), arrays, flat).reshape(shape)
+    if outside is not None and found.form is not None:
+        (out,) = found.form.after((out,), found.arrays)
+    return out

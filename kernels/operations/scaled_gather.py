@@ -71,6 +71,7 @@ def gather(
         scales=granularity,
     )
     results = operands.results_shapes(found.form)
+    outside = with_epilogue.outside_of(found, results, options.out_dtype)
     call = decide(
         records[granularity],
         _sizes(operands),
@@ -79,9 +80,8 @@ def gather(
         options,
         backend=asked.backend,
         config=asked.config,
-        obstacle=obstacle(transposed)
-        or _obstacle(gather_axis, granularity)
-        or with_epilogue.obstacle_of(found, results, options.out_dtype),
+        obstacle=obstacle(transposed) or _obstacle(gather_axis, granularity),
+        applied=with_epilogue.applied_bytes(outside, results, options.out_dtype),
         copied=_copied_elements(operands) * options.out_dtype.itemsize,
         remark=functools.partial(with_epilogue.remark, found, results, options),
     )
@@ -91,7 +91,7 @@ def gather(
             return gather_reference(given, axes, options, gather_axis=gather_axis)
         lhs, sides, of_lhs, of_rhs, arrays = given
         form = found.form
-        inside = form is not None and not arrays and not form.gated
+        inside = form is not None and not arrays and not form.gated and outside is None
         flat = call if inside else call.with_options(epilogue=None)
         moved = batches.as_rows(lhs), sides, batches.as_rows(of_lhs), of_rhs
         if gather_axis == "n":

@@ -65,7 +65,7 @@ def reduce(
         if call is None:
             return operation.reference(given, axes, options)
         lhs, rhs, of_lhs, of_rhs = operands
-        flat, of_flat = (tuple(map(placement.rows_for_kernel, xs)) for xs in (lhs, of_lhs))
+        flat, of_flat = (tuple(placement.rows_for_kernel(x, 1) for x in xs) for xs in (lhs, of_lhs))
         moved = alike((flat, rhs, of_flat, of_rhs), axes)
         out = launch(moved, call.with_options(epilogue=None)).reshape(shape)
         return out if found.form is None else found.form.after((out,), arrays)[0]

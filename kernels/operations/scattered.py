@@ -102,15 +102,25 @@ class Placement:
         """The options of such a sum."""
         return options if self.axis is None else ScatterOptions(**vars(options), axis=self.axis)
 
-    def rows_for_kernel(self, lhs: jax.Array) -> jax.Array:
-        """`[..., k]` -> `[rows, k]`: the rows of each device together, where they are scattered."""
-        if self.axis is None:
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows, of a batch, each of which is scattered over all devices."""
+        return 1 if self.axis is None else batches.blocks_before(self.rows, self.axis)
+
+    def rows_for_kernel(self, lhs: jax.Array, blocks: int) -> jax.Array:
+        """`[..., k]` -> `[rows, k]`: in order, in `blocks`, or if that is 1 by devices."""
+        if self.axis is None or blocks > 1:
             return batches.as_rows(lhs)
         return batches.by_parts(lhs, self.axis, self.devices)
 
-    def copied_elements(self, lhs: Sequence[jax.Array]) -> int:
-        """Elements of `lhs` that have to be put in order."""
-        if self.axis is None or not batches.is_reordered(lhs[0].shape, self.axis):
+    def copied_elements(self, lhs: Sequence[jax.Array], *, by_kernel: bool = False) -> int:
+        """Elements of `lhs` that have to be put in order.
+
+        `by_kernel` says that the kernel does so, where blocks are made of whole tiles.
+        """
+        if self.axis is None or self.blocks == 1:
+            return 0
+        if by_kernel and batches.fills_tiles(self.rows, self.axis):
             return 0
         return sum(x.size for x in lhs)
 
@@ -128,10 +138,15 @@ def reduce_scatter_reference(operands: Any, axes: Axes, options: ScatterOptions)
     """`epilogue(reduce_scatter(sum of lhs_i @ rhs_i))`, along `options.axis`.
 
     The sum is in the result's type. The epilogue's arrays, if it has any, come after lhs and rhs.
+    lhs may be rows in `options.blocks`, as kernels take it.
     """
     lhs, rhs, arrays = with_arrays(operands)
     product = sum_of_products(lhs, rhs, options.rhs_transposed).astype(options.out_dtype)
-    out = collectives.reduce_scatter(product, axes, axis=options.axis)
+    if options.blocks > 1:
+        batch = product.reshape(options.blocks, -1, product.shape[1])
+        out = batches.as_rows(collectives.reduce_scatter(batch, axes, axis=1))
+    else:
+        out = collectives.reduce_scatter(product, axes, axis=options.axis)
     return out if options.epilogue is None else options.epilogue.after((out,), arrays)[0]
 
 

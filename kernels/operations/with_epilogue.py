@@ -6,7 +6,9 @@ applies to it: so the product is what the forward pass keeps.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +20,17 @@ from stretto.kernels.operation import Arrays, Call, Kernel
 from stretto.kernels.operations import perform as performing
 from stretto.kernels.problem.epilogue import Fitted, Shape, kind_of, with_arrays
 from stretto.kernels.problem.machine import BLACKWELL, Machine
+from stretto.kernels.problem.options import MatmulOptions
 
 LARGEST_ITEM = 4  # bytes
 
 
-def obstacle_of(found: Fitted, results: Sequence[Shape], out_dtype: Any) -> str | None:
-    """Why no kernel can apply an epilogue to results of such shapes, None where one can."""
+def outside_of(found: Fitted, results: Sequence[Shape], out_dtype: Any) -> str | None:
+    """Why no kernel can apply an epilogue to results of such shapes, None where one can.
+
+    XLA then applies it to the kernel's results, in the caller's dimensions: the function may use
+    what it likes.
+    """
     if found.form is None or found.obstacle is not None:
         return found.obstacle
     operands = bool(found.arrays) or found.form.gated
@@ -91,10 +98,9 @@ def perform(operands: Arrays, arrays: tuple[Any, ...], call: Call) -> Arrays:
 def run(operands: Arrays, call: Call) -> Arrays:
     """The results of a kernel that applies `call.options.epilogue`, or of one and XLA after it."""
     lhs, rhs, arrays = with_arrays(operands)
-    is_sum = isinstance(lhs, tuple)
     first = [x[0] if isinstance(x, tuple) else x for x in arrays]
     lie = [(kind_of(x.shape, (2, 2)), x.dtype) for x in first]  # They are matrices by now.
-    if is_sum or left_to_xla(call.kernel, call.config, call.split, call.options, lie) is not None:
+    if left_to_xla(call.kernel, call.config, call.split, call.options, lie) is not None:
         return _composed((lhs, rhs, arrays), call)
     return _run((lhs, rhs, arrays), call)
 
@@ -106,21 +112,35 @@ def left_to_xla(
 
     `arrays` are the epilogue's, each as how it lies along the result and its type.
     """
+    if kernel.beside is None:
+        return "it follows a sum over devices"
     if not arrays and not options.epilogue.gated:
         return None
     if split is not None:
         return "kernels within nodes make parts of the result"
-    if kernel.beside is None:
-        return "it follows a sum over devices"
     return kernel.beside(config, options, arrays)
 
 
+def applied_bytes(outside: str | None, results: Sequence[Shape], out_dtype: Any) -> int:
+    """Bytes of the results that XLA reads and writes once more where it applies the epilogue."""
+    if outside is None:
+        return 0
+    return sum(map(math.prod, results)) * jnp.dtype(out_dtype).itemsize
+
+
+def of_kernel[Options: MatmulOptions](options: Options, outside: str | None) -> Options:
+    """A call's options as its kernel gets them: without an epilogue that XLA applies `outside`."""
+    return options if outside is None else dataclasses.replace(options, epilogue=None)
+
+
 def remark(found: Fitted, results: Sequence[Shape], options: Any, choice: Choice) -> str | None:
-    """What `stretto.explain` says of an epilogue that is more than a function of the product."""
+    """What `stretto.explain` says of an epilogue, but for a function that the kernel applies."""
     form, kernel = found.form, choice.kernel
     if form is None or choice.backend == "xla" or kernel is None:
         return None
-    if not found.arrays and not form.gated:
+    if (outside := outside_of(found, results, options.out_dtype)) is not None:
+        return f"XLA applies the epilogue to the kernel's product: {outside.removesuffix('.')}"
+    if not found.arrays and not form.gated and kernel.beside is not None:
         return None
     first = [x[0] if isinstance(x, tuple) else x for x in found.arrays]
     lie = [(kind_of(x.shape, results[0]), x.dtype) for x in first]

@@ -21,12 +21,16 @@ class MatmulOptions:
       rhs_transposed: rhs is given as `[n, k]`.
       epilogue: the function of the float32 product; its arrays are operands.
       scales: of operands in 8 bits, the granularity; None without scales.
+      blocks: of rows, equal ones, that a device's rows consist of, as of a batch. In the whole
+        matrix, of all devices' rows, block follows block. In what a kernel gathers and returns
+        beside the result, device follows device.
     """
 
     out_dtype: Any
     rhs_transposed: bool = False
     epilogue: Form | None = None
     scales: Granularity | None = None
+    blocks: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

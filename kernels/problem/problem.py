@@ -51,6 +51,8 @@ class Problem:
       devices: the team's size.
       machine: what the team's devices are.
       copied: bytes that XLA has to put in order for a kernel, as of a batch; 0 for most calls.
+      applied: bytes of the results of a kernel that XLA reads and writes once more, for an epilogue
+        that no kernel holds.
     """
 
     operation: str
@@ -59,6 +61,7 @@ class Problem:
     devices: int
     machine: Machine
     copied: int = 0
+    applied: int = 0
 
     def resized(self, **sizes: int) -> Problem:
         """The same problem with some other sizes."""

@@ -97,10 +97,8 @@ def test_gathers_along_another_dimension(axis, tmp_path):
         assert not COPIED.search(program["hlo"]), f"{program['label']}:\n{program['hlo']}"
 
 
-@pytest.mark.parametrize(
-    "case", ["odd sizes", pytest.param("odd sizes of gathers", marks=pytest.mark.slow)]
-)
-def test_odd_sizes_cost_no_spills_and_no_copies(case, tmp_path):
+@pytest.mark.parametrize("case", ["odd sizes", *map(slow, ["odd sizes of gathers", "batches"])])
+def test_odd_sizes_and_batches_cost_no_spills_and_no_copies(case, tmp_path):
     compiled = compile_case(case, tmp_path)
     check(compiled, warpgroups=3, local=True)
     for program in compiled:

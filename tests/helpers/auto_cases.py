@@ -108,6 +108,7 @@ class Case:
     Attributes:
       make: (one device's call, subject, mesh) -> program of (x, w).
       reason: why XLA serves, as `explain` says it; None where a kernel can.
+      said: what `explain` adds where a kernel serves.
       dtype: of the operands.
       empty: whether x has no rows.
       only: the subject that it is for, or all.
@@ -116,6 +117,7 @@ class Case:
 
     make: Callable[[OneDevice, Subject, Mesh], Whole]
     reason: str | None = None
+    said: str | None = None
     dtype: Any = jnp.bfloat16
     empty: bool = False
     only: str | None = None
@@ -334,9 +336,10 @@ def _with_arrays(epilogue_of, call, subject, mesh):
     return mapped(body, subject, mesh)
 
 
-def epilogue(epilogue_of: Callable, reason: str | None) -> Case:
+def epilogue(epilogue_of: Callable, said: str | None, *, heavy: bool = False) -> Case:
+    """One that XLA applies to the kernel's product, as is `said`; None where the kernel does."""
     make = functools.partial(_with_epilogue, epilogue_of)
-    return Case(make=make, reason=reason, only="all_gather_matmul")
+    return Case(make=make, said=said, only="all_gather_matmul", heavy=heavy)
 
 
 HALF = jnp.float32(0.5)
@@ -381,9 +384,11 @@ CASES: dict[str, Case] = {
     "int8": Case(make=plain, dtype=jnp.int8),
     "complex": Case(make=plain, dtype=jnp.complex64),
     "traced scalar": epilogue(lambda x, w: lambda y: y * w[0, 0], "uses a traced value"),
-    "row of biases": epilogue(lambda x, w: lambda y: y + w[0], "fits results of shape"),
-    "places": epilogue(lambda x, w: lambda y: y + jnp.arange(y.shape[1]) * HALF, "the place in"),
-    "size": epilogue(lambda x, w: lambda y: y / y.shape[1], "depends on the size"),
+    "row of biases": epilogue(lambda x, w: lambda y: y + w[0], "fits results of shape", heavy=True),
+    "places": epilogue(
+        lambda x, w: lambda y: y + jnp.arange(y.shape[1]) * HALF, "the place in", heavy=True
+    ),
+    "size": epilogue(lambda x, w: lambda y: y / y.shape[1], "depends on the size", heavy=True),
     "operation that kernels lack": epilogue(lambda x, w: jax.nn.softplus, "uses log1p"),
     "scalar array": epilogue(lambda x, w: lambda y: y * HALF, None),
     "bias beside the function": Case(

@@ -194,6 +194,33 @@ def odd_sizes(*names: str) -> Iterator[Program]:
             yield f"{name}, transposed", mapped, structs
 
 
+def batches() -> Iterator[Program]:
+    """Batches of whole tiles along a later dimension, also with arrays of an epilogue."""
+    mesh, split, columns = aot.mesh_of_gpus((2,), ("x",)), P(None, "x"), P(None, None, "x")
+    (b, s, k, n), bf16 = (4, 1024, 1024, 2048), jnp.bfloat16
+
+    def program(call, out, *operands):
+        specs = tuple(spec for _, spec in operands)
+        structs = [
+            jax.ShapeDtypeStruct(shape, bf16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in operands
+        ]
+        return jax.shard_map(
+            call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False
+        ), structs
+
+    def gather(x, w, residual, scale):
+        epilogue = (lambda y, r, f: y * f + r), residual, scale
+        return st.all_gather_matmul(x, w, "x", axis=1, epilogue=epilogue, backend="pallas")
+
+    def scatter(x, w):
+        return st.matmul_reduce_scatter(x, w, "x", axis=1, backend="pallas")
+
+    arrays = ((b, s, n), columns), ((b, s, 1), P())
+    yield "gathered", *program(gather, columns, ((b, s, k), split), ((k, n), split), *arrays)
+    yield "scattered", *program(scatter, split, ((b, s, n), columns), ((n, k), P("x")))
+
+
 def no_limit() -> Iterator[Program]:
     """Waits that spin for ever, as measurements of what the limit costs need them."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
@@ -764,6 +791,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "odd sizes of gathers": functools.partial(
         odd_sizes, "all_gather_matmul", "all_gather_matmul_k"
     ),
+    "batches": batches,
     **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
     "fp8, grouped_matmul": fp8_groups,
     "fp8, experts": fp8_experts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import fused_cases as cases
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from selection import slow
 
 import stretto as st
+from stretto.kernels.fused import row_blocks
 
 DEVICES, K, N = 2, 16, 24
 # Of lhs on one device, without k; the axis that is gathered, or scattered after the product.
@@ -98,6 +100,69 @@ def test_gradients(backend):
         same(gradients(ours), gradients(functools.partial(plain, axis=1)), x, w)
 
 
+def with_arrays(x, w, residual, scale):
+    """A gather of a batch: `product * scale + residual`, a row of either for each of the result."""
+    function = lambda y, r, s: y * s + r  # noqa: E731
+    epilogue = function, residual, scale
+    return st.all_gather_matmul(x, w, "x", axis=1, epilogue=epilogue, backend="simulator")
+
+
+def test_blocks_of_whole_tiles_are_gathered_without_copies(monkeypatch):
+    """Into their places, and so are the arrays of an epilogue."""
+    x, w = drawn(2, 256, K), drawn(K, N, seed=1)
+    residual, scale = drawn(2, 512, N, seed=2), drawn(2, 512, 1, seed=3)
+
+    def wanted(x, w, residual, scale):
+        out = gathered(x, w, axis=1)
+        return (out * scale + residual.astype(jnp.float32)).astype(x.dtype)
+
+    monkeypatch.setattr(row_blocks, "_swapped", None)  # Nothing calls it.
+    same(with_arrays, wanted, x, w, residual, scale)
+
+
+def test_blocks_of_whole_tiles_are_scattered_without_copies(monkeypatch):
+    x, w = drawn(2, 512, K), drawn(K, N, seed=1)
+    monkeypatch.setattr(row_blocks, "_swapped", None)
+    ours = functools.partial(st.matmul_reduce_scatter, axis_name="x", axis=1, backend="simulator")
+    same(ours, functools.partial(scattered, axis=1), x, w)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_of_blocks_of_whole_tiles(keep):
+    x, w = drawn(2, 128, K), drawn(K, N, seed=1)
+    ours = functools.partial(
+        st.all_gather_matmul, axis_name="x", axis=1, backend="simulator", keep_gathered=keep
+    )
+    same(gradients(ours), gradients(functools.partial(gathered, axis=1)), x, w)
+    ours = functools.partial(st.matmul_reduce_scatter, axis_name="x", axis=1, backend="simulator")
+    x = drawn(2, 256, K)
+    same(gradients(ours), gradients(functools.partial(scattered, axis=1)), x, w)
+
+
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow)]
+)
+def test_an_epilogue_that_no_kernel_holds_sees_the_batch(name):
+    """It uses a value of the device and the place in the batch, and follows the kernel."""
+    gathers = name == "all_gather_matmul"
+
+    def of(w):
+        return lambda y: jax.nn.softplus(y) * w[0, 0] + jnp.arange(y.shape[1])[:, None]
+
+    def ours(x, w):
+        given: dict[str, Any] = dict(axis_name="x", axis=1, epilogue=of(w), backend="simulator")
+        said = st.explain(getattr(st, name), x, w, **given).reason
+        assert "XLA applies the epilogue to the kernel's product: the epilogue <lambda>" in said
+        return getattr(st, name)(x, w, **given)
+
+    def plain(x, w):
+        product = (gathered if gathers else scattered)(x, w, axis=1).astype(x.dtype)
+        return of(w)(product.astype(jnp.float32)).astype(x.dtype)
+
+    same(ours, plain, drawn(3, 4, K), drawn(K, N, seed=1))
+
+
 @pytest.mark.parametrize("backend", [slow("auto"), "simulator"])
 def test_all_else_that_takes_a_batch(backend):
     x, w, other = drawn(3, 4, K), drawn(K, N, seed=1), drawn(K, 8, seed=2)
@@ -123,10 +188,11 @@ def test_all_else_that_takes_a_batch(backend):
 def test_what_is_copied_is_said():
     said = []
 
-    def body(x, w):
+    def body(x, w, backend="auto"):
         for axis in (0, 1):
-            said.append(str(st.explain(st.all_gather_matmul, x, w, "x", axis=axis)))
-            said.append(str(st.explain(st.matmul_reduce_scatter, x, w, "x", axis=axis)))
+            options = dict(axis=axis, backend=backend)
+            said.append(str(st.explain(st.all_gather_matmul, x, w, "x", **options)))
+            said.append(str(st.explain(st.matmul_reduce_scatter, x, w, "x", **options)))
         return x
 
     with st.simulate(seed=0):
@@ -134,6 +200,12 @@ def test_what_is_copied_is_said():
     # The gathered result, 256 x 128 x 256; and lhs of the scatter, 256 x 64 x 16.
     assert ["MiB are copied" in text for text in said] == [False, False, True, True]
     assert "16 MiB" in said[2] and "0.5 MiB" in said[3]
+    blocks = drawn(2, 512, 16), drawn(16, 256, seed=1)  # Of whole tiles.
+    for backend, copied in [("auto", [False, False, True, True]), ("simulator", [False] * 4)]:
+        said.clear()
+        with st.simulate(seed=0):
+            on_devices(functools.partial(body, backend=backend), *blocks)
+        assert ["MiB are copied" in text for text in said] == copied
 
 
 @pytest.mark.parametrize(("name", "of", "both"), FORMS)

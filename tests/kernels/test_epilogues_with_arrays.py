@@ -234,10 +234,12 @@ def test_explain_says_who_applies_it(called, said):
     found = []
 
     def body(x, w):
-        epilogue = epilogues.bias(jnp.ones(8))
-        found.append(st.explain(call, x, w, "x", epilogue=epilogue, backend="simulator"))
+        for epilogue in (epilogues.bias(jnp.ones(8)), jax.nn.relu):
+            found.append(st.explain(call, x, w, "x", epilogue=epilogue, backend="simulator"))
         return x
 
     mapped = jax.shard_map(body, mesh=cases.mesh_of(2), in_specs=specs, out_specs=specs[0])
     jax.eval_shape(mapped, draw(0, 16, 16), draw(1, 16, n))
     assert said in found[0].reason
+    # Of a function alone it is said where the kernel does not apply it.
+    assert (said in found[1].reason) == (called is not GATHER)

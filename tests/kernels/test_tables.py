@@ -9,7 +9,7 @@ import pytest
 from leave_one_out import left_out
 from problems import H100, entry, problem
 
-from stretto.kernels.choice import neighbours, tables
+from stretto.kernels.choice import neighbours, speed, tables
 from stretto.kernels.choice.tables import Table, TableError
 from stretto.kernels.operations import KNOWN, OPERATIONS
 
@@ -264,3 +264,16 @@ def test_entries_of_the_shipped_tables_name_every_field(file):
     for found in tables.read(file).entries:
         config = tables.config_from_data(KNOWN[found.op].kernels[0].Config, found.config)
         assert tables.config_to_data(config) == found.config, found
+
+
+def test_the_pass_of_an_epilogue_after_the_kernel_counts():
+    asked = problem()
+
+    def chosen(applied):
+        given = dataclasses.replace(asked, applied=applied)
+        return speed.faster(MATMULS, MATMULS.kernels[0], given)
+
+    without, little, much = (chosen(applied) for applied in (0, 2**20, 2**34))
+    assert (without.backend, little.backend, much.backend) == ("pallas", "pallas", "xla")
+    assert without.fused_us < little.fused_us < little.xla_us < much.fused_us
+    assert "but for the epilogue after it" in much.reason

@@ -166,6 +166,33 @@ def test_the_fused_operations_are_reached():
     assert np.abs(np.asarray(out, np.float32) - reference).max() < 0.03 * np.abs(reference).max()
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_biases_are_added_once(sequence_parallel):
+    """Also that of the last product, which all devices of the team have."""
+    drawn = nnx.initializers.normal(1.0)
+    how = sf.Parallel("tp", batch_axes="dp", sequence_parallel=sequence_parallel)
+    one = Plain(nnx.Rngs(0), False)
+    with jax.set_mesh(mesh_of()):
+        model = ours("plain", parallel=how, bias_init=drawn)
+        for layer in ("up", "down"):
+            bias = np.asarray(getattr(model, layer).bias[...])
+            assert np.abs(bias).max() > 0.5
+            getattr(one, layer).bias[...] = bias
+        found = nnx.jit(nnx.value_and_grad(loss))(model, X)
+    wanted = nnx.jit(nnx.value_and_grad(loss))(one, X)
+    assert found[0] == pytest.approx(float(wanted[0]), rel=1e-5)
+    check_close(found[1], wanted[1], 1e-6)
+
+
+def test_the_kernel_adds_a_bias_to_the_product():
+    how = sf.Parallel("tp", batch_axes="dp", token_axis=0)
+    rows = X.reshape(-1, 16).astype(jnp.bfloat16)
+    with jax.set_mesh(mesh_of()), st.simulate(seed=0):
+        model = ours("plain", parallel=how, dtype=jnp.bfloat16)
+        said = [st.explain(layer, x).reason for layer, x in ((model.up, rows), (model, rows))]
+    assert all("the kernel applies the epilogue to the product in registers" in x for x in said)
+
+
 def test_names_of_logical_axes():
     rules = [("embed", None), ("mlp", "tp")]
     with jax.set_mesh(mesh_of()), logical_axis_rules(rules):
