@@ -128,7 +128,7 @@ def fuse(
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
             roles.append(Role(functools.partial(polled.poll, before=wait)))
-        registers.check(name, roles, _batches(roles), num_warpgroups)
+        registers.check(name, roles, num_warpgroups)
         _assign(roles, num_warpgroups)
 
     results = kernel.launch(
@@ -197,7 +197,7 @@ def _with_fewer_registers(roles: Sequence[Role], taken: int, of_warps: int) -> l
 
     `of_warps` are the warpgroups of single warps, which keep theirs.
     """
-    kept = max((role.registers or 0 for role in roles if not role.warpgroups), default=0)
+    kept = registers.of_single_warps(roles) or 0
     others = sum(role.warpgroups for role in roles)
     warpgroups = others + 1 + of_warps
     left = warpgroups * registers.even_share(warpgroups) - taken - kept * of_warps
@@ -208,12 +208,6 @@ def _with_fewer_registers(roles: Sequence[Role], taken: int, of_warps: int) -> l
         else role
         for role in roles
     ]
-
-
-def _batches(roles: Sequence[Role]) -> list[tuple[Role, ...]]:
-    """Roles of single warps, four of them for a warpgroup."""
-    warps = (role for role in roles if not role.warpgroups)
-    return [*itertools.batched(warps, WARPS_OF_A_WARPGROUP)]
 
 
 def _assign(roles: Sequence[Role], warpgroups: int) -> None:
@@ -238,11 +232,12 @@ def _assign(roles: Sequence[Role], warpgroups: int) -> None:
                 role.run()
 
             first = last
-    for number, batch in enumerate(_batches(roles)):
+    warps = [role for role in roles if not role.warpgroups]
+    for number, batch in enumerate(itertools.batched(warps, WARPS_OF_A_WARPGROUP)):
 
         @pl.when(warpgroup == first + number)
         def _(batch=batch):
-            set_registers(registers.of_batch(batch))
+            set_registers(registers.of_single_warps(roles))
 
             @plgpu.warp_map
             def _(warp: jax.Array) -> None:

@@ -17,8 +17,8 @@ class Role(NamedTuple):
     Attributes:
       run: their code.
       warpgroups: how many run it; 0 for a single warp.
-      registers: of each of their threads, where the even share is not what they need; four single
-        warps share a warpgroup, and get the largest of their registers.
+      registers: of each of their threads, where the even share is not what they need; single warps
+        share warpgroups, and get the largest of their registers.
     """
 
     run: Callable[[], None]

@@ -20,21 +20,17 @@ def even_share(warpgroups: int) -> int:
     return min(MOST, REGISTERS // (128 * warpgroups) // 8 * 8)
 
 
-def of_batch(batch: Sequence[Role]) -> int | None:
-    """Of each thread of a warpgroup of single warps; None for the even share."""
-    return max((role.registers for role in batch if role.registers), default=None)
+def of_single_warps(roles: Sequence[Role]) -> int | None:
+    """Of each thread of the warpgroups that single warps share; None for the even share."""
+    warps = (role for role in roles if not role.warpgroups)
+    return max((role.registers for role in warps if role.registers), default=None)
 
 
-def check(
-    name: str, roles: Sequence[Role], batches: Sequence[Sequence[Role]], warpgroups: int
-) -> None:
-    """Raises ValueError if the roles take more registers than the block starts with.
-
-    `batches` are the roles of single warps that share a warpgroup.
-    """
+def check(name: str, roles: Sequence[Role], warpgroups: int) -> None:
+    """Raises ValueError if the roles take more registers than the block starts with."""
     share = even_share(warpgroups)
     taken = [role.registers for role in roles for _ in range(role.warpgroups)]
-    taken += [of_batch(batch) for batch in batches]
+    taken += [of_single_warps(roles)] * (warpgroups - len(taken))
     counts = [share if count is None else count for count in taken]
     if sum(counts) > warpgroups * share:
         raise ValueError(

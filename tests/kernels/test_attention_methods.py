@@ -104,8 +104,8 @@ def test_nobody_has_timed_the_ways_to_gather():
 
 
 BY_PEER = dict(by_peer=True)
-KERNEL = attention_config.Config(pull_rows=64, pull_slots=2)
-PULLED = dict(pull_rows=64, pull_slots=2)
+KERNEL = attention_config.Config(pull_rows=16, pull_slots=6)
+PULLED = dict(pull_rows=16, pull_slots=6)
 
 
 @pytest.mark.parametrize(

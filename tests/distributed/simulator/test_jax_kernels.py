@@ -165,7 +165,7 @@ def test_all_gather_lhs_matmul_counts_fast_blocks_twice(monkeypatch):
     for one of each. The slow block's part is then read before it is there.
     """
     out, want, report = run_all_gather_lhs_matmul(
-        4, 2, 1, monkeypatch, schedule="pct", on_finding="record"
+        4, 2, 0, monkeypatch, schedule="pct", on_finding="record"
     )
     assert report.kinds() == {"race", "uninitialised"}
     race = next(f for f in report.findings if f.kind == "race")
