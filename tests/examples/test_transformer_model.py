@@ -72,6 +72,7 @@ def test_a_sequence_that_has_no_chunks_for_all_is_refused() -> None:
         dataclasses.replace(SMALLEST, sequence=18).check_fits(1, 1, 1, cp=2)
 
 
+@pytest.mark.slow
 def test_computing_layers_again_changes_nothing(exact) -> None:
     how = dataclasses.replace(FLOAT32, remat="layer")
     _, gradients = on_mesh(1, 2, SIZES, how, TRAINING.batch)

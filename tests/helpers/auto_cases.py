@@ -383,14 +383,16 @@ CASES: dict[str, Case] = {
     "float8 gradients": Case(make=typed, dtype=jnp.float8_e5m2),
     "int8": Case(make=plain, dtype=jnp.int8),
     "complex": Case(make=plain, dtype=jnp.complex64),
-    "traced scalar": epilogue(lambda x, w: lambda y: y * w[0, 0], "uses a traced value"),
+    "traced scalar": epilogue(
+        lambda x, w: lambda y: y * w[0, 0], "uses a traced value", heavy=True
+    ),
     "row of biases": epilogue(lambda x, w: lambda y: y + w[0], "fits results of shape", heavy=True),
     "places": epilogue(
         lambda x, w: lambda y: y + jnp.arange(y.shape[1]) * HALF, "the place in", heavy=True
     ),
     "size": epilogue(lambda x, w: lambda y: y / y.shape[1], "depends on the size", heavy=True),
     "operation that kernels lack": epilogue(lambda x, w: jax.nn.softplus, "uses log1p"),
-    "scalar array": epilogue(lambda x, w: lambda y: y * HALF, None),
+    "scalar array": epilogue(lambda x, w: lambda y: y * HALF, None, heavy=True),
     "bias beside the function": Case(
         make=functools.partial(_with_arrays, lambda x, w: st.epilogues.gelu(w[0])),
         only="all_gather_matmul",

@@ -81,7 +81,8 @@ def test_documents_in_other_ways(way):
     check(ours(2, operands, **how), dense(operands, seen))
 
 
-@pytest.mark.parametrize("way", [pytest.param("by peer", marks=pytest.mark.slow), "heads"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["by peer", "heads"])
 def test_windows_in_other_ways(way):
     """By heads of more devices than heads of keys, which are then sent twice."""
     operands, d = drawn(), places()
