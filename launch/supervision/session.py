@@ -51,6 +51,7 @@ class Session:
     Attributes:
       members: the agents that have connected and shown the job's token.
       failures: what went wrong in processes, in the order it was heard of.
+      heard: the agents that something came from in the last `wait`.
       launchers: what starts the agents.
     """
 
@@ -58,6 +59,7 @@ class Session:
         self.job = job
         self.members: list[Member] = []
         self.failures: list[Failure] = []
+        self.heard: list[Member] = []
         self._by_id: dict[int, Member] = {}
         self._console = console
         self._token = secrets.token_hex(16)
@@ -124,12 +126,24 @@ class Session:
           LaunchError: an agent could not start its process.
           BrokenPipeError: nobody will read the job's output any more.
         """
+        self.heard = []
         for key, _ in self._selector.select(_SELECT_S):
             key.data(key.fileobj)
         self._on_time()
         self._console.check()
         if self._interrupts:
             raise Interrupted(self._interrupts[0])
+
+    def running(self) -> set[int]:
+        """The processes that have not ended."""
+        return {member.process_id for member in self.members if not member.over}
+
+    def have_ended(self) -> set[int]:
+        """Those that have, of the processes that something came from in the last `wait`.
+
+        All who wait for many look at these only: each message makes one `wait` return.
+        """
+        return {member.process_id for member in self.heard if member.over}
 
     def feed_stdin(self) -> None:
         """Let process 0 read what is written to this process, from here on, if the job says so."""
@@ -167,9 +181,11 @@ class Session:
         num_interrupts = len(self._interrupts)
         self._send_stop(number, grace_s)
         until = time.monotonic() + grace_s + _END_LIMIT_S
-        while time.monotonic() < until and not all(member.over for member in self.members):
+        running = self.running()
+        while running and time.monotonic() < until:
             with contextlib.suppress(Interrupted, BrokenPipeError, LaunchError):
                 self.wait()
+            running -= self.have_ended()
             if len(self._interrupts) > num_interrupts:
                 num_interrupts = len(self._interrupts)
                 self._send_stop(signal.SIGKILL, 0)
@@ -215,6 +231,7 @@ class Session:
                 self._selector.modify(member.channel, events, key.data)
 
     def _on_member(self, member: Member) -> None:
+        self.heard.append(member)
         try:
             member.channel.flush()
             if not member.channel.has_unsent:

@@ -68,12 +68,9 @@ def _gather(session: Session) -> None:
     while len(session.members) < wanted:
         gone = session.launchers.have_ended()  # asked first: agents may connect until then
         session.wait()
-        for member in session.members:
+        for member in session.heard:
             if member.over:
-                raise LaunchError(
-                    f"process {member.process_id} on host {member.host} ended while starting"
-                    + _words(session)
-                )
+                raise _not_started(session, member, "ended")
         have = len(session.members)
         if have >= wanted:
             return
@@ -202,12 +199,22 @@ def _await(
 ) -> None:
     deadline = time.monotonic() + limit_s
     members = session.members if members is None else members
-    while waiting := [member for member in members if not ready(member)]:
-        session.wait()
-        late = time.monotonic() > deadline
-        for member in waiting:
-            if member.over or (late and not ready(member)):
-                raise LaunchError(
-                    f"process {member.process_id} on host {member.host} {problem} while starting"
-                    + _words(session)
-                )
+    waiting = {member.process_id: member for member in members if not ready(member)}
+    heard = [*waiting.values()]
+    while waiting:
+        for member in heard:
+            if member.process_id in waiting:
+                if member.over:
+                    raise _not_started(session, member, problem)
+                if ready(member):
+                    del waiting[member.process_id]
+        if waiting and time.monotonic() > deadline:
+            raise _not_started(session, next(iter(waiting.values())), problem)
+        if waiting:
+            session.wait()
+            heard = session.heard
+
+
+def _not_started(session: Session, member: Member, problem: str) -> LaunchError:
+    where = f"process {member.process_id} on host {member.host}"
+    return LaunchError(f"{where} {problem} while starting" + _words(session))

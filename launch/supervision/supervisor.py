@@ -140,8 +140,10 @@ def _follow(session: Session) -> bool:
     limit_s = session.job.timeout_s
     deadline = None if limit_s is None else time.monotonic() + limit_s
     watch = _Watch(session)
-    while not all(member.over for member in session.members):
+    running = session.running()
+    while running:
         session.wait()
+        running -= session.have_ended()
         watch.check_launchers()
         if session.failures:
             if watch.has_settled():
