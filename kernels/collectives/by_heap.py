@@ -25,6 +25,7 @@ from stretto.distributed import posting, schedule
 from stretto.distributed.memory import heap
 from stretto.distributed.posting import Mail
 from stretto.distributed.team import Team
+from stretto.kernels.collectives.summation import add_up
 from stretto.kernels.problem.problem import Problem
 
 ROW_BYTES = 1024
@@ -65,10 +66,6 @@ class Config:
         return min(self.num_blocks, rows, posting.most_blocks())
 
 
-type Add = Callable[[jax.Array, jax.Array], jax.Array]
-ADDS: dict[str, Add] = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
-
-
 def to_rows(x: jax.Array, config: Config) -> jax.Array:
     """`x` as rows for the kernels here, `[rows, columns]`; zeros fill it up, which copies it."""
     elements = ROW_BYTES // x.dtype.itemsize
@@ -93,13 +90,9 @@ def all_reduce(
     """`[rows, columns]` -> the same, summed (or by `op`), bitwise the same on every device."""
 
     def combine(mail: Mail, own: jax.Array, received: list[tuple[Any, jax.Array]]) -> jax.Array:
-        wide = jnp.float32 if jnp.issubdtype(own.dtype, jnp.floating) else own.dtype
+        values = [value for _, value in received]
         # Of two the order does not matter; of more, this device's is among those received.
-        values = [value.astype(wide) for _, value in received]
-        total = own.astype(wide) if not mail.in_order else values.pop(0)
-        for value in values:
-            total = ADDS[op](total, value)
-        return total.astype(own.dtype)
+        return add_up(op, values if mail.in_order else [own, *values]).astype(own.dtype)
 
     def body(mail, x_ref, out_ref):
         def finish(row: Any, received: list[tuple[Any, jax.Array]]) -> None:

@@ -168,7 +168,7 @@ def _sum(op, sources, outs, buffers, arrived, sums, pieces, num_blocks):
     def step(i, _):
         stage = schedule.rem(i, stages)
         plgpu.barrier_wait(arrived.at[stage])
-        total = _add_up(op, [buffers[stage, member] for member in range(len(sources))])
+        total = add_up(op, [buffers[stage, member] for member in range(len(sources))])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The sum before has been read.
         sums[...] = total.astype(sums.dtype)
         plgpu.commit_smem()
@@ -181,7 +181,7 @@ def _sum(op, sources, outs, buffers, arrived, sums, pieces, num_blocks):
     lax.fori_loop(0, own, step, None)
 
 
-def _add_up(op: str, values: list[jax.Array]) -> jax.Array:
+def add_up(op: str, values: list[jax.Array]) -> jax.Array:
     """The sum, in float32 if the values are narrower floats, in the order given.
 
     Or, by `op`, the largest or smallest of each element.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -179,19 +179,9 @@ def _perform(operands: Operands, call: Call) -> Results:
     return run(operands, dataclasses.replace(call, typed=typed))
 
 
-def _launch(operands: Operands, call: Call) -> Results:
+def _launch(launch: Callable[..., Results], operands: Operands, call: Call) -> Results:
     x, residual, weight = typed_alike(call.axes, operands)
-    return kernel.all_reduce_rms_norm(
-        *(x, residual, weight, Team.along(call.axes)),
-        epsilon=call.options.epsilon,
-        config=call.config,
-        interpret=call.interpret,
-    )
-
-
-def _launch_by_heap(operands: Operands, call: Call) -> Results:
-    x, residual, weight = typed_alike(call.axes, operands)
-    return by_heap.all_reduce_rms_norm(
+    return launch(
         *(x, residual, weight, Team.along(call.axes)),
         epsilon=call.options.epsilon,
         config=call.config,
@@ -289,7 +279,7 @@ ALL_REDUCE_RMS_NORM = Operation(
     kernels=(
         Kernel(
             Config=kernel.Config,
-            run=_launch,
+            run=functools.partial(_launch, kernel.all_reduce_rms_norm),
             obstacle=_obstacle,
             default=lambda problem: kernel.Config(),
             candidates=kernel.Config.candidates,
@@ -297,7 +287,7 @@ ALL_REDUCE_RMS_NORM = Operation(
         ),
         Kernel(
             Config=by_heap.Config,
-            run=_launch_by_heap,
+            run=functools.partial(_launch, by_heap.all_reduce_rms_norm),
             obstacle=_obstacle_by_heap,
             default=lambda problem: by_heap.Config(),
             candidates=by_heap.Config.candidates,

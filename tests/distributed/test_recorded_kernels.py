@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from stretto.distributed import xla_flags
+from stretto.distributed.tools import aot
 from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
 
 READ_BACK = """
@@ -77,18 +78,14 @@ def test_it_is_noticed_that_xla_had_read_its_flags_before() -> None:
     assert "import stretto before" in told.lower()
 
 
-@pytest.mark.skipif(
-    "not __import__('stretto.distributed.tools.aot', fromlist=['_']).is_available()"
-)
+@pytest.mark.skipif(not aot.is_available(), reason="needs the compiler: `uv sync --group aot`")
 def test_a_kernel_that_would_be_recorded_is_refused_and_auto_takes_xla() -> None:
     told = run("import jax; jax.devices()" + LOWER)
     assert told.startswith("auto False\n")
     assert "cannot serve this call: XLA would record kernels" in told
 
 
-@pytest.mark.skipif(
-    "not __import__('stretto.distributed.tools.aot', fromlist=['_']).is_available()"
-)
+@pytest.mark.skipif(not aot.is_available(), reason="needs the compiler: `uv sync --group aot`")
 def test_xla_knows_the_options_of_recorded_programs() -> None:
     assert "No such compile option: 'xla_gpu_graph_min_size'" in run(ACCEPTED)
 
