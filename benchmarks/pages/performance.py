@@ -37,20 +37,21 @@ what was tried to reach these times is under [Decisions](decisions.md).
 
 
 def readme_times(found: list[Results]) -> str:
-    """Some goals' shapes of the fused matmuls on the most devices, and the machine in a sentence.
+    """Some goals' shapes of the fused matmuls, of the last run, and the machine in a sentence.
 
-    At most `README_ROWS`. Of one type of card, that of the last file which holds any; the pages
-    have the others.
+    At most `README_ROWS`. The last run that holds any, on its most devices: a run of fewer devices
+    and today's kernels says more than one of more devices and kernels that have changed. The
+    pages have the others.
     """
     goals = [pair for pair in latest(found) if is_goal(pair[1]) and pair[1].type == "bfloat16"]
     goals = [pair for pair in goals if pair[0].machine.num_processes == 1] or goals
-    most = max((measurement.devices for _, measurement in goals), default=0)
-    chosen = [pair for pair in goals if pair[1].devices == most]
-    cards = [one.machine.card for one in found if any(pair[0] is one for pair in chosen)]
-    chosen = [pair for pair in chosen if pair[0].machine.card == cards[-1]]
-    chosen = _spread(sorted(chosen, key=lambda pair: case_order(pair[1])))
-    if not chosen:
+    if not goals:
         raise BenchmarkError('the results hold no case of the shape set "goals".')
+    last = max((one for one, _ in goals), key=lambda one: one.start_time)
+    goals = [pair for pair in goals if pair[0].machine == last.machine]
+    most = max(measurement.devices for _, measurement in goals)
+    chosen = [pair for pair in goals if pair[1].devices == most]
+    chosen = _spread(sorted(chosen, key=lambda pair: case_order(pair[1])))
     machines = dict.fromkeys(machine_of(one) for one, _ in chosen)
     return (
         f"Microseconds on {most} devices ({'; '.join(machines)}); in brackets the share of the"
