@@ -18,6 +18,18 @@ from stretto.kernels.xla.quantisation import dequantise
 KINDS = ("tensor", "row", "block")
 
 
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_rounded_in_the_program_that_reads_them(kind, tally) -> None:
+    """By one program that quantises and dequantises, and by two."""
+    x = jax.random.normal(jax.random.key(0), (256, 512))
+    found = jax.jit(lambda x: dequantise(*st.quantise(x, kind)))(x)
+    want = jax.jit(dequantise)(*jax.jit(lambda x: st.quantise(x, kind))(x))
+    tally.checks(1)
+    np.testing.assert_array_equal(found, want)
+    assert np.any(np.asarray(found) != np.asarray(x))
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_numbers_are_exact(name, scale, tally) -> None:
