@@ -92,7 +92,7 @@ TILES = {
 }
 
 
-def _in_pairs(*, adding: TileConfig, tall_adding: TileConfig, **others: TileConfig) -> Tiles:
+def _in_pairs(*, adding: TileConfig, tall_adding: TileConfig, **others: Any) -> Tiles:
     """Tiles of which `adding` serves all sums, and `tall_adding` those of many rows."""
     sums: dict[str, Any] = dict(adding_wide=adding, adding_large=adding, tall_adding=tall_adding)
     return Tiles(adding=(adding, tall_adding), **sums, **others)
