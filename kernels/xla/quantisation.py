@@ -74,19 +74,20 @@ def quantise(
       ValueError: an unknown granularity, type or number of dimensions, or an axis out of range.
     """  # noqa: E501
     axis = _checked(x, granularity, dtype, axis, block_scaling_dim)
+    wide = x.astype(jnp.float32)
     if granularity == "tensor":
-        amax = _amax(x, tuple(range(x.ndim)))
+        amax = _amax(wide, tuple(range(x.ndim)))
     elif granularity == "row":
-        amax = jnp.expand_dims(_amax(x, (axis,)), axis)
+        amax = jnp.expand_dims(_amax(wide, (axis,)), axis)
     else:
         sizes = [1] * x.ndim  # Elements of each dimension that share a scale.
         sizes[axis] = BLOCK
         if block_scaling_dim == 2:
             sizes[_other(axis, x.ndim)] = BLOCK
-        amax = _amax_of_blocks(x, sizes)
+        amax = _amax_of_blocks(wide, sizes)
     scale = _scale(amax, dtype, force_pow_2_scales)
-    values = x.astype(jnp.float32) / spread(scale, x.shape)
-    return Quantised(as_rounded(values.astype(dtype)), scale)
+    values = (wide / spread(scale, x.shape)).astype(dtype)
+    return Quantised(as_rounded(values), scale)
 
 
 def as_rounded(values: jax.Array) -> jax.Array:
@@ -163,20 +164,13 @@ def _other(axis: int, ndim: int) -> int:
 
 
 def _amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The largest magnitude along `axes`, in float32; NaN where one of the numbers is NaN.
+    """The largest magnitude along `axes` of float32 numbers; NaN where one of them is NaN.
 
     As integers magnitudes have the same order, and NaN comes last. The maximum of floats loses NaN
-    on CPUs (XLA's `xla_cpu_enable_fast_min_max`). Numbers of 16 bits stay such: were they made
-    float32 here as well as where they are divided, XLA would share that, and write it out where the
-    values are transposed.
+    on CPUs (XLA's `xla_cpu_enable_fast_min_max`).
     """
-    if x.dtype.itemsize == 2:
-        integer, magnitude = jnp.int16, 0x7FFF
-    else:
-        x, integer, magnitude = x.astype(jnp.float32), jnp.int32, 0x7FFFFFFF
-    bits = lax.bitcast_convert_type(x, integer).astype(jnp.int32) & jnp.int32(magnitude)
-    largest = jnp.max(bits, axis=axes, initial=0).astype(integer)
-    return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, initial=0), jnp.float32)
 
 
 def _amax_of_blocks(x: jax.Array, sizes: list[int]) -> jax.Array:

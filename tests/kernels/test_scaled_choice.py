@@ -50,8 +50,10 @@ def explained(name=GATHER, *, m=8192, k=8192, n=8192, granularity="row", **optio
     return found[0]
 
 
-def test_the_kernel_where_it_was_measured_to_be_faster(on_h200):
-    choice = explained()
+@pytest.mark.parametrize("granularity", ["row", "block"])
+@pytest.mark.parametrize("name", [GATHER, "matmul_reduce_scatter"])
+def test_the_kernel_where_it_was_measured_to_be_faster(on_h200, name, granularity):
+    choice = explained(name, granularity=granularity)
     assert choice.backend == "pallas" and "of XLA's time" in choice.reason
     assert choice.fused_us < choice.xla_us
 
