@@ -31,9 +31,10 @@ class Tiles(NamedTuple):
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
       adding_large: for other results that are added up, where `large` has no room for addends.
-      paired, paired_adding: of two blocks each, for many rows: as `large`, and for results that are
-        added up. None where an architecture has none.
-      tried: further ones that only the tuner tries, and that are no defaults.
+      tall, tall_adding: for many rows, which fill them: as `large`, and for results that are added
+        up. On Blackwell two blocks make such a tile together, on Hopper three warpgroups. None
+        where an architecture has none.
+      tall_rows: the least rows that they are for.
     """
 
     large: TileConfig
@@ -41,27 +42,29 @@ class Tiles(NamedTuple):
     narrowest: TileConfig
     adding: tuple[TileConfig, ...]
     adding_wide: TileConfig
-    paired: TileConfig | None = None
-    paired_adding: TileConfig | None = None
+    tall: TileConfig | None = None
+    tall_adding: TileConfig | None = None
+    tall_rows: int = 0
     adding_large: TileConfig | None = None
-    tried: tuple[TileConfig, ...] = ()
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
         """What the tuner tries where there are many rows."""
-        paired = () if self.paired is None else (self.paired,)
-        return (self.large, *paired, *self.tried)
+        return (self.large,) if self.tall is None else (self.large, self.tall)
 
     def large_for(self, rows: int) -> TileConfig:
-        """`paired` if `rows` fill its tiles, else `large`."""
-        return self.paired if self.paired is not None and _fill(self.paired, rows) else self.large
+        """`tall` if `rows` fill its tiles, else `large`."""
+        return self.tall if self.tall is not None and self._suits(self.tall, rows) else self.large
 
     def adding_for(self, rows: int, *, wide: bool) -> TileConfig:
         """The same of results that are added up; `wide` ones are float32."""
-        if self.paired_adding is not None and _fill(self.paired_adding, rows):
-            return self.paired_adding
+        if self.tall_adding is not None and self._suits(self.tall_adding, rows):
+            return self.tall_adding
         # Addends in float32 do not fit into the registers of Hopper beside a tile of 256 columns.
         return self.adding_wide if wide else self.adding_large or self.large
+
+    def _suits(self, tall: TileConfig, rows: int) -> bool:
+        return rows >= self.tall_rows and _fill(tall, rows)
 
 
 def _fill(tile: TileConfig, rows: int) -> bool:
@@ -83,16 +86,16 @@ TILES = {
         narrowest=blackwell_tiles.NARROWEST,
         adding=(blackwell_tiles.ADDING, blackwell_tiles.LARGE, blackwell_tiles.PAIR_ADDING),
         adding_wide=blackwell_tiles.LARGE,
-        paired=blackwell_tiles.PAIR,
-        paired_adding=blackwell_tiles.PAIR_ADDING,
+        tall=blackwell_tiles.PAIR,
+        tall_adding=blackwell_tiles.PAIR_ADDING,
     ),
 }
 
 
-def _in_pairs(*, adding: TileConfig, paired_adding: TileConfig, **others: TileConfig) -> Tiles:
-    """Tiles of which `adding` serves all sums, and `paired_adding` those of many rows."""
-    sums = dict(adding_wide=adding, adding_large=adding, paired_adding=paired_adding)
-    return Tiles(adding=(adding, paired_adding), tried=(), **sums, **others)
+def _in_pairs(*, adding: TileConfig, tall_adding: TileConfig, **others: Any) -> Tiles:
+    """Tiles of which `adding` serves all sums, and `tall_adding` those of many rows."""
+    sums: dict[str, Any] = dict(adding_wide=adding, adding_large=adding, tall_adding=tall_adding)
+    return Tiles(adding=(adding, tall_adding), **sums, **others)
 
 
 SCALED: dict[str, dict[Granularity, Tiles]] = {
@@ -108,9 +111,11 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             large=hopper_tiles.BLOCKS,
             narrow=hopper_tiles.BLOCKS,
             narrowest=hopper_tiles.NARROW_BLOCKS,
-            adding=(hopper_tiles.BLOCKS, hopper_tiles.BLOCKS_BY_THREE),
+            adding=(hopper_tiles.BLOCKS_BY_THREE, hopper_tiles.BLOCKS),
             adding_wide=hopper_tiles.BLOCKS,
-            tried=(hopper_tiles.BLOCKS_BY_THREE,),
+            tall=hopper_tiles.BLOCKS_BY_THREE,
+            tall_adding=hopper_tiles.BLOCKS_BY_THREE,
+            tall_rows=2048,
         ),
     },
     BLACKWELL: {
@@ -119,16 +124,16 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             narrow=blackwell_tiles.NARROW_FP8,
             narrowest=blackwell_tiles.NARROWEST_FP8,
             adding=blackwell_tiles.ADDING_FP8,
-            paired=blackwell_tiles.PAIR_FP8,
-            paired_adding=blackwell_tiles.PAIR_ADDING_FP8,
+            tall=blackwell_tiles.PAIR_FP8,
+            tall_adding=blackwell_tiles.PAIR_ADDING_FP8,
         ),
         "block": _in_pairs(
             large=blackwell_tiles.BLOCKS,
             narrow=blackwell_tiles.BLOCKS,
             narrowest=blackwell_tiles.NARROW_BLOCKS,
             adding=blackwell_tiles.ADDING_BLOCKS,
-            paired=blackwell_tiles.PAIR_BLOCKS,
-            paired_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
+            tall=blackwell_tiles.PAIR_BLOCKS,
+            tall_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
         ),
     },
 }

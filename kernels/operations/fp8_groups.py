@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import varying_axes
 from stretto.kernels.operations import fp8_products as products
 from stretto.kernels.operations import grouped_matmul as plain
+from stretto.kernels.operations.as_bits import from_bits, to_bits
 from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem import checks
@@ -69,11 +70,11 @@ def _forward(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[ja
     x = zero_beyond(x, sizes)
     values = recipe.quantised(x, recipe.act_qtype, -1)
     out = times(values, recipe.weight(w), sizes, how.out_dtype, how.backend)
-    return out, (products.kept(recipe, x, values), w, sizes)
+    return out, (to_bits(products.kept(recipe, x, values)), w, sizes)
 
 
 def _backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    (kept, like), w, sizes = residuals
+    (kept, like), w, sizes = from_bits(residuals)
     dx = times_transposed(how, zero_beyond(bar, sizes), w, sizes, like.dtype)
     dw = contracted(how, products.wide(kept, like.dtype), bar.astype(like.dtype), w, sizes)
     return dx, dw, None

@@ -56,7 +56,8 @@ def quantise(
 
     What shares a scale and is all zeros has scale 1. Where it holds an infinity or a NaN, its scale
     and with it all that it stands for is NaN, so that none is lost. A scale is no less than float32's
-    least normal number. For training see `stretto.fp8`: rounding to 8 bits has no derivative of use.
+    least normal number. The values are rounded whoever reads them (`as_rounded`). For training see
+    `stretto.fp8`: rounding to 8 bits has no derivative of use.
 
     Args:
       x: floating-point, two dimensions or more (one is enough for "tensor").
@@ -85,14 +86,26 @@ def quantise(
             sizes[_other(axis, x.ndim)] = BLOCK
         amax = _amax_of_blocks(wide, sizes)
     scale = _scale(amax, dtype, force_pow_2_scales)
-    return Quantised((wide / spread(scale, x.shape)).astype(dtype), scale)
+    values = (wide / spread(scale, x.shape)).astype(dtype)
+    return Quantised(as_rounded(values), scale)
+
+
+def as_rounded(values: jax.Array) -> jax.Array:
+    """`values` in 8 bits, before they are made wider.
+
+    Where XLA for GPUs sees a number made narrow and wide again in one program, it leaves out both
+    (`xla_allow_excess_precision`, true by default), and with them the rounding. The barrier keeps it. It
+    costs no pass over memory: XLA removes it after fusing, and layouts pass through it.
+    """  # noqa: E501
+    return lax.optimization_barrier(values)
 
 
 def dequantise(
     qvalue: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
     """`qvalue * scale`, computed in float32, in `dtype`; of scales as `quantise` makes them."""
-    return (qvalue.astype(jnp.float32) * spread(scale, qvalue.shape)).astype(dtype)
+    wide = as_rounded(qvalue).astype(jnp.float32)
+    return (wide * spread(scale, qvalue.shape)).astype(dtype)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

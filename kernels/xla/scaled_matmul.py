@@ -22,7 +22,7 @@ from jax import lax
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.scales import Granularity
 from stretto.kernels.xla import ragged
-from stretto.kernels.xla.quantisation import dequantise
+from stretto.kernels.xla.quantisation import as_rounded, dequantise
 
 E5M2 = jnp.dtype(jnp.float8_e5m2)
 
@@ -92,7 +92,7 @@ def scaled_ragged_matmul(
     if granularity == "block":
         values = dequantise(lhs, lhs_scale, wide), dequantise(rhs, rhs_scale, wide)
     else:
-        values = lhs.astype(wide), rhs.astype(wide)
+        values = as_rounded(lhs).astype(wide), as_rounded(rhs).astype(wide)
     x, y = values
     y = y.swapaxes(1, 2) if rhs_transposed else y
     out = ragged.product(x, y, sizes)
@@ -113,7 +113,7 @@ def multiplied_as(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]
     if Machine.of_mesh().platform == "gpu" and not (lhs.dtype == rhs.dtype == E5M2):
         return lhs, rhs
     wide = compute_dtype()
-    return lhs.astype(wide), rhs.astype(wide)
+    return as_rounded(lhs).astype(wide), as_rounded(rhs).astype(wide)
 
 
 def _product(lhs: jax.Array, rhs: jax.Array, rhs_transposed: bool) -> jax.Array:

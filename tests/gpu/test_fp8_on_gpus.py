@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import fused_cases as cases
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,32 @@ import pytest
 import scaled_cases
 from fused_cases import F32
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from scaled_cases import E4M3, E5M2, NAMES
 
 import stretto as st
+from stretto.kernels.engine.hopper.tile_config import BLOCKS_BY_THREE
+from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.xla.quantisation import dequantise
 
+CONFIGS = {
+    "all_gather_matmul": all_gather_matmul.Config(pull_slots=3),
+    "matmul_reduce_scatter": matmul_reduce_scatter.Config(),
+    "matmul_all_reduce": matmul_all_reduce.Config(),
+}
 KINDS = ("tensor", "row", "block")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_rounded_in_the_program_that_reads_them(kind, tally) -> None:
+    """By one program that quantises and dequantises, and by two."""
+    x = jax.random.normal(jax.random.key(0), (256, 512))
+    found = jax.jit(lambda x: dequantise(*st.quantise(x, kind)))(x)
+    want = jax.jit(dequantise)(*jax.jit(lambda x: st.quantise(x, kind))(x))
+    tally.checks(1)
+    np.testing.assert_array_equal(found, want)
+    assert np.any(np.asarray(found) != np.asarray(x))
 
 
 @pytest.mark.gpu(2)
@@ -34,6 +56,36 @@ def test_whole_numbers_are_exact(name, scale, tally) -> None:
         wrong += int(np.sum(out != want))
     tally.checks(len(KINDS))
     assert wrong == 0
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_by_three_warpgroups_are_exact(name, scale, tally) -> None:
+    """Whole numbers; the last tile of each device's rows, or of all, has edges."""
+    shape = (200, 256, 128) if scale.rehearsed else (2200, 1024, 640)
+    config = dataclasses.replace(CONFIGS[name], tiles=BLOCKS_BY_THREE)
+    out, want = scaled_cases.run(name, "block", 2, shape, backend=scale.backend, config=config)
+    tally.checks(1)
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.gpu(2)
+def test_columns_are_gathered_exactly(scale, tally) -> None:
+    """`gather_axis="n"`, of whole numbers with scales of rows and columns."""
+    m, k, n = (40, 256, 72) if scale.rehearsed else (520, 1000, 712)
+    lhs, rhs = cases.whole_numbers(0, 2 * m, k), cases.whole_numbers(1, 2 * n, k)
+    of_lhs, of_rhs = scaled_cases.scales("row", 2 * m, k, 2 * n)
+
+    def call(x, y, s, t):
+        given = dict(lhs_scale=s, rhs_scale=t, out_dtype=F32, backend=scale.backend)
+        return st.all_gather_matmul(x, y, "x", gather_axis="n", rhs_transposed=True, **given)
+
+    mesh, rows = cases.mesh_of(2), P("x")
+    program = jax.shard_map(call, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, check_vma=False)
+    values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E5M2)
+    out = jax.jit(program)(*values, jnp.asarray(of_lhs, F32), jnp.asarray(of_rhs, F32))
+    tally.checks(1)
+    np.testing.assert_array_equal(out, scaled_cases.exact(lhs, rhs, of_lhs, of_rhs))
 
 
 @pytest.mark.gpu(2)

@@ -74,7 +74,7 @@ def mapped(name: str, kind: str, mesh: Mesh, **options: Any) -> Callable[..., ja
 
 def program(name: str, kind: str, mesh: Mesh, **options: Any):
     """The kernel's own choice at a middling size, and the shapes of its operands."""
-    m, k, n = 2048, 2048, 2048
+    m, k, n = (8192 if kind == "block" else 2048), 2048, 2048
     in_specs, _ = specs(name, kind)
     shapes = [(m, k), (n, k), *(x.shape for x in scales(kind, m, k, n))]
     types = [E4M3, E5M2, F32, F32]

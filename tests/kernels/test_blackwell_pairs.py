@@ -65,7 +65,7 @@ def test_one_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_one_device_in_many_orders(seed):
-    for tiles in (PAIR, TILES[BLACKWELL].paired):
+    for tiles in (PAIR, TILES[BLACKWELL].tall):
         right, report = on_one(seed, 520, 192, 320, tiles, core_count=4)
         assert right and report.ok, str(report)
 

@@ -206,6 +206,17 @@ def test_rows_that_a_checkpoint_keeps_are_not_rounded():
     assert np.isfinite(found).all()
 
 
+def test_groups_that_a_checkpoint_keeps_are_not_rounded():
+    """By a policy that keeps everything."""
+    x, w, sizes = normal(0, 8, 32), normal(1, 2, 32, 16), jnp.array([3, 5])
+    product = jax.checkpoint(
+        lambda w: fp8.grouped_matmul(jnp.asarray(x), w, sizes, backend="xla"),
+        policy=jax.checkpoint_policies.everything_saveable,
+    )
+    found = jax.jit(jax.grad(lambda w: jnp.sum(product(w))))(jnp.asarray(w))
+    assert np.isfinite(found).all()
+
+
 def test_tokens_cross_the_links_in_8_bits():
     """And scales beside them, 16 bytes a token or a block's each: nothing of x's own type moves."""
     with choose.recorded() as choices:

@@ -22,11 +22,12 @@ from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell
-from stretto.kernels.engine.hopper.tile_config import BLOCKS_BY_THREE, LARGE_FP8, TileConfig
+from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8, TileConfig
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operations import SCALED
 from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 SMALL = TileConfig(tile_n=64, tile_k=128, num_stages=2, store_buffers=1)
 CONFIGS = {
@@ -103,10 +104,13 @@ def test_with_tiles_of_blackwell(name, kind, devices, shape, blocks):
     assert right
 
 
-@slow
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("all_gather_matmul", (136, 300, 128)), ("matmul_reduce_scatter", (200, 256, 136))],
+    [
+        ("all_gather_matmul", (136, 300, 128)),
+        pytest.param("matmul_reduce_scatter", (200, 256, 136), marks=slow),
+        pytest.param("matmul_all_reduce", (200, 256, 136), marks=slow),
+    ],
 )
 def test_with_three_warpgroups_that_multiply(name, shape):
     """Tiles of 192 rows, of which the scales of 64 are pulled at once."""
@@ -115,6 +119,25 @@ def test_with_three_warpgroups_that_multiply(name, shape):
     right, report = simulated(name, "block", 2, shape, config=config)
     assert report.ok, str(report)
     assert right
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+def test_three_warpgroups_are_the_default_for_many_rows_that_fill_their_tiles(name, out):
+    """Of blocks: 4096 rows a device are 22 tiles of 192, 1024 are for two warpgroups."""
+    record = SCALED[f"{name}_fp8_block"]
+    machine = Machine.of_kind("gpu", "NVIDIA H200")
+
+    def tiles(rows):
+        types = Types(lhs="float8_e4m3fn", rhs="float8_e4m3fn", out=out, scales="block")
+        sizes = dict(m=2 * rows, k=8192, n=8192)
+        problem = Problem(operation=name, sizes=sizes, types=types, devices=2, machine=machine)
+        config = record.kernels[0].default(problem)
+        config.check(problem)
+        return config.tiles
+
+    assert tiles(4096) == tiles(2048) == BLOCKS_BY_THREE
+    assert tiles(1024) == tiles(128) == BLOCKS
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -290,13 +313,20 @@ def groups(kind, backend, **options):
     return np.asarray(call(*values, of_lhs, jnp.asarray(of_rhs, F32))), want
 
 
-@pytest.mark.parametrize("kind", ["row", pytest.param("block", marks=slow)])
-def test_groups(kind):
+@pytest.mark.parametrize(
+    ("kind", "tiles"),
+    [
+        ("row", SMALL),
+        pytest.param("block", SMALL, marks=slow),
+        pytest.param("block", BLOCKS_BY_THREE, marks=slow),
+    ],
+)
+def test_groups(kind, tiles):
     from stretto.kernels.fused import grouped_matmul
 
     np.testing.assert_array_equal(*groups(kind, "xla"))
     with st.simulate(core_count=2) as report:
-        out, want = groups(kind, "simulator", config=grouped_matmul.Config(tiles=SMALL))
+        out, want = groups(kind, "simulator", config=grouped_matmul.Config(tiles=tiles))
     assert report.ok
     np.testing.assert_array_equal(out, want)
 
