@@ -23,7 +23,7 @@ PEERS = {"communication": "collective alone", "fused": "Stretto", "xla": "XLA"}
 
 def summary_table() -> str:
     """A row for every group of measured times, and one for all."""
-    calls, steps = checked.calls(), checked.steps()
+    calls, steps = [*checked.calls(), *checked.over_nodes()], checked.steps()
     found = checked.summaries(calls)
     found.append(checked.summary("**all of these**", calls))
     found += checked.summaries(steps)
@@ -80,6 +80,8 @@ def page(names: Sequence[str]) -> str:
     groups: dict[str, list[Checked]] = {}
     for row in checked.calls():
         groups.setdefault(f"{row.where}, {row.devices} GPUs", []).append(row)
+    for row in checked.over_nodes():
+        groups.setdefault(row.where, []).append(row)
     for title, found in sorted(groups.items()):
         parts += [f"## {title}\n".replace(", 1 GPUs", ", 1 GPU"), _cases(found)]
     return "\n".join(parts)
@@ -87,7 +89,8 @@ def page(names: Sequence[str]) -> str:
 
 def _cases(found: Sequence[Checked]) -> str:
     """A row a case, a column a peer: measured / predicted."""
-    peers = [peer for peer in _ORDER if any(row.peer == peer for row in found)]
+    timed = dict.fromkeys(row.peer for row in found)
+    peers = sorted(timed, key=lambda peer: _ORDER.index(peer) if peer in _ORDER else len(_ORDER))
     cases: dict[str, dict[str, Checked]] = {}
     for row in found:
         cases.setdefault(row.what, {})[row.peer] = row
