@@ -224,6 +224,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "links": {"errors", "cases", "measurements", "timing", "targets"},
         "across_nodes": {  # a program, as the commands are
             *("errors", "cases", "peers", "measurements", "timing", "sweeps", "commands"),
+            "files",
         },
         "__main__": {"commands"},
     },

@@ -456,6 +456,9 @@ def test_memory_that_scales_take(kind_of_gpu):
                     machine=Machine.of_kind("gpu", kind_of_gpu),
                 )
                 (kernel,) = record.kernels
+                if kernel.obstacle(problem) is not None:
+                    assert (kind, kind_of_gpu) == ("mx", "NVIDIA H200")
+                    continue
                 kernel.default(problem).check(problem)
                 tried = list(kernel.candidates(problem))
                 assert tried
