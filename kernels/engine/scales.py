@@ -85,14 +85,19 @@ def load_arranged_rows(
     return load
 
 
-def load_arranged_columns(refs: Sequence[Ref], segments: Segments, shape: TileShape) -> Load:
-    """The same of a tile's columns, of right-hand sides side by side in `segments`."""
+def load_arranged_columns(
+    refs: Sequence[Ref],
+    segments: Segments,
+    shape: TileShape,
+    leading: Callable[[Tile], tuple[Int, ...]],
+) -> Load:
+    """The same of a tile's columns, as `load_columns` does others."""
     count = shape.tile_n // BLOCK
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
         def load_from(index: int, number: Int) -> None:
             window = pl.ds(number * count, count), pl.ds(k, 1)
-            stages.fill(refs[index].at[window], stage, barrier)
+            stages.fill(refs[index].at[*leading(tile), *window], stage, barrier)
 
         segments.visit(tile.n, load_from)
 
@@ -178,7 +183,8 @@ class Scaling:
     ) -> Scales:
         """The loads of the main loop: `lhs`, and the scales of rhs by `load_columns`."""
         if self.granularity == "mx":
-            return Scales(lhs=lhs, rhs=load_arranged_columns(columns, segments, shape))
+            of_rhs = load_arranged_columns(columns, segments, shape, leading)
+            return Scales(lhs=lhs, rhs=of_rhs)
         of_rhs = load_columns(columns, segments, shape, self.granularity, leading)
         return Scales(lhs=lhs, rhs=of_rhs)
 

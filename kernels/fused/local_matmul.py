@@ -132,7 +132,9 @@ def _loads(
     if granularity == "mx":
         return Scales(
             lhs=engine_scales.load_arranged_rows(lambda _: refs.lhs_scales, config),
-            rhs=engine_scales.load_arranged_columns([refs.rhs_scales], segments, config),
+            rhs=engine_scales.load_arranged_columns(
+                [refs.rhs_scales], segments, config, lambda tile: ()
+            ),
         )
     return Scales(
         lhs=engine_scales.load_rows(lambda _: refs.lhs_scales, config),

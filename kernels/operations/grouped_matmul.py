@@ -221,5 +221,6 @@ GROUPED_MATMUL = Operation(
 )
 
 SCALED: Records = {
-    kind: scaled_records.record(kind, grouped_matmul, GROUPED_MATMUL) for kind in scales.OF_GROUPS
+    kind: scaled_records.record(kind, grouped_matmul, GROUPED_MATMUL)
+    for kind in scales.GRANULARITIES
 }

@@ -37,9 +37,6 @@ type Granularity = Literal["row", "block", "mx"]
 GRANULARITIES: tuple[Granularity, ...] = ("row", "block", "mx")
 """That kernels know; one scale of a tensor is spread to "row" or "block"."""
 
-OF_GROUPS: tuple[Granularity, ...] = ("row", "block")
-"""The same of rows in groups, whose first row stands anywhere in a tile of scales of "mx"."""
-
 
 def blocks(size: int) -> int:
     """Blocks along a dimension."""

@@ -98,7 +98,9 @@ def scaled_ragged_matmul(
     """
     wide, m = compute_dtype(), lhs.shape[0]
     sizes, row = jnp.diff(ends, prepend=0), jnp.arange(m)
-    if granularity == "block":
+    if granularity == "mx":
+        lhs_scale, rhs_scale = _of_elements(lhs_scale, lhs), _of_elements(rhs_scale, rhs)
+    if granularity != "row":
         values = dequantise(lhs, lhs_scale, wide), dequantise(rhs, rhs_scale, wide)
     else:
         values = lhs.astype(wide), rhs.astype(wide)

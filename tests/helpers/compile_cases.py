@@ -625,10 +625,20 @@ def fp8_fused(*names: str, target: str = "h100") -> Iterator[Program]:
 
 
 def fp8_mx(*names: str) -> Iterator[Program]:
-    """The fused matmuls in 8 bits with scales that Blackwell's tensor cores apply."""
+    """The matmuls in 8 bits with scales that Blackwell's tensor cores apply, groups as well."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
     for name in names:
         yield f"{name}, mx", *scaled_cases.program(name, "mx", mesh)
+    e4m3, e8 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    operands = [((4096, 2048), e4m3), ((8, 1536, 2048), e4m3), ((8,), jnp.int32)]
+    operands += [((4096, 64), e8), ((8, 1536, 64), e8)]
+
+    def call(lhs, rhs, sizes, lhs_scale, rhs_scale):
+        given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, backend="pallas")
+        return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, **given)
+
+    one = aot.mesh_of_gpus((1,), ("x",), target="b200")
+    yield "grouped_matmul, mx", *on_one(call, one, operands)
 
 
 def fp8_groups(target: str = "h100") -> Iterator[Program]:

@@ -110,3 +110,27 @@ def run(
     call = jax.jit(mapped(name, kind, cases.mesh_of(devices), **{"out_dtype": F32} | options))
     of_x, of_y = (jnp.asarray(scale, type_of(kind)) for scale in given)
     return np.asarray(call(x, y, of_x, of_y)), exact(lhs, rhs, *given)
+
+
+def groups(kind: str, backend: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(the result, what is right) of groups of 40, 0 and 30 rows; 10 of none have NaN."""
+    sizes, (m, k, n) = (40, 0, 30), (80, 256, 72)
+    lhs, rhs = cases.whole_numbers(0, m, k), cases.whole_numbers(1, 3, n, k)
+    each = [scales(kind, m, k, n) for _ in sizes]
+    of_lhs, of_rhs = each[0][0], np.stack([2.0**i * y for i, (_, y) in enumerate(each)])
+    want, first = np.zeros((m, n), np.float32), 0
+    for i, size in enumerate(sizes):
+        rows = slice(first, first + size)
+        whole = exact(lhs, rhs[i], of_lhs, of_rhs[i])
+        want[rows] = whole[rows]
+        first += size
+    of_lhs[first:] = np.nan
+
+    @jax.jit
+    def call(lhs, rhs, sizes, of_lhs, of_rhs):
+        given = dict(lhs_scale=of_lhs, rhs_scale=of_rhs, out_dtype=F32) | options
+        return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, backend=backend, **given)
+
+    values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E5M2), jnp.asarray(sizes)
+    of_both = (jnp.asarray(scale, type_of(kind)) for scale in (of_lhs, of_rhs))
+    return np.asarray(call(*values, *of_both)), want

@@ -18,7 +18,12 @@ import stretto as st
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels.engine import scales as engine_scales
 from stretto.kernels.engine.blackwell.tile_config import TileConfig
-from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from stretto.kernels.fused import (
+    all_gather_matmul,
+    grouped_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from stretto.kernels.operations import scaled_gather
 
 CONFIGS = {
@@ -102,7 +107,40 @@ def test_weights_that_are_gathered():
     assert report.launches == 1
 
 
+@pytest.mark.parametrize("blocks", [slow(1), 2])
+def test_groups(blocks):
+    """A group may begin at any row; rows of no group have NaN."""
+    np.testing.assert_array_equal(*scaled_cases.groups("mx", "xla"))
+    config = grouped_matmul.Config(tiles=TILES[blocks])
+    with st.simulate(core_count=2, target="b200") as report:
+        out, want = scaled_cases.groups("mx", "simulator", config=config)
+    assert report.ok and report.launches == 1
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_in_many_orders(seed):
+    config = grouped_matmul.Config(tiles=TILES[1 + seed % 2])
+    with st.simulate(core_count=2, target="b200", seed=seed) as report:
+        out, want = scaled_cases.groups("mx", "simulator", config=config)
+    assert report.ok
+    np.testing.assert_array_equal(out, want)
+
+
 # --- Steps that are needed ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("traces_apart")
+def test_every_tile_of_a_group_has_scales_of_its_own_rows(monkeypatch):
+    """Numbers are wrong where tiles take the scales of 128 rows after 128 others."""
+    monkeypatch.setattr(
+        grouped_matmul, "rows_of_tiles", lambda sizes, m, tile_m, most: jnp.arange(most * tile_m)
+    )
+    config = grouped_matmul.Config(tiles=TILES[1])
+    with st.simulate(core_count=2, target="b200", on_finding="record"):
+        out, want = scaled_cases.groups("mx", "simulator", config=config)
+    assert not np.array_equal(out, want)
 
 
 @pytest.mark.usefixtures("traces_apart")
