@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stretto.benchmarks.cases import shapes
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.pages.markdown import NONE, rows
 from stretto.benchmarks.pages.terminal import number, peer_label, percent
+from stretto.benchmarks.predict import over_nodes
 from stretto.benchmarks.predict.model import model, parameters_of
 from stretto.benchmarks.predict.samples import WAYS
 from stretto.benchmarks.scaling import checked, decoder, plan
@@ -84,7 +86,31 @@ def page(names: Sequence[str]) -> str:
         groups.setdefault(row.where, []).append(row)
     for title, found in sorted(groups.items()):
         parts += [f"## {title}\n".replace(", 1 GPUs", ", 1 GPU"), _cases(found)]
+        parts += _disturbed(title)
     return "\n".join(parts)
+
+
+def _disturbed(title: str) -> list[str]:
+    """The times of a job over nodes that other programs disturbed."""
+    found = [one for one in over_nodes.times() if one.is_disturbed and one.where == title]
+    if not found:
+        return []
+    body = [
+        [
+            f"`{one.case.operation.name}`",
+            shapes.text_of(one.case.sizes),
+            one.version,
+            number(one.us),
+            number(one.p10),
+        ]
+        for one in found
+    ]
+    said = (
+        "Other programs had the GPUs for many samples of these, whose medians lie more than"
+        f" {100 * (over_nodes.SCATTER - 1):.0f}% beyond the tenth percentile; they count, too.\n"
+    )
+    header = ["operation", "shape", "version", "median", "tenth percentile"]
+    return [said, rows(header, body, left=3)]
 
 
 def _cases(found: Sequence[Checked]) -> str:

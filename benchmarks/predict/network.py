@@ -1,8 +1,9 @@
 """Times between nodes, by the machine file: alpha a hop and beta a link.
 
-No transfer between nodes is among the committed results. A file that says what is published is
-taken at `LIKELY` of it, in an interval from all of it to `LEAST` of it; a file that was measured is
-taken as it is. So these intervals are assumed bounds, not measured errors.
+A file that says what is published is taken at `LIKELY` of it, in an interval from all of it to
+`LEAST` of it, which are assumed bounds; a file that was measured is taken as it is, and `MEASURED`
+bounds the committed times over two nodes of one host (`over_nodes`). No network between hosts is
+among those.
 """
 
 from __future__ import annotations

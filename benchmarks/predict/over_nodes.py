@@ -25,6 +25,9 @@ from stretto.benchmarks.targets.machine_file import Target
 from stretto.kernels.operations import OPERATIONS
 
 ALONE, FLAT, TWO_LEVELS = "matmul alone", "XLA flat", "XLA hierarchical"
+SCATTER = 1.15
+"""How far the median of a time may lie beyond its tenth percentile, as a factor: 95% of the times
+of single nodes stay within it. Beyond it other programs had the devices for many of the samples."""
 _OURS = re.compile(r"Stretto, (\d+) pieces")
 
 
@@ -35,6 +38,7 @@ class NodeTime:
     Attributes:
       version: its label: `ALONE`, `FLAT`, `TWO_LEVELS` or "Stretto, N pieces".
       case: operation, sizes, type and devices.
+      us, p10: the median, and what a tenth of the samples stay below.
       per_node: devices of the team on one node.
       target: the machine, with its measured links.
       where: the job in words.
@@ -43,6 +47,7 @@ class NodeTime:
     version: str
     case: Case
     us: float
+    p10: float
     per_node: int
     target: Target
     where: str
@@ -53,6 +58,11 @@ class NodeTime:
         shape = shapes.text_of(self.case.sizes)
         return f"{self.case.operation.name} {shape} {self.case.dtype}"
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether its samples scatter by more than `SCATTER`."""
+        return self.us > SCATTER * self.p10
+
 
 def committed() -> list[pathlib.Path]:
     """The files over nodes that Stretto ships; a machine file of the same name lies beside each."""
@@ -61,7 +71,7 @@ def committed() -> list[pathlib.Path]:
 
 @functools.cache
 def times() -> tuple[NodeTime, ...]:
-    """Every committed time over nodes."""
+    """Every committed time over nodes, disturbed ones among them."""
     found: list[NodeTime] = []
     for path in committed():
         found += times_of(nodes.read(path), machine_file.read(str(path.with_suffix(".toml"))))
@@ -85,6 +95,7 @@ def times_of(found: NodeResults, target: Target) -> list[NodeTime]:
                 version=label,
                 case=case,
                 us=version.median,
+                p10=version.median if version.p10 is None else version.p10,
                 per_node=found.devices_per_node,
                 target=target,
                 where=f"{where}, {found.network}" if found.network else where,

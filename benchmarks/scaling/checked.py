@@ -82,11 +82,11 @@ def older_calls() -> list[Checked]:
     return rows
 
 
-def over_nodes() -> list[Checked]:
-    """Every committed time over several nodes."""
-    return [
-        beside(one, over_nodes_times.predicted(model(), one)) for one in over_nodes_times.times()
-    ]
+def over_nodes(*, settled: bool = False) -> list[Checked]:
+    """Every committed time over several nodes; if `settled`, without those that were disturbed."""
+    found = model()
+    times = [one for one in over_nodes_times.times() if not (settled and one.is_disturbed)]
+    return [beside(one, over_nodes_times.predicted(found, one)) for one in times]
 
 
 def beside(one: NodeTime, found: Predicted) -> Checked:

@@ -9,6 +9,7 @@ import pytest
 
 from stretto.benchmarks.measurements.nodes import SCHEMA, Entry, NodeResults, Version
 from stretto.benchmarks.measurements.results import Machine
+from stretto.benchmarks.pages import predicted as pages
 from stretto.benchmarks.predict import model, network, over_nodes, samples
 from stretto.benchmarks.scaling import checked
 from stretto.benchmarks.targets import machine_file
@@ -133,6 +134,20 @@ def test_rows_beside_what_was_measured():
     assert (
         checked.beside(alone, over_nodes.predicted(model.model(), alone)).group == "matmuls alone"
     )
+
+
+def test_a_time_whose_samples_scatter_counts_and_is_listed(monkeypatch):
+    """Its median lies far beyond its tenth percentile."""
+    both = times({over_nodes.FLAT: Version(median=800.0, p10=700.0, p90=900.0)})
+    both += times({over_nodes.FLAT: Version(median=1150.0, p10=700.0, p90=2e4)}, shape="64x64x64")
+    assert [one.is_disturbed for one in both] == [False, True]
+    monkeypatch.setattr(over_nodes, "times", lambda: tuple(both))
+    assert [row.measured for row in checked.over_nodes()] == [800, 1150]
+    assert [row.measured for row in checked.over_nodes(settled=True)] == [800]
+    (said, table) = pages._disturbed(both[0].where)
+    assert "more than 15% beyond the tenth percentile" in said
+    assert "| `all_gather_matmul` | 64x64x64 | XLA flat | 1150 | 700 |" in table
+    assert pages._disturbed("another job") == []
 
 
 def test_versions_without_a_prediction():
