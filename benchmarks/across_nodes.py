@@ -10,22 +10,21 @@ times say nothing.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import msgspec
 import tyro
 
 import stretto.launch
+from stretto.benchmarks import files
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import GPU, mesh_of_nodes
 from stretto.benchmarks.commands.arguments import counts_of, split
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.measurements import machine
+from stretto.benchmarks.measurements.nodes import SCHEMA, Entry, NodeResults, Version, encode
 from stretto.benchmarks.measurements.results import Measurement
 from stretto.benchmarks.peers.across_nodes import peers_across_nodes
 from stretto.benchmarks.peers.peer import Peer
@@ -74,22 +73,21 @@ def main(options: Options) -> None:
     backend = options.backend or ("pallas" if on_gpu else "xla")
     peers = peers_across_nodes(backend, counts_of(options.pieces))
     how = Settings(repeats=(options.rounds or (16 if on_gpu else 1)) * SAMPLES_PER_VISIT)
-    about = msgspec.to_builtins(machine.describe())
-    results = []
+    found = NodeResults(
+        schema=SCHEMA,
+        machine=machine.describe(),
+        nodes=options.nodes,
+        devices_per_node=mesh.shape[GPU],
+        unit="us",
+        results=[],
+    )
     with settings.nodes_of(mesh.shape[GPU]):
         for case in cases:
-            results.append(entry_of(measure(case, peers, how, None, mesh), peers))
+            found.results.append(entry_of(measure(case, peers, how, None, mesh), peers))
             if process.process_id == 0:
-                print(describe(results[-1]), flush=True)
-    if process.process_id == 0 and options.json is not None:
-        document = {
-            "machine": about,
-            "nodes": options.nodes,
-            "devices_per_node": mesh.shape[GPU],
-            "unit": "us",
-            "results": results,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+                print(describe(found.results[-1]), flush=True)
+                if options.json is not None:  # At once: a job may be ended before its last case.
+                    files.write_whole(options.json, encode(found))
 
 
 def cases_of(options: Options, devices: int, on_gpu: bool) -> list[Case]:
@@ -114,28 +112,34 @@ def cases_of(options: Options, devices: int, on_gpu: bool) -> list[Case]:
     return cases
 
 
-def entry_of(measurement: Measurement, peers: Sequence[Peer]) -> dict[str, Any]:
-    """What was found of one operation at one shape, as JSON's types, by the peers' labels."""
+def entry_of(measurement: Measurement, peers: Sequence[Peer]) -> Entry:
+    """What was found of one operation at one shape, by the peers' labels."""
     reasons = {missing.peer: missing.reason for missing in measurement.missing}
-    versions: dict[str, dict[str, Any]] = {}
+    versions: dict[str, Version] = {}
     for peer in peers:
         timed = measurement.of(peer.name)
         if timed is not None:
-            spread = {"median": timed.time, "p10": timed.time_p10, "p90": timed.time_p90}
-            error = {} if timed.relative_error is None else {"difference": timed.relative_error}
-            versions[peer.label] = spread | error
+            versions[peer.label] = Version(
+                median=timed.time,
+                p10=timed.time_p10,
+                p90=timed.time_p90,
+                difference=timed.relative_error,
+                backend=timed.backend,
+            )
         elif measurement.skipped or peer.name in reasons:
-            versions[peer.label] = {"error": measurement.skipped or reasons[peer.name]}
-    return {"op": measurement.kernel, "shape": measurement.shape, "versions": versions}
+            versions[peer.label] = Version(error=measurement.skipped or reasons[peer.name])
+    return Entry(
+        op=measurement.kernel, shape=measurement.shape, type=measurement.type, versions=versions
+    )
 
 
-def describe(entry: dict[str, Any]) -> str:
+def describe(entry: Entry) -> str:
     """One line for an operation at one shape."""
     parts = [
-        f"{name} {found['median']:.0f}" if "median" in found else f"{name}: {found['error']}"
-        for name, found in entry["versions"].items()
+        f"{name}: {found.error}" if found.median is None else f"{name} {found.median:.0f}"
+        for name, found in entry.versions.items()
     ]
-    return f"{entry['op']} {entry['shape']} (us): {', '.join(parts)}"
+    return f"{entry.op} {entry.shape} (us): {', '.join(parts)}"
 
 
 if __name__ == "__main__":

@@ -214,7 +214,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "targets": {"errors", "files", "cases"},
         "predict": {"errors", "files", "cases", "measurements", "timing", "targets"},
         "scaling": {"errors", "cases", "measurements", "predict", "targets"},
-        "pages": {"errors", "files", "peers", "measurements", "predict", "targets", "scaling"},
+        "pages": {
+            "errors",
+            "files",
+            "cases",
+            "peers",
+            "measurements",
+            "predict",
+            "targets",
+            "scaling",
+        },
         "sweeps": {"errors", "cases", "peers", "measurements", "timing", "pages"},
         "never_slower": {"errors", "cases", "peers", "measurements", "timing", "pages"},
         "commands": {
@@ -224,6 +233,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "links": {"errors", "cases", "measurements", "timing", "targets"},
         "across_nodes": {  # a program, as the commands are
             *("errors", "cases", "peers", "measurements", "timing", "sweeps", "commands"),
+            "files",
         },
         "__main__": {"commands"},
     },

@@ -33,11 +33,14 @@ class LinkOptions:
     """Print JSON in place of a table."""
     machine_out: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
     """Write a machine file here."""
+    within: Annotated[str | None, arg(metavar="FILE")] = None
+    """Where every node has one device: a machine file whose links within a node were measured."""
 
 
 def main(argv: list[str]) -> int:
     """Runs `stretto bench links ARGV`; 0, or a BenchmarkError."""
     options = tyro.cli(LinkOptions, prog="stretto bench links", args=argv)
+    within = None if options.within is None else machine_file.read(options.within)
     start_devices()
     check_outputs(("--machine-out", options.machine_out))
     with progress() as say:
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
     else:
         _print(found)
     if options.machine_out is not None:
-        target = machine_of.target_of(found, machine_of.rdma_interfaces())
+        target = machine_of.target_of(found, machine_of.rdma_interfaces(), within)
         machine_file.write(target, options.machine_out)
         if not options.json:
             print(f"wrote {options.machine_out}")

@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from stretto.benchmarks import files
 from stretto.benchmarks.pages import predicted
+from stretto.benchmarks.predict import over_nodes
 from stretto.benchmarks.predict.samples import committed
 
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
         return 0
     wanted: dict[pathlib.Path, str] = {}
     if options.page is not None:
-        wanted[options.page] = predicted.page([path.name for path in committed()])
+        wanted[options.page] = predicted.page(_names())
     if options.scaling is not None:
         wanted[options.scaling] = _scaling(options.scaling)
     stale = [path for path, text in wanted.items() if not files.holds(path, text)]
@@ -48,6 +49,12 @@ def main(argv: list[str]) -> int:
             files.write_whole(path, wanted[path].encode())
             print(f"wrote {path}")
     return int(options.check and bool(stale))
+
+
+def _names() -> list[str]:
+    """The results files, as the page names them."""
+    over_several = [f"nodes/{path.name}" for path in over_nodes.committed()]
+    return [*(path.name for path in committed()), *over_several]
 
 
 def _scaling(path: pathlib.Path) -> str:

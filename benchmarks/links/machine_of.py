@@ -17,26 +17,22 @@ from stretto.benchmarks.targets.machine_file import Link, Network, Target
 _RDMA = pathlib.Path("/sys/class/infiniband")
 
 
-def target_of(found: Links, interfaces: Sequence[str] = ()) -> Target:
+def target_of(found: Links, interfaces: Sequence[str] = (), within: Target | None = None) -> Target:
     """The machine that was measured; the card is as published, where a file has it.
 
     Args:
       found: its links.
       interfaces: names of a node's network interfaces.
+      within: a machine whose links within a node are taken where every node of the job has one
+        device; they must be measured ones as well.
 
     Raises:
-      BenchmarkError: every node has one device, so that nothing was measured within one.
+      BenchmarkError: every node has one device, so that nothing was measured within one, and
+        `within` is None or published.
     """
-    alone = [one for one in found.links if not one.both_ways and not one.everyone]
-    within = [one for one in alone if one.link == WITHIN]
-    if not within:
-        raise BenchmarkError(
-            "--machine-out needs two devices on a node, to measure what joins them; start the job"
-            " with more on each."
-        )
     published = machine_file.of_card(found.machine.card)
     by = f"stretto bench links, commit {found.machine.commit or 'unknown'}"
-    sources = {"within.gb_per_s": by, "within.latency_us": by}
+    inside, sources = _within(found, by, within)
     between = _network(found, interfaces)
     if between is not None:
         fields = ("gb_per_s", "latency_us", "oversubscription")
@@ -48,11 +44,27 @@ def target_of(found: Links, interfaces: Sequence[str] = ()) -> Target:
         name=f"{found.nodes} x {found.devices_per_node} {found.machine.card}",
         origin="measured",
         gpus_per_node=found.devices_per_node,
-        within=Link(gb_per_s=_median(within, "gb_per_s"), latency_us=_median(within, "latency_us")),
+        within=inside,
         between=between,
         card=None if published is None else published.card,
         sources=sources,
     )
+
+
+def _within(found: Links, by: str, other: Target | None) -> tuple[Link, dict[str, str]]:
+    """The links within a node, and the sources of their figures."""
+    alone = [one for one in found.links if not one.both_ways and not one.everyone]
+    links = [one for one in alone if one.link == WITHIN]
+    if links:
+        link = Link(gb_per_s=_median(links, "gb_per_s"), latency_us=_median(links, "latency_us"))
+        return link, {"within.gb_per_s": by, "within.latency_us": by}
+    if other is None or other.origin != "measured":
+        raise BenchmarkError(
+            "--machine-out needs two devices on a node, to measure what joins them; start the job"
+            " with more on each, or pass --within with a machine file that was measured on one."
+        )
+    named = other.sources.items()
+    return other.within, {name: where for name, where in named if name.startswith("within.")}
 
 
 def _network(found: Links, interfaces: Sequence[str]) -> Network | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stretto.benchmarks.cases import shapes
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.pages.markdown import NONE, rows
 from stretto.benchmarks.pages.terminal import number, peer_label, percent
+from stretto.benchmarks.predict import over_nodes
 from stretto.benchmarks.predict.model import model, parameters_of
 from stretto.benchmarks.predict.samples import WAYS
 from stretto.benchmarks.scaling import checked, decoder, plan
@@ -23,7 +25,7 @@ PEERS = {"communication": "collective alone", "fused": "Stretto", "xla": "XLA"}
 
 def summary_table() -> str:
     """A row for every group of measured times, and one for all."""
-    calls, steps = checked.calls(), checked.steps()
+    calls, steps = [*checked.calls(), *checked.over_nodes()], checked.steps()
     found = checked.summaries(calls)
     found.append(checked.summary("**all of these**", calls))
     found += checked.summaries(steps)
@@ -80,14 +82,41 @@ def page(names: Sequence[str]) -> str:
     groups: dict[str, list[Checked]] = {}
     for row in checked.calls():
         groups.setdefault(f"{row.where}, {row.devices} GPUs", []).append(row)
+    for row in checked.over_nodes():
+        groups.setdefault(row.where, []).append(row)
     for title, found in sorted(groups.items()):
         parts += [f"## {title}\n".replace(", 1 GPUs", ", 1 GPU"), _cases(found)]
+        parts += _disturbed(title)
     return "\n".join(parts)
+
+
+def _disturbed(title: str) -> list[str]:
+    """The times of a job over nodes that other programs disturbed."""
+    found = [one for one in over_nodes.times() if one.is_disturbed and one.where == title]
+    if not found:
+        return []
+    body = [
+        [
+            f"`{one.case.operation.name}`",
+            shapes.text_of(one.case.sizes),
+            one.version,
+            number(one.us),
+            number(one.p10),
+        ]
+        for one in found
+    ]
+    said = (
+        "Other programs had the GPUs for many samples of these, whose medians lie more than"
+        f" {100 * (over_nodes.SCATTER - 1):.0f}% beyond the tenth percentile; they count, too.\n"
+    )
+    header = ["operation", "shape", "version", "median", "tenth percentile"]
+    return [said, rows(header, body, left=3)]
 
 
 def _cases(found: Sequence[Checked]) -> str:
     """A row a case, a column a peer: measured / predicted."""
-    peers = [peer for peer in _ORDER if any(row.peer == peer for row in found)]
+    timed = dict.fromkeys(row.peer for row in found)
+    peers = sorted(timed, key=lambda peer: _ORDER.index(peer) if peer in _ORDER else len(_ORDER))
     cases: dict[str, dict[str, Checked]] = {}
     for row in found:
         cases.setdefault(row.what, {})[row.peer] = row

@@ -41,7 +41,12 @@ class CallTime:
 
 
 def call_time(
-    model: Model, case: Case, target: Target, implementation: str = "auto", per_node: int = 0
+    model: Model,
+    case: Case,
+    target: Target,
+    implementation: str = "auto",
+    per_node: int = 0,
+    pieces: int | None = None,
 ) -> CallTime:
     """The time of one call.
 
@@ -51,6 +56,7 @@ def call_time(
       target: the machine.
       implementation: "fused", "xla", or "auto": what the library would choose.
       per_node: devices of the team on one node; 0 for as many as fit.
+      pieces: into how many the traffic between nodes is cut; None for the library's choice.
 
     Raises:
       UnavailableError: the sizes cannot be cut into the devices' shares, or no kernel serves.
@@ -68,7 +74,8 @@ def call_time(
     if per_node < case.devices:
         if case.devices % per_node:
             raise UnavailableError(f"{case.devices} devices are no whole nodes of {per_node}")
-        return _across(model, case, target, implementation, per_node, alone)
+        team = _Across(model, case, target, per_node, case.devices // per_node, pieces)
+        return _across(team, implementation, alone)
     fused = implementation == "fused" or (implementation == "auto" and is_fused(case, target))
     time = _within(model, case, target, fused)
     return CallTime(time=time, alone=alone, way="fused" if fused else "xla")
@@ -123,22 +130,19 @@ def _within(model: Model, case: Case, target: Target, fused: bool) -> Predicted:
     return model.predict(way, case.work, case.itemsize, target)
 
 
-def _across(
-    model: Model, case: Case, target: Target, implementation: str, per_node: int, alone: Predicted
-) -> CallTime:
+def _across(team: _Across, implementation: str, alone: Predicted) -> CallTime:
     """Hierarchical where the operation is and a kernel serves its part; else XLA over all."""
-    count = case.devices // per_node
+    case, per_node, target = team.case, team.devices, team.target
     rule = _PIPELINES.get(case.operation.name)
-    part = _part(case, per_node, -(-case.sizes["m"] // count))
+    part = _part(case, per_node, -(-case.sizes["m"] // team.count))
     wanted = implementation == "fused" or (implementation == "auto" and is_fused(part, target))
     if rule is not None and per_node > 1 and wanted:
-        time = rule(_Across(model, case, target, per_node, count))
-        return CallTime(time=time, alone=alone, way="hierarchical")
+        return CallTime(time=rule(team), alone=alone, way="hierarchical")
     if case.work.traffic is None:
         raise UnavailableError(f"{case.operation.name} sends nothing between nodes")
     traffic = case.work.traffic
     sent = network.collective(
-        model, traffic.collective, traffic.size, case.devices, per_node, target
+        team.model, traffic.collective, traffic.size, case.devices, per_node, target
     )
     return CallTime(time=alone + sent, alone=alone, way="xla")
 
@@ -161,13 +165,14 @@ def _part(case: Case, devices: int, rows: int, operation: str = "") -> Case:
 
 @dataclasses.dataclass(frozen=True)
 class _Across:
-    """A hierarchical call: `count` nodes, `devices` of the team on each."""
+    """A call over `count` nodes, `devices` of the team on each, which may be cut into `pieces`."""
 
     model: Model
     case: Case
     target: Target
     devices: int
     count: int
+    pieces: int | None = None
 
     def kernel(self, rows: int, operation: str = "") -> Predicted:
         """A kernel within a node, on so many rows of the node's."""
@@ -182,9 +187,9 @@ class _Across:
         """The rows of the pieces that `rows` of a device are cut into, for all other nodes."""
         if self.case.work.product is None:
             size = rows * self.case.sizes["n"] * self.case.itemsize
-            most = nodes.most_pieces(size, nodes.LEAST_BYTES)
+            most = nodes.most_pieces(size, nodes.LEAST_BYTES, self.pieces)
         else:
-            most = nodes.most_pieces(self.devices * rows, nodes.LEAST_ROWS)
+            most = nodes.most_pieces(self.devices * rows, nodes.LEAST_ROWS, self.pieces)
         pieces = nodes.pieces_of(rows, max(1, most // (self.count - 1)))
         return [end - first for first, end in pieces] * (self.count - 1)
 
@@ -215,9 +220,9 @@ def _reduces(one: _Across) -> Predicted:
     m, n = one.case.sizes["m"], one.case.sizes["n"]
     has_product = one.case.work.product is not None
     if has_product:
-        most = nodes.most_pieces(m, nodes.LEAST_ROWS)
+        most = nodes.most_pieces(m, nodes.LEAST_ROWS, one.pieces)
     else:
-        most = nodes.most_pieces(m * n * one.case.itemsize, nodes.LEAST_BYTES)
+        most = nodes.most_pieces(m * n * one.case.itemsize, nodes.LEAST_BYTES, one.pieces)
     rows = [end - first for first, end in nodes.pieces_of(m, most)]
     inside = "matmul_reduce_scatter" if has_product else "reduce_scatter"
     works = [one.kernel(r, inside) for r in rows]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -149,10 +149,19 @@ class Model:
     Attributes:
       fit: the parameters of every way.
       left_out: every row that it was fitted to, predicted without its case.
+      without: by case, the fit that has not seen it.
     """
 
     fit: Fit
     left_out: tuple[LeftOut, ...]
+    without: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
+
+    def leaving_out(self, case: str) -> Model:
+        """The model that has not seen a case, in its parameters or in its intervals."""
+        if case not in self.without:
+            return self
+        others = tuple(one for one in self.left_out if one.sample.case != case)
+        return Model(self.without[case], others)
 
     def predict(self, way: str, work: Work, itemsize: int, target: Target) -> Predicted:
         """The time of a call on a machine.
@@ -168,7 +177,7 @@ class Model:
         """
         return self._predicted(way, features_of(work, itemsize, target), itemsize)
 
-    @functools.lru_cache(maxsize=1 << 14)  # noqa: B019 - there is one model in a process
+    @functools.lru_cache(maxsize=1 << 14)  # noqa: B019 - there are few models in a process
     def _predicted(self, way: str, features: tuple[float, ...], itemsize: int) -> Predicted:
         us = self.us_of(way, features)
         width = math.exp(self.error_of((way, us < SHORT_US)))
@@ -252,10 +261,11 @@ def model() -> Model:
     rows = all_samples()
     fit = fitted_to(rows)
     left_out: list[LeftOut] = []
+    without: dict[str, Fit] = {}
     for case in dict.fromkeys(row.case for row in rows):
-        other = fitted_to([row for row in rows if row.case != case], near=fit)
-        one = Model(other, ())
+        without[case] = fitted_to([row for row in rows if row.case != case], near=fit)
+        one = Model(without[case], ())
         left_out += [
             LeftOut(row, one.us_of(row.way, row.features)) for row in rows if row.case == case
         ]
-    return Model(fit, tuple(left_out))
+    return Model(fit, tuple(left_out), without)

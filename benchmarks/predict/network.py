@@ -1,8 +1,9 @@
 """Times between nodes, by the machine file: alpha a hop and beta a link.
 
-No transfer between nodes is among the committed results. A file that says what is published is
-taken at `LIKELY` of it, in an interval from all of it to `LEAST` of it; a file that was measured is
-taken as it is. So these intervals are assumed bounds, not measured errors.
+A file that says what is published is taken at `LIKELY` of it, in an interval from all of it to
+`LEAST` of it, which are assumed bounds; a file that was measured is taken as it is, and `MEASURED`
+bounds the committed times over two nodes of one host (`over_nodes`). No network between hosts is
+among those.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.predict.model import NOTHING, Model, Predicted
+from stretto.benchmarks.predict.model import NOTHING, Model, Predicted, total
 from stretto.benchmarks.targets.machine_file import Target
 from stretto.kernels.problem.work import Traffic, Work
 
@@ -78,6 +79,19 @@ def collective(
         if name == "all_reduce":
             sent, hops = 2 * sent, 2 * hops
     return longer(inside, crossing(sent, hops, target))
+
+
+def in_two_levels(
+    model: Model, name: str, size: float, devices: int, per_node: int, target: Target
+) -> Predicted:
+    """A collective within nodes, and one between them of each device's share, one after the other.
+
+    As `collective` takes its arguments; "all_to_all" has no such version.
+    """
+    count = devices // per_node
+    parts = ("reduce_scatter", "all_gather") if name == "all_reduce" else (name,)
+    within = [collective(model, part, size, per_node, per_node, target) for part in parts]
+    return total([*within, collective(model, name, size / per_node, count, 1, target)])
 
 
 def longer(one: Predicted, other: Predicted) -> Predicted:

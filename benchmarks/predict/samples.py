@@ -128,10 +128,14 @@ def _of_the_collective(features: tuple[float, ...]) -> tuple[float, ...]:
     return (0.0, 0.0, *features[2:])
 
 
+def results_folder() -> pathlib.Path:
+    """Where the results lie that Stretto ships."""
+    return pathlib.Path(str(importlib.resources.files("stretto.benchmarks"))) / "results"
+
+
 def committed() -> list[pathlib.Path]:
-    """The results files that Stretto ships."""
-    folder = pathlib.Path(str(importlib.resources.files("stretto.benchmarks"))) / "results"
-    return sorted(folder.glob("*.json"))
+    """The results files of single nodes that Stretto ships."""
+    return sorted(results_folder().glob("*.json"))
 
 
 @functools.cache

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from stretto.benchmarks.predict import noted
-from stretto.benchmarks.predict.model import SHORT_US, model
+from stretto.benchmarks.predict import over_nodes as over_nodes_times
+from stretto.benchmarks.predict.model import SHORT_US, Predicted, model
+from stretto.benchmarks.predict.over_nodes import NodeTime
 from stretto.benchmarks.predict.samples import Sample, superseded_samples
 from stretto.benchmarks.scaling.steps import step_model
 
@@ -23,6 +25,8 @@ GROUPS = {
     "fused-collective": "collectives, Stretto",
 }
 """By way of making a call, how the summary groups it."""
+NODES = {True: "matmuls with a collective, over nodes", False: "collectives, over nodes"}
+"""The groups of calls over several nodes, by whether they multiply."""
 STEPS = "steps of the transformer"
 OLDER = "cases that a later run timed again"
 
@@ -32,7 +36,7 @@ class Checked:
     """A measured time in microseconds beside its prediction and the prediction's interval.
 
     Attributes:
-      group: of `GROUPS`, `STEPS` or `OLDER`.
+      group: of `GROUPS`, `NODES`, `STEPS` or `OLDER`.
       what, devices, where, peer: the case in words, and who was timed.
     """
 
@@ -76,6 +80,30 @@ def older_calls() -> list[Checked]:
         width = math.exp(found.error_of((sample.way, us < SHORT_US)))
         rows.append(_row(OLDER, sample, us, width))
     return rows
+
+
+def over_nodes(*, settled: bool = False) -> list[Checked]:
+    """Every committed time over several nodes; if `settled`, without those that were disturbed."""
+    found = model()
+    times = [one for one in over_nodes_times.times() if not (settled and one.is_disturbed)]
+    return [beside(one, over_nodes_times.predicted(found, one)) for one in times]
+
+
+def beside(one: NodeTime, found: Predicted) -> Checked:
+    """A time over nodes beside its prediction."""
+    multiplies = one.case.work.product is not None
+    alone = one.version == over_nodes_times.ALONE
+    return Checked(
+        group=GROUPS["matmul"] if alone else NODES[multiplies],
+        what=one.name,
+        devices=one.case.devices,
+        where=one.where,
+        peer=one.version,
+        measured=one.us,
+        predicted=found.us,
+        low=found.low,
+        high=found.high,
+    )
 
 
 def _row(group: str, sample: Sample, us: float, width: float) -> Checked:
@@ -140,7 +168,7 @@ def summary(group: str, rows: Sequence[Checked]) -> Summary:
 
 def summaries(rows: Iterable[Checked]) -> list[Summary]:
     """Of every group, in the order of `GROUPS`."""
-    groups: dict[str, list[Checked]] = {group: [] for group in GROUPS.values()}
+    groups: dict[str, list[Checked]] = {group: [] for group in (*GROUPS.values(), *NODES.values())}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     return [summary(group, of_it) for group, of_it in groups.items() if of_it]

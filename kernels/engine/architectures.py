@@ -135,25 +135,32 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             tall=blackwell_tiles.PAIR_BLOCKS,
             tall_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
         ),
+        "mx": _in_pairs(
+            large=blackwell_tiles.BLOCKS,
+            narrow=blackwell_tiles.BLOCKS,
+            narrowest=blackwell_tiles.BLOCKS,
+            adding=blackwell_tiles.ADDING_BLOCKS,
+            tall=blackwell_tiles.PAIR_BLOCKS,
+            tall_adding=blackwell_tiles.PAIR_ADDING_BLOCKS,
+        ),
     },
 }
-"""Of operands in 8 bits, by the granularity of their scales."""
+"""Of operands in 8 bits, by the granularity of their scales; of "mx" on Blackwell alone."""
 
 LARGE_SCALED: dict[str, dict[Granularity, TileConfig]] = {
-    HOPPER: {granularity: tiles.large for granularity, tiles in SCALED[HOPPER].items()},
-    BLACKWELL: {
-        **{granularity: tiles.large for granularity, tiles in SCALED[BLACKWELL].items()},
-        "mx": blackwell_tiles.BLOCKS,
-    },
+    architecture: {granularity: tiles.large for granularity, tiles in of_scales.items()}
+    for architecture, of_scales in SCALED.items()
 }
-"""The same of `local_matmul`, which takes scales that tensor cores apply as well."""
+"""The same of `local_matmul`."""
 
 
 def tiles_for(problem: Problem | None) -> Tiles:
     """Those of the architecture that a problem is on; Hopper's without one, or on another."""
     architecture = HOPPER if problem is None else problem.machine.architecture
     if problem is not None and problem.types.scales is not None:
-        return SCALED.get(architecture, SCALED[HOPPER])[problem.types.scales]
+        of_scales = SCALED.get(architecture, SCALED[HOPPER])
+        # Where tensor cores apply none, kernels say so before their tiles are looked at.
+        return of_scales.get(problem.types.scales, of_scales["block"])
     return TILES.get(architecture, TILES[HOPPER])
 
 
@@ -179,6 +186,8 @@ def check_tiles(tiles: TileConfig, problem: Problem) -> None:
         )
     if problem.types.scales == "block":
         tiles.check_blocks()
+    if problem.types.scales == "mx":
+        tiles.check_mx()
 
 
 def scales_bytes(tiles: TileConfig, problem: Problem) -> int:

@@ -27,7 +27,7 @@ from stretto.kernels.engine import stages
 from stretto.kernels.engine.parts import SCALE_COPIES, Load, Ref, Scales, Tile
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
-from stretto.kernels.problem.scales import BLOCK, Granularity, blocks
+from stretto.kernels.problem.scales import BLOCK, MX_BLOCK, Granularity, blocks
 
 MX_TILE = 32, 16
 """The arrangement of the scales of 128 rows times 4 blocks of 32."""
@@ -56,33 +56,50 @@ def of_columns(
 
 
 def arranged(scale: jax.Array, rows: int) -> jax.Array:
-    """Scales of "mx", `[m, k / 32]`, as in the table above, padded with ones.
+    """Scales of "mx", `[..., m, k / 32]`, as in the table above, padded with ones.
 
     The arrangement is that of `jax.experimental.mosaic.gpu.tcgen05.async_copy_scales_smem_to_tmem`,
     and of PTX's `tcgen05.mma` with `scale_vec::1X`.
     """
-    missing, across = rows - scale.shape[0], scale.shape[1] // 4
+    *lead, m, columns = scale.shape
+    across = -(-columns // 4)
     bits = lax.bitcast_convert_type(scale, jnp.uint8)
-    bits = jnp.pad(bits, ((0, missing), (0, 0)), constant_values=EXPONENT_OF_ONE)
-    tiles = bits.reshape(rows // 128, 4, 32, across, 4).transpose(0, 3, 2, 1, 4)
-    return lax.bitcast_convert_type(tiles.reshape(rows // 128, across, *MX_TILE), scale.dtype)
+    widths = [*[(0, 0)] * len(lead), (0, rows - m), (0, 4 * across - columns)]
+    bits = jnp.pad(bits, widths, constant_values=EXPONENT_OF_ONE)
+    tiles = bits.reshape(*lead, rows // 128, 4, 32, across, 4)
+    tiles = jnp.moveaxis(tiles, (-2, -3, -4), (-4, -3, -2))
+    whole = tiles.reshape(*lead, rows // 128, across, *MX_TILE)
+    return lax.bitcast_convert_type(whole, scale.dtype)
 
 
-def load_arranged(
-    refs: Sequence[Ref], segments: Segments, which: Callable[[Tile], Int], size: int
+def load_arranged_rows(
+    view: Callable[[Tile], Ref], shape: TileShape, row: Callable[[Tile], Int] = lambda tile: tile.m
 ) -> Load:
-    """Loads the scales of "mx" of a tile's rows or columns, `size` of them.
+    """Loads the scales of "mx" of a tile's rows, as `load_rows` does others."""
+    count = shape.tile_m // BLOCK
 
-    `which` is the row or the column of tiles, of operands side by side in `segments`.
-    """
-    count = size // 128
+    def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+        window = pl.ds(row(tile) * count, count), pl.ds(k, 1)
+        stages.fill(view(tile).at[window], stage, barrier)
+
+    return load
+
+
+def load_arranged_columns(
+    refs: Sequence[Ref],
+    segments: Segments,
+    shape: TileShape,
+    leading: Callable[[Tile], tuple[Int, ...]],
+) -> Load:
+    """The same of a tile's columns, as `load_columns` does others."""
+    count = shape.tile_n // BLOCK
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
         def load_from(index: int, number: Int) -> None:
             window = pl.ds(number * count, count), pl.ds(k, 1)
-            stages.fill(refs[index].at[window], stage, barrier)
+            stages.fill(refs[index].at[*leading(tile), *window], stage, barrier)
 
-        segments.visit(which(tile), load_from)
+        segments.visit(tile.n, load_from)
 
     return load
 
@@ -93,7 +110,7 @@ class Scaling:
 
     Attributes:
       granularity: of both.
-      lhs: `[..., k / 128 or 1, rows]`, rows of whole tiles.
+      lhs: `[..., k / 128 or 1, rows]`, rows of whole tiles; of "mx" as in the table above.
       rhs: of each right-hand side, as in the table above.
     """
 
@@ -128,6 +145,13 @@ class Scaling:
         def in_tiles(size: int, tile: int) -> int:
             return -(-size // tile) * tile
 
+        if granularity == "mx":
+            sides = zip(rhs, columns, strict=True)
+            return cls(
+                granularity=granularity,
+                lhs=_in_stages(lhs, k, in_tiles(rows, shape.tile_m)),
+                rhs=tuple(_in_stages(x, k, in_tiles(n, shape.tile_n)) for x, n in sides),
+            )
         along_k = blocks(k) if granularity == "block" else 1
 
         def with_k(scale: jax.Array, count: int) -> jax.Array:
@@ -158,8 +182,18 @@ class Scaling:
         leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
     ) -> Scales:
         """The loads of the main loop: `lhs`, and the scales of rhs by `load_columns`."""
+        if self.granularity == "mx":
+            of_rhs = load_arranged_columns(columns, segments, shape, leading)
+            return Scales(lhs=lhs, rhs=of_rhs)
         of_rhs = load_columns(columns, segments, shape, self.granularity, leading)
         return Scales(lhs=lhs, rhs=of_rhs)
+
+
+def _in_stages(scale: jax.Array, k: int, rows: int) -> jax.Array:
+    """Scales of "mx", arranged, for a contraction of `k` elements, which may have been padded."""
+    missing = blocks(k) * (BLOCK // MX_BLOCK) - scale.shape[-1]
+    ones = jnp.ones((*scale.shape[:-1], missing), scale.dtype)
+    return arranged(jnp.concatenate([scale, ones], axis=-1) if missing else scale, rows)
 
 
 def load_rows(

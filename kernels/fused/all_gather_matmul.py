@@ -187,10 +187,13 @@ KERNEL = Kernel(
 def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
     """`run` in 8 bits, each rhs transposed: of (lhs, rhs, lhs's scales, the scales of each rhs).
 
-    The scales are as `problem.scales.checked` returns them. Gathered operands are not returned.
+    The scales are as `problem.scales.checked` returns them; lhs's of "mx" are those of all devices'
+    rows. Gathered operands are not returned.
     """
     lhs, rhs, lhs_scale, rhs_scale = operands
     team, shape, m_shard = Team.along(call.axes), call.config.tiles, lhs.shape[0]
+    if call.options.scales == "mx":
+        lhs_scale = lhs_scale.reshape(team.size, m_shard, -1)
     padded = padding.pad_to_tiles(lhs, padding.ROWS)
     sides = [padding.pad_to_tiles(x, padding.COLUMNS) for x in rhs]
     widths = [x.shape[0] for x in sides]
@@ -252,7 +255,8 @@ def _gather(
     by_shard = call.options.return_gathered
     columns = kept_columns(lhs, by_shard)
     pieces = plan(m_shard, config.pull_rows, columns)
-    scales = None if scaling is None else _plan_of_scales(scaling)
+    is_mx = scaling is not None and scaling.granularity == "mx"
+    scales = None if scaling is None or is_mx else _plan_of_scales(scaling)
     return by_shards(
         team,
         pieces,
@@ -263,6 +267,7 @@ def _gather(
         rhs_transposed=turned,
         blocks=call.options.blocks,
         scales=scales,
+        has_mx=is_mx,
     )
 
 

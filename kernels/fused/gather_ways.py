@@ -68,18 +68,19 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredScales:
-    """The scales of lhs, which are gathered as its rows are, and ahead of them.
+    """The scales of lhs, which are gathered as its rows are, and ahead of them, or before the call.
 
     Attributes:
       load: the kernel's refs -> what loads those of a tile's rows, own (`lhs_scales`) and gathered
         (`gathered_scales`).
-      fetch: what is fetched from peers; the key of a place is its index in `received`.
+      fetch: what is fetched from peers; the key of a place is its index in `received`. None where
+        the device has them all before the call.
       shape: of what is gathered.
     """
 
     load: Callable[[Refs], Load]
-    fetch: Fetch
-    shape: tuple[int, ...]
+    fetch: Fetch | None = None
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

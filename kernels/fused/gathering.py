@@ -114,9 +114,10 @@ class _Kernel:
                 num_blocks=refs.num_blocks,
             )
 
-        if self.gather.scales is not None:
+        scales = None if self.gather.scales is None else self.gather.scales.fetch
+        if scales is not None:
             fetch(
-                self.gather.scales.fetch,
+                scales,
                 refs.lhs_scales,
                 refs.gathered_scales,
                 refs.pulled_scales,
@@ -190,7 +191,7 @@ def _gathered(
     """What is gathered, by name, and the buffers that pieces of it are pulled through."""
     kept = dict(gathered=jax.ShapeDtypeStruct(gather.gathered, dtype))
     pulled = [Buffers(slots, *gather.fetch.piece, dtype)]
-    if (scales := gather.scales) is not None:
+    if (scales := gather.scales) is not None and scales.fetch is not None:
         kept["gathered_scales"] = jax.ShapeDtypeStruct(scales.shape, jnp.float32)
         pulled.append(Buffers(slots, *scales.fetch.piece, jnp.float32, name="pulled_scales"))
     return kept, pulled

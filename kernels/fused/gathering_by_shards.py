@@ -19,7 +19,7 @@ from stretto.kernels.engine import stages
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Arrival, Load, Ref, Stream, Tile
-from stretto.kernels.engine.scales import load_rows
+from stretto.kernels.engine.scales import load_arranged_rows, load_rows
 from stretto.kernels.engine.tiles import TileShape, lhs_window, rhs_window
 from stretto.kernels.fused.gather_ways import Gather, GatheredScales, Kept, PlannedFetch
 
@@ -35,6 +35,7 @@ def by_shards(
     rhs_transposed: bool,
     blocks: int = 1,
     scales: PullPlan | None = None,
+    has_mx: bool = False,
 ) -> Gather:
     """Shards `[plan.rows, plan.columns]`, whose pieces `plan` cuts, for a result of `n` columns.
 
@@ -43,7 +44,8 @@ def by_shards(
     With several `blocks` of whole tiles, that a shard consists of, the result has block after
     block, each of all shards.
     `scales` cuts the scales of a shard, `[k / 128 or 1, rows]`, if it has any. They are pulled
-    before its rows, and count as its first chunk.
+    before its rows, and count as its first chunk. With `has_mx`, every device has the scales of all
+    shards from the start.
     """
     kept = Kept(team, by_shard)
     in_block = plan.rows // blocks // shape.tile_m  # Rows of tiles, where there are several.
@@ -71,8 +73,29 @@ def by_shards(
         gathered=(kept.count, plan.rows, columns),
         shards=blocks * team.size,
         complete=complete,
-        scales=None if scales is None else _gathered_scales(team, scales, kept, shape),
+        scales=_scales(team, scales, kept, shape, has_mx),
     )
+
+
+def _scales(
+    team: Team, plan: PullPlan | None, kept: Kept, shape: TileShape, has_mx: bool
+) -> GatheredScales | None:
+    if has_mx:
+        return _all_scales(team, shape)
+    return None if plan is None else _gathered_scales(team, plan, kept, shape)
+
+
+def _all_scales(team: Team, shape: TileShape) -> GatheredScales:
+    """The scales of the shard that a tile takes, of those that this device has of all shards."""
+
+    def load_from(refs: Refs) -> Load:
+        def of_shard(tile: Tile) -> Ref:
+            shard = schedule.shard_of_step(team.device_id(), tile.step, team.size)
+            return refs.lhs_scales.at[shard]
+
+        return load_arranged_rows(of_shard, shape)
+
+    return GatheredScales(load=load_from)
 
 
 def _gathered_scales(team: Team, plan: PullPlan, kept: Kept, shape: TileShape) -> GatheredScales:

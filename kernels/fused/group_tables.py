@@ -53,6 +53,12 @@ def row_tiles(
     return jnp.stack([group, first // ALIGNED, *own], axis=1).astype(jnp.int32)
 
 
+def rows_of_tiles(sizes: jax.Array, m: int, tile_m: int, most: int) -> jax.Array:
+    """The row in each row of each tile of `row_tiles`, int32 `[most * tile_m]`; maybe beyond m."""
+    first = row_tiles(sizes, m, tile_m, most)[:-1, 1:2] * ALIGNED
+    return (first + jnp.arange(tile_m, dtype=jnp.int32)).reshape(-1)
+
+
 def k_tiles_of(sizes: jax.Array, m: int, tile_k: int) -> tuple[jax.Array, jax.Array]:
     """The tiles along the contraction, int32 `[g, 3]`, and rows to be copied, `[g, 2 * tile_k]`.
 

@@ -131,11 +131,9 @@ def _loads(
     """The loads of the scales of `_as_loaded`."""
     if granularity == "mx":
         return Scales(
-            lhs=engine_scales.load_arranged(
-                [refs.lhs_scales], Segments((1,)), lambda tile: tile.m, config.tile_m
-            ),
-            rhs=engine_scales.load_arranged(
-                [refs.rhs_scales], segments, lambda tile: tile.n, config.tile_n
+            lhs=engine_scales.load_arranged_rows(lambda _: refs.lhs_scales, config),
+            rhs=engine_scales.load_arranged_columns(
+                [refs.rhs_scales], segments, config, lambda tile: ()
             ),
         )
     return Scales(

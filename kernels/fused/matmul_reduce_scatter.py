@@ -43,7 +43,7 @@ from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
 from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Transfer
-from stretto.kernels.engine.scales import Scaling, load_rows
+from stretto.kernels.engine.scales import Scaling, load_arranged_rows, load_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
@@ -291,8 +291,9 @@ def _product(
 
 def _scales(refs: Refs, scaling: Scaling, team: Team, n: int, shape: TileShape) -> Scales:
     """The scales of the rows of the device whose result a tile belongs to, and of all columns."""
+    load = load_arranged_rows if scaling.granularity == "mx" else load_rows
     return scaling.parts(
-        load_rows(lambda tile: refs.lhs_scales.at[owner_of(team, tile)], shape),
+        load(lambda tile: refs.lhs_scales.at[owner_of(team, tile)], shape),
         refs.rhs_scales,
         Segments.of([n], shape.tile_n),
         shape,

@@ -34,6 +34,8 @@ def scaled(problem: Problem) -> str | None:
             return f"the kernel takes {' and '.join(FP8)} with scales, not {dtype}."
     if problem.machine.architecture not in (HOPPER, BLACKWELL):
         return "products with scales are built for Hopper and Blackwell GPUs only."
+    if problem.types.scales == "mx" and problem.machine.architecture != BLACKWELL:
+        return "scales in float8_e8m0fnu are applied by the tensor cores of Blackwell GPUs only."
     return _of_result(problem)
 
 

@@ -50,7 +50,7 @@ class PullConfig:
                 " takes at most 256 elements a side."
             )
         needed = self.smem_bytes(problem.types.itemsize) + scales_bytes(self.tiles, problem)
-        if problem.types.scales is not None:
+        if problem.types.scales in ("row", "block"):  # Those of "mx" are not pulled.
             needed += self.pull_slots * SCALE_BYTES * math.prod(scale_piece(problem.types.scales))
         if needed > SMEM_BYTES:
             raise ValueError(

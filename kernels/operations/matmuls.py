@@ -97,10 +97,11 @@ def all_gather_matmul(
       lhs_scale, rhs_scale: scales in float32 of operands in 8 bits (`float8_e4m3fn`,
         `float8_e5m2`, also mixed), made by `stretto.quantise`. A device's lhs `[..., k]` takes
         `[]`, `[..., 1]` or `[..., k / 128]`; its rhs `[]`, `[1, n]` or `[k / 128, n / 128]`,
-        transposed as rhs is; several rhs take a tuple. Scales are gathered with their operand. A
-        missing one is 1. The result is bfloat16 by default. The kernel needs a transposed rhs,
-        `[n, k]`, and gather_axis "m" or, without blocks, "n". There is no derivative (`stretto.fp8`
-        has one).
+        transposed as rhs is; several rhs take a tuple. Or both in float8_e8m0fnu, `[..., k / 32]`
+        and `[n, k / 32]` of a transposed rhs, whose kernel is for Blackwell. Scales are gathered
+        with their operand. A missing one is 1. The result is bfloat16 by default. The kernel needs
+        a transposed rhs, `[n, k]`, and gather_axis "m" or, without blocks, "n". There is no
+        derivative (`stretto.fp8` has one).
       config: of the fused kernel, or `node_config.Config` for several nodes; chosen for the
         shape by default.
       backend: "auto" (the fused kernel where it is faster), "pallas" (the fused kernel, or an

@@ -2,7 +2,7 @@
 
 | `gather_axis` | what is gathered | served by |
 |---|---|---|
-| "m" | rows of lhs, their scales ahead of them | the kernel |
+| "m" | rows of lhs, their scales ahead of them | the kernel; scales of "mx" by XLA before it |
 | "n" | rows of transposed rhs, as weights of fully sharded data parallelism | the kernel, as rows of the transposed problem; XLA for blocks |
 | "k" | columns of lhs, each device's with scales of their own | XLA |
 
@@ -60,7 +60,7 @@ def gather(
     operands = Operands.checked(gather_axis, axis, lhs, rhs, transposed, devices, scaled=True)
     sides = operands.sides
     granularity, of_lhs, of_rhs = scales.checked(
-        op, lhs, sides, lhs_scale, each(op, rhs_scale, sides), rhs_transposed=transposed
+        op, lhs, sides, lhs_scale, each(op, rhs_scale, sides), rhs_transposed=transposed, mx=True
     )
     found = fitted(op, epilogues.of(op, asked.epilogue), operands.products(), jnp.float32)
     options = GatherOptions(
@@ -97,6 +97,8 @@ def gather(
         if gather_axis == "n":
             rows, _, of_rows, _ = moved
             moved = sides[0], (rows,), of_rhs[0], (of_rows,)
+        if granularity == "mx":
+            moved = (*moved[:2], _everywhere(moved[2], axes), moved[3])
         outs, _ = operands.results(launch(alike(moved, axes), flat), None)
         return outs if inside or form is None else form.after(outs, arrays)
 
@@ -152,6 +154,12 @@ def gather_reference(
     if options.epilogue is not None:
         outs = options.epilogue.results(outs, arrays[0] if arrays else ())
     return tuple(out.astype(options.out_dtype) for out in outs)
+
+
+def _everywhere(scale: jax.Array, axes: Axes) -> jax.Array:
+    """Scales of "mx" of all devices' rows, which the kernel does not gather: 1/32 of the bytes."""
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    return jax.lax.bitcast_convert_type(collectives.all_gather(bits, axes, axis=0), scale.dtype)
 
 
 def _each_column(rhs: jax.Array, scale: jax.Array, axis: int) -> jax.Array:

@@ -31,7 +31,7 @@ def grouped(
     (lhs, rhs, rows), (lhs_scale, rhs_scale) = operands, given
     transposed = options.rhs_transposed
     granularity, of_lhs, (of_rhs,) = scales.checked(
-        op, lhs, [rhs], lhs_scale, [rhs_scale], rhs_transposed=transposed
+        op, lhs, [rhs], lhs_scale, [rhs_scale], rhs_transposed=transposed, mx=True
     )
     options = dataclasses.replace(options, scales=granularity)
     types = types_of(lhs, rhs, options)

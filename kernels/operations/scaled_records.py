@@ -24,7 +24,7 @@ from stretto.kernels.problem.work import Work
 
 
 def record(kind: scales.Granularity, public: Callable[..., Any], plain: Operation) -> Operation:
-    """The record of `public` with scales of a granularity: "row" (one of a tensor too) or "block".
+    """The record of `public` with scales of a granularity: "row" (one of a tensor too) or others.
 
     In tables it has its own name, such as "all_gather_matmul_fp8_block". `plain` is the record of
     the same operation without scales; it has the sizes.
@@ -43,7 +43,7 @@ def record(kind: scales.Granularity, public: Callable[..., Any], plain: Operatio
     }
     return dataclasses.replace(
         plain,
-        name=f"{plain.name}_fp8" + "_block" * (kind == "block"),
+        name=f"{plain.name}_fp8" + (f"_{kind}" if kind != "row" else ""),
         public=public,
         reference=references[plain.name],
         forward=None,
@@ -73,7 +73,11 @@ def _work(problem: Problem, *, plain: Operation) -> Work:
     if traffic is None or not traffic.gathers:
         return work
     rows, columns = traffic.shape
-    more = scales.SCALE_BYTES * (scales.blocks(columns) if problem.types.scales == "block" else 1)
+    more = {
+        "row": scales.SCALE_BYTES,
+        "block": scales.SCALE_BYTES * scales.blocks(columns),
+        "mx": -(-columns // scales.MX_BLOCK),
+    }[problem.types.scales or "row"]
     return dataclasses.replace(
         work, traffic=dataclasses.replace(traffic, shape=(rows, columns + more))
     )
@@ -88,12 +92,15 @@ def _example_operands(
     shapes = [(m, 1), (*groups, n, 1)]
     if kind == "block":
         shapes = [(m, scales.blocks(k)), (*groups, scales.blocks(n), scales.blocks(k))]
+    if kind == "mx":
+        shapes = [(*x[:-1], -(-k // scales.MX_BLOCK)) for x in shapes]
+    dtype = "float8_e8m0fnu" if kind == "mx" else "float32"
     values = [Operand(shape=shape, dtype=scales.FP8[0]) for shape in ((m, k), (*groups, n, k))]
     return (
         *values,
         *others,
         *(
-            Operand(shape=shape, dtype="float32", draw=functools.partial(_drawn, shape=shape))
+            Operand(shape=shape, dtype=dtype, draw=functools.partial(_drawn, shape=shape))
             for shape in shapes
         ),
     )

@@ -108,12 +108,12 @@ def _of_pairs(
     """
     of_lhs, of_rhs = each(op, lhs_scale, pairs[0]), each(op, rhs_scale, pairs[1])
     found = [
-        scales.checked(op, x, [y], of_x, [of_y], rhs_transposed=transposed)
+        scales.checked(op, x, [y], of_x, [of_y], rhs_transposed=transposed, mx=True)
         for x, y, of_x, of_y in zip(*pairs, of_lhs, of_rhs, strict=True)
     ]
     kinds = {kind for kind, _, _ in found}
     if len(kinds) > 1:
         raise ValueError(
-            f"{op}: some pairs have scales of blocks and others of rows; give all the same."
+            f"{op}: pairs have scales of {' and '.join(sorted(kinds))}; give all the same."
         )
     return found[0][0], tuple(x for _, x, _ in found), tuple(y for _, _, (y,) in found)

@@ -34,8 +34,8 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 type Granularity = Literal["row", "block", "mx"]
 
-GRANULARITIES: tuple[Granularity, ...] = ("row", "block")
-"""That kernels know; one scale of a tensor is spread to one of these."""
+GRANULARITIES: tuple[Granularity, ...] = ("row", "block", "mx")
+"""That kernels know; one scale of a tensor is spread to "row" or "block"."""
 
 
 def blocks(size: int) -> int:
@@ -74,6 +74,11 @@ def checked(
                 " quantise it (stretto.quantise), or leave out the scales."
             )
     if mx and any(_is_mx(scale) for scale in (lhs_scale, *rhs_scale)):
+        if not rhs_transposed:
+            raise ValueError(
+                f"{op}: scales in float8_e8m0fnu lie along k of rhs [n, k]; pass it so, with"
+                " rhs_transposed=True."
+            )
         return "mx", *_checked_mx(op, lhs, rhs, lhs_scale, rhs_scale)
     sides = [_Side.of(x, transposed=rhs_transposed) for x in rhs]
     rows = _Side(lead=lhs.shape[:-1], k=lhs.shape[-1], rows=1, transposed=True)

@@ -4,7 +4,7 @@
 |---|---|---|
 | "row" | cuBLAS's product of 8 bits, times the scales in float32 | dequantised, in float32 |
 | "row", both float8_e5m2, which cuBLAS lacks | the values as bfloat16, which is exact, times the scales | the same |
-| "block" | dequantised to bfloat16: XLA has no such product for Hopper (JAX 0.11.2) | the same |
+| "block", "mx" | dequantised to bfloat16: XLA has no such product for Hopper (JAX 0.11.2) | the same |
 
 cuBLAS adds up with "fast accumulation", as the kernels do with such scales: XLA takes it at JAX's
 default precision, and `jax.default_matmul_precision("highest")` around the call takes float32's.
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.kernels.problem.machine import Machine
-from stretto.kernels.problem.scales import Granularity
+from stretto.kernels.problem.scales import MX_BLOCK, Granularity
 from stretto.kernels.xla import ragged
 from stretto.kernels.xla.quantisation import as_rounded, dequantise
 
@@ -43,8 +43,11 @@ def scaled_matmul(
     may be of several equal parts along k, each with scales of its own, which lie side by side.
     """
     parts = jnp.split(lhs, lhs_parts, axis=-1), jnp.split(lhs_scale, lhs_parts, axis=-1)
-    if granularity == "block":
+    if granularity != "row":
         wide = compute_dtype()
+        if granularity == "mx":  # Of one type with those of "block", an element for each 32.
+            parts = parts[0], [_of_elements(s, x) for x, s in zip(*parts, strict=True)]
+            rhs_scale = _of_elements(rhs_scale, rhs)
         dequantised = [dequantise(x, of_x, wide) for x, of_x in zip(*parts, strict=True)]
         whole = jnp.concatenate(dequantised, axis=-1)
         return _product(whole, dequantise(rhs, rhs_scale, wide), rhs_transposed)
@@ -55,6 +58,12 @@ def scaled_matmul(
     ]
     product = functools.reduce(jnp.add, products)
     return product * (rhs_scale.T if rhs_transposed else rhs_scale)
+
+
+def _of_elements(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """A scale of "mx" for each element of x, in float32."""
+    repeated = jnp.repeat(scale.astype(jnp.float32), MX_BLOCK, axis=-1)
+    return repeated[..., : x.shape[-1]]
 
 
 def sum_of_scaled_products(
@@ -89,7 +98,9 @@ def scaled_ragged_matmul(
     """
     wide, m = compute_dtype(), lhs.shape[0]
     sizes, row = jnp.diff(ends, prepend=0), jnp.arange(m)
-    if granularity == "block":
+    if granularity == "mx":
+        lhs_scale, rhs_scale = _of_elements(lhs_scale, lhs), _of_elements(rhs_scale, rhs)
+    if granularity != "row":
         values = dequantise(lhs, lhs_scale, wide), dequantise(rhs, rhs_scale, wide)
     else:
         values = as_rounded(lhs).astype(wide), as_rounded(rhs).astype(wide)

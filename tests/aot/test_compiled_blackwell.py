@@ -102,6 +102,16 @@ def test_operations_in_eight_bits(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_operations_with_scales_of_the_tensor_cores(tmp_path):
+    compiled = compile_case("Blackwell fp8, mx", tmp_path)
+    assert len(compiled) == 4
+    for program in compiled:
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["warnings"], program["label"]
+            assert ".kind::mxf8f6f4.block_scale.scale_vec::1X" in kernel["ptx"], program["label"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["product", "rest"])
 def test_rows_in_groups(which, tmp_path):
     for program in compile_case(f"Blackwell groups, {which}", tmp_path):

@@ -12,6 +12,7 @@ from selection import slow
 from stretto.benchmarks import across_nodes
 from stretto.benchmarks.cases.meshes import mesh_of_nodes
 from stretto.benchmarks.errors import BenchmarkError
+from stretto.benchmarks.measurements import nodes
 from stretto.benchmarks.peers.across_nodes import HIERARCHICAL, peers_across_nodes
 from stretto.benchmarks.peers.peer import MATMUL
 from stretto.benchmarks.timing import programs
@@ -65,10 +66,21 @@ def test_what_it_writes(tmp_path, capsys):
     (result,) = written["results"]
     versions = result["versions"]
     assert list(versions) == [*LABELS, "Stretto, 1 pieces"]
+    assert nodes.read(path).results[0].versions["Stretto, 1 pieces"].backend == "xla"
     for name, found in versions.items():
         assert 0 < found["p10"] <= found["median"] <= found["p90"]
         assert ("difference" in found) == (name not in ("XLA flat", "matmul alone"))
     assert capsys.readouterr().out.startswith("all_gather_matmul 64x64x64 (us): XLA flat ")
+
+
+def test_files_of_another_kind(tmp_path):
+    path = tmp_path / "across.json"
+    with pytest.raises(BenchmarkError, match=r"No such file.*; pass what across_nodes.py wrote"):
+        nodes.read(path)
+    run(operations="all_gather", shapes="64x64", backend="xla", json=path)
+    path.write_text(path.read_text().replace("across-nodes/1", "across-nodes/9"))
+    with pytest.raises(BenchmarkError, match="schema 'stretto-across-nodes/9' is not 'stretto-acr"):
+        nodes.read(path)
 
 
 def named(on_gpu=True, **options):

@@ -111,6 +111,17 @@ def test_a_node_has_no_network_and_single_devices_no_machine_file():
         machine_of.target_of(links_of(2, 1, rates))
 
 
+def test_nodes_of_one_device_take_the_links_within_from_another_file():
+    rates = {(WITHIN, False): 360.0, (BETWEEN, False): 48.0, (BETWEEN, True): 24.0}
+    node = machine_of.target_of(links_of(1, 2, rates))
+    found = machine_of.target_of(links_of(2, 1, rates), within=node)
+    assert (found.gpus_per_node, found.within) == (1, node.within)
+    assert found.between is not None and found.between.gb_per_s == 48
+    assert found.sources["within.latency_us"] == node.sources["within.latency_us"]
+    with pytest.raises(BenchmarkError, match="pass --within with a machine file that was measured"):
+        machine_of.target_of(links_of(2, 1, rates), within=machine_file.read("hgx-h200"))
+
+
 def test_it_runs_in_one_process(tmp_path, capsys):
     """Four nodes of two; nothing is published of a CPU, which the file then lacks."""
     path = tmp_path / "m.toml"

@@ -13,6 +13,7 @@ import pytest
 
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.commands import bench as command
+from stretto.benchmarks.commands import predicted as command_of_pages
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError
 from stretto.benchmarks.pages import predicted as pages
 from stretto.benchmarks.predict import fitting, model, network, noted, pipelines, samples
@@ -31,17 +32,22 @@ def timed(name, devices, sizes, how="auto", target=H200, **fields):
     return call_time(model.model(), dataclasses.replace(case, **fields), target, how)
 
 
+def everything():
+    """The rows of calls within a node and over nodes."""
+    return [*checked.calls(), *checked.over_nodes()]
+
+
 class TestChecked:
     """A new kernel, with its results, has to keep these true."""
 
     def test_matmuls(self):
-        rows = [row for row in checked.calls() if checked.is_matmul(row)]
+        rows = [row for row in everything() if checked.is_matmul(row)]
         assert len(rows) > 400
         for one in [checked.summary("all", rows), *checked.summaries(rows)]:
             assert one.median <= 0.10, one
 
     def test_collectives(self):
-        rows = [row for row in checked.calls() if not checked.is_matmul(row)]
+        rows = [row for row in everything() if not checked.is_matmul(row)]
         for one in checked.summaries(rows):
             assert one.median <= 0.10, one
 
@@ -50,7 +56,8 @@ class TestChecked:
         assert found.times >= 50 and found.median <= 0.15 and found.inside >= 0.95, found
 
     def test_intervals_hold_what_was_measured(self):
-        assert checked.summary("all", checked.calls()).inside >= 0.95
+        assert checked.summary("all", everything()).inside >= 0.95
+        assert checked.summary("nodes", checked.over_nodes(settled=True)).inside >= 0.95
 
     def test_all_committed_results_are_there(self):
         """On 1, 2 and 4 devices of both cards; a new file's cards need a machine file."""
@@ -58,6 +65,9 @@ class TestChecked:
         assert {row.devices for row in rows} == {1, 2, 4}
         assert len({row.where for row in rows}) == 4
         assert len(rows) + len(checked.older_calls()) > 950
+        nodes = checked.over_nodes()
+        assert len(nodes) >= 30 and {row.devices for row in nodes} == {2}
+        assert {row.group for row in nodes} >= set(checked.NODES.values())
 
     def test_noted_steps_name_a_commit(self):
         for source in noted.times().sources.values():
@@ -177,7 +187,7 @@ class TestPages:
     """The pages are made by `stretto bench predicted`; their last digits may differ elsewhere."""
 
     def test_predicted_beside_measured(self):
-        names = [path.name for path in samples.committed()]
+        names = command_of_pages._names()
         assert_alike((DOCS / "results" / "predicted.md").read_text(), pages.page(names))
 
     def test_summary_and_parameters(self):

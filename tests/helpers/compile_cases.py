@@ -624,6 +624,23 @@ def fp8_fused(*names: str, target: str = "h100") -> Iterator[Program]:
                 yield f"{name}, float32", *scaled_cases.program(name, kind, mesh, **options)
 
 
+def fp8_mx(*names: str) -> Iterator[Program]:
+    """The matmuls in 8 bits with scales that Blackwell's tensor cores apply, groups as well."""
+    mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
+    for name in names:
+        yield f"{name}, mx", *scaled_cases.program(name, "mx", mesh)
+    e4m3, e8 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    operands = [((4096, 2048), e4m3), ((8, 1536, 2048), e4m3), ((8,), jnp.int32)]
+    operands += [((4096, 64), e8), ((8, 1536, 64), e8)]
+
+    def call(lhs, rhs, sizes, lhs_scale, rhs_scale):
+        given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, backend="pallas")
+        return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, **given)
+
+    one = aot.mesh_of_gpus((1,), ("x",), target="b200")
+    yield "grouped_matmul, mx", *on_one(call, one, operands)
+
+
 def fp8_groups(target: str = "h100") -> Iterator[Program]:
     """Groups of rows in 8 bits."""
     mesh = aot.mesh_of_gpus((1,), ("x",), target=target)
@@ -829,6 +846,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "Blackwell fp8, scales of the tensor cores": functools.partial(
         blackwell_fp8, "blocks of 32", "blocks of 32, pairs"
     ),
+    "Blackwell fp8, mx": functools.partial(fp8_mx, *scaled_cases.NAMES),
     "sums and norms": sums_and_norms,
     "through the heap of 2": functools.partial(through_the_heap, 2, 6144),
     "through the heap of 8": functools.partial(through_the_heap, 8, 8192),
@@ -858,7 +876,12 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
 # The case, of those above, in which the kernel of an operation is certain to be.
 COMPILED_BY: dict[str, str] = {
     **{name: f"configs of {name}" for name in cases.OPERATIONS},
-    **{name: f"fp8, {record.public.__name__}" for name, record in SCALED.items()},
+    **{
+        name: f"fp8, {record.public.__name__}"
+        if record.examples.scales != "mx"
+        else "Blackwell fp8, mx"
+        for name, record in SCALED.items()
+    },
     **{name: f"gathers of {name}" for name in cases.GATHERS},
     **dict.fromkeys(subjects.COLLECTIVES, "collectives"),
     "grouped_matmul": "example of grouped_matmul",

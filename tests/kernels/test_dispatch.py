@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import fused_cases as cases
@@ -15,14 +14,17 @@ from jax.sharding import PartitionSpec as P
 from problems import choose, entry, problem
 
 import stretto as st
+from stretto.benchmarks.cases.case import Case
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
+from stretto.kernels.choice import choose as choosing
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused import all_gather_matmul as all_gather_matmul_kernel
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import KNOWN, OPERATIONS
 from stretto.kernels.problem import node_config
+from stretto.kernels.problem.machine import Machine
 
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
 
@@ -240,11 +242,14 @@ class TestChoice:
         far = choose(problem(kind="NVIDIA B200", m=64))
         assert far.backend == "xla" and "for this call" in far.reason
 
-    def test_collectives_too_are_left_to_xla_on_blackwell(self):
-        on_b200 = dataclasses.replace(
-            problem(kind="NVIDIA B200"), operation="all_gather", sizes={"m": 4096, "n": 8192}
-        )
-        choice = choose(on_b200)
+    @pytest.mark.parametrize("name", KNOWN)
+    def test_every_operation_is_left_to_xla_on_blackwell(self, name):
+        """Collectives, experts, attention and operands in 8 bits, too."""
+        operation = KNOWN[name]
+        (sizes, *_) = operation.examples.shapes("tiny", 4)
+        case = Case(operation=operation, sizes=sizes, dtype="bfloat16", devices=4)
+        machine = Machine.of_kind("gpu", "NVIDIA B200")
+        choice = choosing.choose(operation, case.problem(machine), "auto")
         assert choice.backend == "xla" and "never run on such a GPU" in choice.reason
 
     def test_tiles_of_another_architecture(self):

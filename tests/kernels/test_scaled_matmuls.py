@@ -23,7 +23,12 @@ from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.choice import choose
 from stretto.kernels.engine.blackwell import tile_config as blackwell
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8, TileConfig
-from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from stretto.kernels.fused import (
+    all_gather_matmul,
+    grouped_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from stretto.kernels.fused.pull_config import PullConfig
 from stretto.kernels.operations import SCALED
 from stretto.kernels.problem.machine import Machine
@@ -290,29 +295,6 @@ def test_a_batch_along_another_axis():
 # --- Groups of rows -------------------------------------------------------------------------------
 
 
-def groups(kind, backend, **options):
-    """(the result, what is right) of groups of 40, 0 and 30 rows; 10 of none have NaN."""
-    sizes, (m, k, n) = (40, 0, 30), (80, 256, 72)
-    lhs, rhs = cases.whole_numbers(0, m, k), cases.whole_numbers(1, 3, n, k)
-    each = [scaled_cases.scales(kind, m, k, n) for _ in sizes]
-    of_lhs, of_rhs = each[0][0], np.stack([2.0**i * y for i, (_, y) in enumerate(each)])
-    want, first = np.zeros((m, n), np.float32), 0
-    for i, size in enumerate(sizes):
-        rows = slice(first, first + size)
-        whole = scaled_cases.exact(lhs, rhs[i], of_lhs, of_rhs[i])
-        want[rows] = whole[rows]
-        first += size
-    of_lhs[first:] = np.nan
-
-    @jax.jit
-    def call(lhs, rhs, sizes, of_lhs, of_rhs):
-        given = dict(lhs_scale=of_lhs, rhs_scale=of_rhs, out_dtype=F32) | options
-        return st.grouped_matmul(lhs, rhs, sizes, rhs_transposed=True, backend=backend, **given)
-
-    values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E5M2), jnp.asarray(sizes)
-    return np.asarray(call(*values, of_lhs, jnp.asarray(of_rhs, F32))), want
-
-
 @pytest.mark.parametrize(
     ("kind", "tiles"),
     [
@@ -322,11 +304,11 @@ def groups(kind, backend, **options):
     ],
 )
 def test_groups(kind, tiles):
-    from stretto.kernels.fused import grouped_matmul
-
-    np.testing.assert_array_equal(*groups(kind, "xla"))
+    np.testing.assert_array_equal(*scaled_cases.groups(kind, "xla"))
     with st.simulate(core_count=2) as report:
-        out, want = groups(kind, "simulator", config=grouped_matmul.Config(tiles=tiles))
+        out, want = scaled_cases.groups(
+            kind, "simulator", config=grouped_matmul.Config(tiles=tiles)
+        )
     assert report.ok
     np.testing.assert_array_equal(out, want)
 
@@ -486,6 +468,9 @@ def test_memory_that_scales_take(kind_of_gpu):
                     machine=Machine.of_kind("gpu", kind_of_gpu),
                 )
                 (kernel,) = record.kernels
+                if kernel.obstacle(problem) is not None:
+                    assert (kind, kind_of_gpu) == ("mx", "NVIDIA H200")
+                    continue
                 kernel.default(problem).check(problem)
                 tried = list(kernel.candidates(problem))
                 assert tried
