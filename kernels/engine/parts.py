@@ -148,11 +148,16 @@ class Epilogue(Protocol):
         ...
 
 
-def elementwise(fun: epilogues.Function | None) -> Epilogue | None:
-    """The epilogue of an elementwise function, which does not depend on the elements' places."""
+def elementwise(
+    fun: epilogues.Function | None, forms: epilogues.Forms = epilogues.AS_WRITTEN
+) -> Epilogue | None:
+    """The epilogue of an elementwise function, which does not depend on the elements' places.
+
+    Its activations are in `forms` (`kernel_forms`).
+    """
     if fun is None:
         return None
-    plain = epilogues.without_derivatives(fun)
+    plain = epilogues.without_derivatives(fun, forms)
     return lambda piece, tile, row, column: plain(piece)
 
 
