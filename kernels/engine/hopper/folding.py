@@ -13,7 +13,9 @@ from typing import Protocol
 import jax
 from jax.experimental import pallas as pl
 
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.lagging import Lag
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.parts import Ref, Tile
 
@@ -39,18 +41,25 @@ class Summing:
 
     block: Block
     products: Products
+    lag: Lag | None = None
 
     def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of the tile's products, in this warpgroup's rows; and the next stage."""
         k_tiles = self.block.k_tiles(tile)
 
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
-            following = self.products.add(acc, 0, k_tiles, stage)
+            following = self._add(acc, k_tiles, stage)
             return acc[...], following
 
         total, stage = pl.run_scoped(multiply, self.products.accumulator())
         self.products.release_last(k_tiles, stage)
         return total, stage
+
+    def _add(self, acc: Ref, k_tiles: Int, stage: jax.Array) -> jax.Array:
+        num_stages = self.products.ring.num_stages
+        if self.lag is not None and isinstance(k_tiles, int) and self.lag.suits(k_tiles, num_stages):
+            return self.lag.add(self.products, acc, k_tiles, stage)
+        return self.products.add(acc, 0, k_tiles, stage)
 
     def bring(self, tile: Tile) -> None:
         """Nothing is needed."""

@@ -23,7 +23,7 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper import adding, applying, pieces, scaling
+from stretto.kernels.engine.hopper import adding, applying, lagging, pieces, scaling
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding, Summing
@@ -105,6 +105,7 @@ class Matmul:
                 copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
+            **(lagging.scratch(self.config) if self.product.fold is Sum else {}),
             **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
             **(
@@ -149,17 +150,20 @@ class Matmul:
         spare, multiplying = self.registers[self.product.fold]
         of_tile = self._load_of_tile(block, scratch)
         beside = self._applying(block, buffers, scratch)
-        refill = None
+        of_stage = refill = None
         if beside is not None:
-            of_tile = beside.load_vectors
-            refill = beside.load_piece if beside.beside.has_matrix else None
+            of_tile = beside.load_of_tile
+            of_stage = beside.load_of_stage if beside.paced else None
+            refill = beside.load_piece if beside.beside.has_matrix and not beside.paced else None
         return [
             Role(
                 functools.partial(multiply, block, stages, buffers, folding, beside),
                 warpgroups=self.config.warpgroups,
                 registers=multiplying,
             ),
-            Role(functools.partial(load, block, gates, stages, of_tile), registers=spare),
+            Role(
+                functools.partial(load, block, gates, stages, of_tile, of_stage), registers=spare
+            ),
             Role(functools.partial(store, block, buffers, folding.bring, refill), registers=spare),
         ]
 
@@ -178,7 +182,8 @@ class Matmul:
                 added=scratch["added"],
                 scaling=scaled,
             )
-        return scaled or Summing(block=block, products=products)
+        lag = lagging.lag(self.config, scratch)
+        return scaled or Summing(block=block, products=products, lag=lag)
 
     def _scaling(
         self, block: Block, products: Products, scratch: Mapping[str, Ref]
@@ -194,9 +199,9 @@ class Matmul:
         self, block: Block, buffers: Pieces, scratch: Mapping[str, Ref]
     ) -> Applying | None:
         """What applies an epilogue that takes more than the total; None where there is none."""
-        if self.product.beside is None or block.parts.beside is None:
+        if self.product.beside is None:
             return None
-        return applying.applying(self.product.beside, block.parts.beside, buffers, scratch)
+        return applying.applying(self.product.beside, block.parts, buffers, scratch)
 
     def _load_of_tile(
         self, block: Block, scratch: Mapping[str, Ref]

@@ -1,0 +1,110 @@
+"""A warpgroup that is behind the other (`lag`), and a matrix that is loaded along the contraction."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from local_epilogue import local_epilogue
+
+import stretto as st
+from stretto.distributed.simulator import DeadlockError, SimulatorParams
+from stretto.kernels.engine.hopper.applying import Applying
+from stretto.kernels.engine.hopper.lagging import Lag
+from stretto.kernels.engine.hopper.tile_config import TileConfig
+from stretto.kernels.fused.local_matmul import local_matmul
+
+M, K, N = 200, 320, 272  # Five stages; two tiles down, and two across of 256 columns.
+LAGGING = TileConfig(lag=2, num_stages=3)
+BOTH = dataclasses.replace(LAGGING, paced=True)
+FEW_BUFFERS = dataclasses.replace(BOTH, tile_n=128, num_stages=2, store_buffers=1)
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(cases.whole_numbers(seed, *shape), jnp.bfloat16)
+
+
+def lagging(config=LAGGING, **settings):
+    """The product of a kernel, and what it should be; on one device, one block."""
+    x, w = draw(0, M, K), draw(1, K, N)
+    with st.simulate(seed=3, core_count=1, **settings) as report:
+        found = local_matmul(x, w, config=config, interpret=SimulatorParams())
+        found = np.asarray(found, np.float32)
+    return found, np.asarray((x.astype(jnp.float32) @ w).astype(x.dtype), np.float32), report
+
+
+def with_residual(config, k=K, **settings):
+    """The same of a product of `k` columns and a residual."""
+    x, w, r = draw(0, M, k), draw(1, k, N), draw(2, M, N)
+    epilogue = st.epilogues.residual(r)
+    with st.simulate(seed=3, core_count=1, **settings) as report:
+        found = local_epilogue(x, [w], epilogue, config=config, interpret=SimulatorParams())
+        found = np.asarray(found, np.float32)
+    expected = (x.astype(jnp.float32) @ w + r).astype(x.dtype)
+    return found, np.asarray(expected, np.float32), report
+
+
+def test_products_of_a_warpgroup_that_is_behind():
+    found, expected, _ = lagging()
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "k"),
+    [
+        (BOTH, K),
+        pytest.param(FEW_BUFFERS, K, marks=pytest.mark.slow),
+        pytest.param(BOTH, 136, marks=pytest.mark.slow),  # It fits into the ring.
+    ],
+)
+def test_a_matrix_that_is_loaded_along_the_contraction(config, k):
+    found, expected, _ = with_residual(config, k)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_second_warpgroup_waits_for_the_first(monkeypatch):
+    """Without the first one's word it waits for ever."""
+    arrive = plgpu.barrier_arrive
+
+    def add(self, products, acc, k_tiles, stage):
+        monkeypatch.setattr(plgpu, "barrier_arrive", deaf(self.first_started))
+        try:
+            return original(self, products, acc, k_tiles, stage)
+        finally:
+            monkeypatch.setattr(plgpu, "barrier_arrive", arrive)
+
+    def deaf(barrier):
+        return lambda ref: None if ref is barrier else arrive(ref)
+
+    original = Lag.add
+    monkeypatch.setattr(Lag, "add", add)
+    with pytest.raises(DeadlockError, match="first_started"):
+        lagging()
+
+
+@pytest.mark.slow
+def test_a_buffer_is_not_overwritten_before_it_is_stored(monkeypatch):
+    def at_once(self, tile, index):
+        self.load_piece(tile, index)
+
+    monkeypatch.setattr(Applying, "_load_when_free", at_once)
+    found, expected, report = with_residual(BOTH, on_finding="record")
+    assert not report.ok or not np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(lag=4), "lag=4 must be from 0 to num_stages=3"),
+        (dict(lag=-1), "lag=-1 must be"),
+        (dict(lag=1, tile_m=192, tile_n=128), "three warpgroups multiply"),
+    ],
+)
+def test_a_lag_that_cannot_be(given, said):
+    with pytest.raises(ValueError, match=said):
+        TileConfig(**given).check()
