@@ -9,8 +9,8 @@
 A piece of the matrix is loaded into the buffer from which the same piece of the result is stored: the
 warpgroup reads it, and overwrites it with the result. The storing warp loads the first pieces of a
 tile once the previous tile's stores have read the buffers: during the products. With
-`TileConfig.paced` the loading warp does, one piece after another along the contraction, so that they
-come between stages and not all at once; it waits for `free` (`pieces`).
+`TileConfig.paced` the loading warp does, one piece after another along a long contraction, so that
+they come between stages and not all at once; it waits for `free` (`pieces`).
 
 Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 """  # noqa: E501
@@ -18,7 +18,6 @@ Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int
+from stretto.distributed.schedule import Int, div, rem
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Beside, BesideParts, Parts, Ref, Tile
@@ -46,7 +45,8 @@ class Applying:
       vectors: in shared memory, `[tile_m]` of rows and the result's `[tile_n]` of columns.
       full, empty: barriers of the vectors; None where there are none.
       loaded: barriers of the matrix's pieces, one a buffer; None without a matrix.
-      paced_over: tiles along the contraction over which a matrix is loaded; 0 if at the beginning.
+      pace: tiles along the contraction after which the loading warp loads one more piece of the
+        matrix; 0 where the storing warp loads all of them before.
     """
 
     beside: Beside
@@ -56,39 +56,24 @@ class Applying:
     full: Ref
     empty: Ref
     loaded: Ref
-    paced_over: int = 0
-
-    @property
-    def paced(self) -> bool:
-        """Whether the loading warp loads the matrix."""
-        return self.paced_over > 0
+    pace: int = 0
 
     def load_of_stage(self, tile: Tile, k: jax.Array) -> None:
-        """Called in the loading warp after each stage of a tile, with `paced`."""
-        for index, at in enumerate(self._stages_of_pieces()):
-            pl.when(k == at)(functools.partial(self._load_when_free, tile, index))
+        """Called in the loading warp after each stage of a tile, with a `pace`."""
+        index = div(k, self.pace) - 1
+        due = (rem(k, self.pace) == 0) & (index >= 0) & (index < self.pieces.num_buffers)
+        pl.when(due)(lambda: self._load_when_free(tile, index))
 
     def load_of_tile(self, i: Int, tile: Tile) -> None:
         """Called in the loading warp, after the stages of the block's `i`-th tile."""
-        if self.paced:
-            for index in range(len(self._stages_of_pieces()), len(self.pieces.places)):
+        if self.pace:  # The pieces that have no buffer until others are handed over.
+            for index in range(self.pieces.num_buffers, len(self.pieces.places)):
                 self._load_when_free(tile, index)
         self.load_vectors(i, tile)
 
-    def _stages_of_pieces(self) -> list[int]:
-        """The numbers of the stages after which pieces are loaded.
-
-        All pieces but those for which there is no buffer until others are handed over. And before
-        the ring is full of this tile's stages, the tile before may not be stored yet.
-        """
-        buffers, least = self.pieces.num_buffers, self.pieces.config.num_stages + 1
-        evenly = [(i + 1) * self.paced_over // (buffers + 1) for i in range(buffers)]
-        stages = [max(at, least) for at in evenly]
-        return [at for at in stages if at < self.paced_over]
-
-    def _load_when_free(self, tile: Tile, index: int) -> None:
+    def _load_when_free(self, tile: Tile, index: Int) -> None:
         # The stores of the piece that was in the buffer have read it.
-        plgpu.barrier_wait(self.pieces.free.at[index % self.pieces.num_buffers])
+        plgpu.barrier_wait(self.pieces.free.at[rem(index, self.pieces.num_buffers)])
         self.load_piece(tile, index)
 
     def load_vectors(self, i: Int, tile: Tile) -> None:
@@ -101,14 +86,14 @@ class Applying:
             # Each copy, once complete, publishes its vector to the multiplying warpgroups.
             load(tile, jnp.int32(0), vector, self.full)
 
-    def load_piece(self, tile: Tile, index: int) -> None:
+    def load_piece(self, tile: Tile, index: Int) -> None:
         """Loads a piece of the matrix to its buffer, in both halves; called in the storing warp.
 
         The matrix has the result's shape and type, so a piece is loaded as it is stored.
         """
-        pieces, buffer = self.pieces, index % self.pieces.num_buffers
+        pieces, buffer = self.pieces, rem(index, self.pieces.num_buffers)
         for half in range(pieces.config.warpgroups):
-            row, column = pieces.within_tile(pieces.places[index], half)
+            row, column = pieces.within_tile(pieces.place(index), half)
             window = self.parts.window(tile, row, pieces.rows, column, pieces.columns)  # pyright: ignore[reportOptionalCall]
             plgpu.copy_gmem_to_smem(window, pieces.stored.at[half, buffer], self.loaded.at[buffer])
 
@@ -180,7 +165,6 @@ def applying(
     """With the refs of `scratch`; None for a kernel without an epilogue that takes more."""
     if parts.beside is None:
         return None
-    paced = pieces.config.paced and beside.has_matrix and isinstance(parts.k_tiles, int)
     return Applying(
         beside=beside,
         parts=parts.beside,
@@ -189,8 +173,20 @@ def applying(
         full=scratch.get(FULL),
         empty=scratch.get(EMPTY),
         loaded=scratch.get(LOADED),
-        paced_over=parts.k_tiles if paced and isinstance(parts.k_tiles, int) else 0,
+        pace=_pace(beside, pieces, parts.k_tiles),
     )
+
+
+def _pace(beside: Beside, pieces: Pieces, k_tiles: Any) -> int:
+    """`Applying.pace`, evenly along the contraction.
+
+    There is none where a piece would come before the ring is full of this tile's stages: the tile
+    before may not be handed over yet, and the loading warp would wait for that.
+    """
+    if not pieces.config.paced or not beside.has_matrix or not isinstance(k_tiles, int):
+        return 0
+    pace = k_tiles // (pieces.num_buffers + 1)
+    return pace if pace > pieces.config.num_stages else 0
 
 
 def _name(index: int) -> str:

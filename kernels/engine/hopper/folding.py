@@ -57,7 +57,11 @@ class Summing:
 
     def _add(self, acc: Ref, k_tiles: Int, stage: jax.Array) -> jax.Array:
         num_stages = self.products.ring.num_stages
-        if self.lag is not None and isinstance(k_tiles, int) and self.lag.suits(k_tiles, num_stages):
+        if (
+            self.lag is not None
+            and isinstance(k_tiles, int)
+            and self.lag.suits(k_tiles, num_stages)
+        ):
             return self.lag.add(self.products, acc, k_tiles, stage)
         return self.products.add(acc, 0, k_tiles, stage)
 

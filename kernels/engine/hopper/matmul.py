@@ -153,17 +153,15 @@ class Matmul:
         of_stage = refill = None
         if beside is not None:
             of_tile = beside.load_of_tile
-            of_stage = beside.load_of_stage if beside.paced else None
-            refill = beside.load_piece if beside.beside.has_matrix and not beside.paced else None
+            of_stage = beside.load_of_stage if beside.pace else None
+            refill = beside.load_piece if beside.beside.has_matrix and not beside.pace else None
         return [
             Role(
                 functools.partial(multiply, block, stages, buffers, folding, beside),
                 warpgroups=self.config.warpgroups,
                 registers=multiplying,
             ),
-            Role(
-                functools.partial(load, block, gates, stages, of_tile, of_stage), registers=spare
-            ),
+            Role(functools.partial(load, block, gates, stages, of_tile, of_stage), registers=spare),
             Role(functools.partial(store, block, buffers, folding.bring, refill), registers=spare),
         ]
 
