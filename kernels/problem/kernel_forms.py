@@ -57,14 +57,14 @@ def _exact_logistic(x: jax.Array) -> jax.Array:
 
 def _exact_silu(x: jax.Array) -> jax.Array:
     root = lax.rsqrt(1 + jnp.exp2(-LOG2_E * x))
-    return x * root * root
+    return x * (root * root)
 
 
 def _exact_gelu(x: jax.Array) -> jax.Array:
     """`x / (1 + exp(-2 u))` for `x * (1 + tanh(u)) / 2`."""
     scale = -2 * GELU_SCALE * LOG2_E
     root = lax.rsqrt(1 + jnp.exp2(x * (scale + scale * GELU_CUBIC * (x * x))))
-    return x * root * root
+    return x * (root * root)
 
 
 # --- Rounded: max(x, 0) less what the function lacks there, which is even, by one exponential --

@@ -1,4 +1,4 @@
-"""A warpgroup that is behind the other (`lag`), and a matrix that is loaded along the contraction."""
+"""A warpgroup that is behind the other (`lag`), and a matrix loaded along the contraction."""
 
 from __future__ import annotations
 

@@ -56,13 +56,9 @@ class Summing:
         return total, stage
 
     def _add(self, acc: Ref, k_tiles: Int, stage: jax.Array) -> jax.Array:
-        num_stages = self.products.ring.num_stages
-        if (
-            self.lag is not None
-            and isinstance(k_tiles, int)
-            and self.lag.suits(k_tiles, num_stages)
-        ):
-            return self.lag.add(self.products, acc, k_tiles, stage)
+        lag, stages = self.lag, self.products.ring.num_stages
+        if lag is not None and isinstance(k_tiles, int) and lag.suits(k_tiles, stages):
+            return lag.add(self.products, acc, k_tiles, stage)
         return self.products.add(acc, 0, k_tiles, stage)
 
     def bring(self, tile: Tile) -> None:
