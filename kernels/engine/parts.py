@@ -109,12 +109,15 @@ class Addends(Fold):
       wait: called with (tile) in the warp that loads them; returns once they may be read.
       window: (tile, index of the addend, first row, rows, first column, columns), within the tile
         -> the view of global memory that holds this piece of the addend.
+      last: the same without the index for the last of `most`, where that lies apart, as the result
+        does: it ends where the result ends, and not with a tile.
     """
 
     most: int
     count: Callable[[Tile], Int]
     wait: Callable[[Tile], None]
     window: Callable[[Tile, Int, Int, int, Int, int], Ref]
+    last: Callable[[Tile, Int, int, Int, int], Ref] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
 from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.beside import in_memory
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
@@ -48,7 +49,7 @@ from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import copied, obstacles, row_blocks, unfused
+from stretto.kernels.fused import beside, copied, obstacles, row_blocks, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products, lhs_window, owner_of
@@ -59,7 +60,14 @@ from stretto.kernels.problem.problem import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """Configuration of the fused kernel; by default all own tiles are last."""
+    """Configuration of the fused kernel; by default all own tiles are last.
+
+    Attributes:
+      adds_residual: whether the kernel adds an array of the epilogue that is as large as the
+        result, as one more addend, in place of XLA after it.
+    """
+
+    adds_residual: bool = False
 
 
 def default_config(problem: Problem) -> Config:
@@ -72,14 +80,14 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
 
     If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     blocks, devices = call.options.blocks, Team.along(call.axes).size
     if blocks > 1 and (
         call.config.unfused
         or not row_blocks.are_whole(len(lhs[0]) // devices, blocks, call.config.tiles.tile_m)
     ):
         dealt = tuple(row_blocks.dealt(x, blocks, devices) for x in lhs)
-        return run((dealt, rhs), call.with_options(blocks=1))
+        return run(_operands(dealt, rhs, arrays), call.with_options(blocks=1))
     if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
     return sharded(operands, call)[0]
@@ -95,7 +103,7 @@ def sharded(
 
     The rows are divided into equal shards, the last ones padded if D does not divide m.
     """
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     team, tiles = Team.along(call.axes), call.config.tiles
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
     often = m >= padding.REUSE["lhs" if call.options.rhs_transposed else "rhs"]
@@ -105,7 +113,8 @@ def sharded(
     else:
         shards = _in_shards(lhs, team.size, tiles, copied=n >= padding.REUSE["lhs"])
     sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
-    return _on_padded(shards, sides, (m, n), call, everywhere=everywhere)
+    (residual,) = arrays or (None,)
+    return _on_padded(shards, sides, (m, n), call, everywhere=everywhere, residual=residual)
 
 
 def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
@@ -138,6 +147,7 @@ def _on_padded(
     *,
     everywhere: bool,
     scaling: Scaling | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """`launch`, cut to the rows of a shard and the columns of a result of `sizes`, m and n."""
     team, (m, n) = Team.along(call.axes), sizes
@@ -152,6 +162,7 @@ def _on_padded(
         rhs_transposed=call.options.rhs_transposed,
         everywhere=everywhere,
         scaling=scaling,
+        residual=residual,
         interpret=call.interpret,
     )
     return out[:, : schedule.ceil_div(m, team.size), :n]
@@ -167,10 +178,15 @@ def _in_shards(
     return [padding.pad(padding.in_shards(x, size), tiles) for x in padded]
 
 
+def _operands(lhs: Any, rhs: Any, arrays: tuple[Any, ...]) -> Any:
+    return (lhs, rhs, arrays) if arrays else (lhs, rhs)
+
+
 KERNEL = Kernel(
     Config=Config,
     run=run,
     obstacle=obstacle,
+    beside=beside.left_of_a_sum,
     default=default_config,
     candidates=Config.candidates,
     copies=copied.scattered,
@@ -180,6 +196,7 @@ SCALED = dataclasses.replace(
     KERNEL,
     run=lambda operands, call: scaled(operands, call)[0],
     obstacle=obstacles.scaled,
+    beside=None,
     untried=True,
 )
 """The kernel for operands in 8 bits: scales are the device's own, and are not sent."""
@@ -196,6 +213,7 @@ def launch(
     rhs_transposed: bool = False,
     everywhere: bool = False,
     scaling: Scaling | None = None,
+    residual: jax.Array | None = None,
     mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:
@@ -205,7 +223,7 @@ def launch(
     shard has blocks of whole tiles, `[blocks, size, rows, k_i]`. The pairs' products are added up.
     Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`, of the
     `wanted` columns or a few more. Of operands in 8 bits there is one pair, and `scaling`, lhs's
-    `[size, k / 128 or 1, rows]`.
+    `[size, k / 128 or 1, rows]`. `residual` is added to the result, this device's `[m_shard, n]`.
     """
     given = rhs[0].shape[0 if rhs_transposed else 1]
     n = padding.made_columns(wanted, given, out_dtype, config.tiles)
@@ -236,7 +254,7 @@ def launch(
                 lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
             ),
             scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
-            fold=products.addends(),
+            fold=products.addends(*refs.residual),
             sink=Sink(store=products.store, stored=products.stored),
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
@@ -251,7 +269,12 @@ def launch(
         team=team,
         mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            residual=[] if residual is None else [in_memory(residual, "elements", out, shape, 1)],
+            **({} if scaling is None else scaling.operands()),
+        ),
         outs=dict(out=out),
         symmetric=dict(partial=kept, fetched=kept),
         semaphores=dict(

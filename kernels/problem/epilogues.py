@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
@@ -177,6 +178,13 @@ def is_approximate(
     """
     found = set(_taken(_trace(epilogue, EXAMPLE, dtypes).jaxpr, forms))
     return "a form" in found and not found & APPROXIMATED
+
+
+def is_sum(epilogue: Function) -> bool:
+    """Whether `epilogue` adds one array to the product, and does nothing else."""
+    traced = _trace(epilogue, EXAMPLE, [jnp.float32] * 2)
+    names = [equation.primitive.name for equation in traced.jaxpr.eqns]
+    return names == ["add"] and {*traced.jaxpr.eqns[0].invars} == {*traced.jaxpr.invars}
 
 
 def _taken(jaxpr: Jaxpr, forms: Forms) -> Iterator[str]:
