@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
-from stretto.kernels.problem import epilogues
+from stretto.kernels.problem import epilogues, trials
 from stretto.kernels.problem.options import MatmulOptions
 
 VECTOR_BYTES = 1024  # Of shared memory, for the 256 numbers in float32 of the widest tile.
@@ -50,8 +50,8 @@ def obstacle(config: Any, options: MatmulOptions, arrays: Sequence[tuple[str, An
 def left_of_a_sum(
     config: Any, options: MatmulOptions, arrays: Sequence[tuple[str, Any]]
 ) -> str | None:
-    """The same of a sum over devices, to which a kernel adds one array, if that is all."""
-    if not getattr(config, "adds_residual", False) or config.unfused:
+    """The same of a sum over devices, to which a kernel adds one array, if that is tried."""
+    if not trials.current().adds_residual or config.unfused:
         return "it follows a sum over devices"
     form, out = options.epilogue, jnp.dtype(options.out_dtype)
     if not isinstance(config.tiles, TileConfig):

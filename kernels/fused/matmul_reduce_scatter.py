@@ -60,14 +60,7 @@ from stretto.kernels.problem.problem import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AddConfig):
-    """Configuration of the fused kernel; by default all own tiles are last.
-
-    Attributes:
-      adds_residual: whether the kernel adds an array of the epilogue that is as large as the
-        result, as one more addend, in place of XLA after it.
-    """
-
-    adds_residual: bool = False
+    """Configuration of the fused kernel; by default all own tiles are last."""
 
 
 def default_config(problem: Problem) -> Config:

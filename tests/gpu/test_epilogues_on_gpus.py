@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused.all_gather_matmul import Config
+from stretto.kernels.problem import trials
 
 E = st.epilogues
 COLUMNS, SEQUENCE, BOTH = P(None, "x"), P(None, "x"), P(None, None, "x")
@@ -77,16 +78,17 @@ def test_epilogues_of_a_gather(name, mesh, scale) -> None:
 def test_a_lagging_warpgroup_and_a_matrix_loaded_along_the_contraction(mesh, scale) -> None:
     """Exact: whole numbers. A tile has nine stages, enough for pieces to be paced."""
     m, k, n = 136 * mesh.size, 9 * 64, 264 * mesh.size
-    config = Config(tiles=TileConfig(lag=1, paced=True, num_stages=2, store_buffers=2))
+    config = Config(tiles=TileConfig(num_stages=2, store_buffers=2))
     x, w, residual = (
         cases.whole_numbers(seed, *shape) for seed, shape in enumerate([(m, k), (k, n), (m, n)])
     )
 
     def call(x, w, residual):
         epilogue = E.residual(residual)
-        return st.all_gather_matmul(
-            x, w, "x", epilogue=epilogue, config=config, backend=scale.backend
-        )
+        with trials.asked(lag=1, paced=True):
+            return st.all_gather_matmul(
+                x, w, "x", epilogue=epilogue, config=config, backend=scale.backend
+            )
 
     in_specs = P("x"), COLUMNS, COLUMNS
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=COLUMNS, check_vma=False)

@@ -40,10 +40,8 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.collectives import summed_norm_by_heap
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
-from stretto.kernels.engine.hopper import tile_config as hopper_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import (
-    all_gather_matmul,
     attention_config,
     dispatch_matmul,
     group_activation,
@@ -51,7 +49,7 @@ from stretto.kernels.fused import (
 )
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_options
-from stretto.kernels.problem import kernel_forms, node_config
+from stretto.kernels.problem import kernel_forms, node_config, trials
 from stretto.kernels.problem.activations import ClampedSwiglu, swiglu
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -59,8 +57,6 @@ from stretto.kernels.problem.problem import Problem, Types
 EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
 README = (1024, 512, 2048)  # On its first page.
-# One warpgroup behind the other, and an epilogue's matrix loaded along the contraction.
-LAGGING = all_gather_matmul.Config(tiles=hopper_tiles.TileConfig(lag=2, paced=True, num_stages=2))
 ODD = (2006, 1040, 2064)  # With rows of multiples of 16 bytes.
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
@@ -124,7 +120,7 @@ def epilogues_with_arrays() -> Iterator[Program]:
     yield "bias and residual", *with_arrays(mesh, gated=False)
     yield "two products", *with_arrays(mesh, gated=True)
     for label, gated in (("lagging", False), ("lagging, two products", True)):
-        yield label, *with_arrays(mesh, gated=gated, config=LAGGING, level="rounded")
+        yield label, *with_arrays(mesh, gated=gated, level="rounded", lag=2, paced=True)
 
 
 def epilogues_with_arrays_at_odd_sizes() -> Iterator[Program]:
@@ -140,8 +136,8 @@ def with_arrays(
     gated: bool,
     sizes=MIDDLING,
     transposed: bool = False,
-    config: Any = None,
     level: kernel_forms.Level = "exact",
+    **tried: Any,
 ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """An all-gather matmul whose epilogue has a bias and a residual, of one product or of two."""
     (m, k, n), rows, columns = sizes, P("x"), P(None, "x")
@@ -151,8 +147,8 @@ def with_arrays(
     def call(lhs, first, second, bias, residual):
         epilogue = st.epilogues.chain(make(bias), st.epilogues.residual(residual))
         rhs = (first, second) if gated else first
-        options = dict(rhs_transposed=transposed, backend="pallas", config=config)
-        with kernel_forms.forms(level):
+        options = dict(rhs_transposed=transposed, backend="pallas")
+        with kernel_forms.forms(level), trials.asked(**tried):
             return st.all_gather_matmul(lhs, rhs, "x", epilogue=epilogue, **options)
 
     specs = (rows, side, side, rows, columns)

@@ -1,4 +1,4 @@
-"""A residual that the kernel adds to a sum over devices, as one more addend."""
+"""A residual that the kernel adds to a sum over devices, as one more addend, when that is tried."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from stretto.kernels.choice import choose
 from stretto.kernels.engine.hopper.tile_config import NARROW
 from stretto.kernels.fused import beside
 from stretto.kernels.fused.matmul_reduce_scatter import Config
+from stretto.kernels.problem import trials
 from stretto.kernels.problem.epilogue import Form
 from stretto.kernels.problem.options import MatmulOptions
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-ADDS = Config(tiles=dataclasses.replace(NARROW, num_stages=2), adds_residual=True)
+CONFIG = Config(tiles=dataclasses.replace(NARROW, num_stages=2))
 K, N = 3 * 64, 136  # Of a device; the second tile of columns is not full.
 
 
@@ -37,7 +38,7 @@ def added(rows: tuple[int, ...], axis: int, devices: int = 2, epilogue=st.epilog
 
     def body(x, w, residual):
         return st.matmul_reduce_scatter(
-            x, w, "x", axis=axis, epilogue=epilogue(residual), config=ADDS, backend="simulator"
+            x, w, "x", axis=axis, epilogue=epilogue(residual), config=CONFIG, backend="simulator"
         )
 
     mapped = jax.shard_map(
@@ -47,7 +48,8 @@ def added(rows: tuple[int, ...], axis: int, devices: int = 2, epilogue=st.epilog
         out_specs=scattered,
         check_vma=False,
     )
-    with choose.recorded() as choices, st.simulate(seed=1, core_count=2):
+    tried = trials.asked(adds_residual=True)
+    with choose.recorded() as choices, st.simulate(seed=1, core_count=2), tried:
         found = np.asarray(jax.jit(mapped)(x, w, residual), np.float32)
     wanted = jnp.asarray(x.astype(F32) @ w.astype(F32) + residual, BF16)
     return found, np.asarray(wanted, np.float32), str(choices[0])
@@ -84,13 +86,14 @@ def test_what_is_no_sum_is_left_to_xla():
 
 
 def test_what_the_kernel_adds():
-    def why(function=jnp.add, config=ADDS, out=BF16, arrays=None):
-        options = MatmulOptions(out_dtype=jnp.dtype(out), epilogue=Form(function))
-        return beside.left_of_a_sum(config, options, arrays or [("elements", BF16)])
+    def why(function=jnp.add, config=CONFIG, arrays=None, tried=True):
+        options = MatmulOptions(out_dtype=jnp.dtype(BF16), epilogue=Form(function))
+        with trials.asked(adds_residual=tried):
+            return beside.left_of_a_sum(config, options, arrays or [("elements", BF16)])
 
     assert why() is None and why(lambda y, r: r + y) is None
-    assert "follows a sum" in str(why(config=Config()))
-    assert "follows a sum" in str(why(config=dataclasses.replace(ADDS, unfused=True)))
+    assert "follows a sum" in str(why(tried=False))
+    assert "follows a sum" in str(why(config=dataclasses.replace(CONFIG, unfused=True)))
     for other in (jnp.multiply, lambda y, r: y + y + r, lambda y, r: y + y, lambda y, r: y):
         assert "more than the sum" in str(why(other))
     assert "more than the sum" in str(why(arrays=[("columns", BF16)]))

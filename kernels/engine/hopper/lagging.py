@@ -28,6 +28,7 @@ from stretto.distributed.kernel import THREAD_AXIS
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Ref
+from stretto.kernels.problem import trials
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,16 @@ class Lag:
 
 
 def scratch(config: TileConfig) -> dict[str, Any]:
-    """The barrier, by name, for `kernel.launch`."""
-    return dict(first_started=plgpu.Barrier(num_arrivals=1)) if config.lag else {}
+    """The barrier, by name, for `kernel.launch`; none without a lag."""
+    return dict(first_started=plgpu.Barrier(num_arrivals=1)) if _stages(config) else {}
 
 
 def lag(config: TileConfig, scratch: Mapping[str, Ref]) -> Lag | None:
-    """That of `config`, with the ref of `scratch`."""
-    if not config.lag:
-        return None
-    return Lag(stages=config.lag, first_started=scratch["first_started"])
+    """The lag that is asked for, with the ref of `scratch`; None without."""
+    stages = _stages(config)
+    return Lag(stages=stages, first_started=scratch["first_started"]) if stages else None
+
+
+def _stages(config: TileConfig) -> int:
+    """At most the ring's, and of two warpgroups."""
+    return min(trials.current().lag, config.num_stages) if config.warpgroups == 2 else 0

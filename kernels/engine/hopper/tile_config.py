@@ -24,10 +24,6 @@ class TileConfig:
       raster_width: tiles down a band of the raster (`orders.raster`).
       store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
         results over in; with enough for a whole tile, it waits for no store.
-      lag: stages that the second multiplying warpgroup is behind the first at the end of a tile
-        (`lagging`), where the contraction does not fit into the ring; 0 without.
-      paced: pieces of an epilogue's matrix are loaded along the contraction, in place of at its
-        beginning (`applying`).
     """
 
     architecture: ClassVar[str] = HOPPER
@@ -38,8 +34,6 @@ class TileConfig:
     num_stages: int = 3
     raster_width: int = 16
     store_buffers: int = 4
-    lag: int = 0
-    paced: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -69,11 +63,6 @@ class TileConfig:
         for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if not 0 <= self.lag <= self.num_stages or (self.lag and self.warpgroups != 2):
-            raise ValueError(
-                f"lag={self.lag} must be from 0 to num_stages={self.num_stages}, and 0 where three"
-                f" warpgroups multiply, as with tile_m={self.tile_m} of 192."
-            )
         most = (128, 256) if self.warpgroups == 2 else (192, 128)
         if self.tile_m * self.tile_n > math.prod(most):
             raise ValueError(
