@@ -72,18 +72,18 @@ def test_the_second_warpgroup_waits_for_the_first(monkeypatch):
     """Without the first one's word it waits for ever."""
     arrive = plgpu.barrier_arrive
 
-    def add(self, products, acc, k_tiles, stage):
+    def finish(self, products, acc, pause, stage):
         monkeypatch.setattr(plgpu, "barrier_arrive", deaf(self.first_started))
         try:
-            return original(self, products, acc, k_tiles, stage)
+            return original(self, products, acc, pause, stage)
         finally:
             monkeypatch.setattr(plgpu, "barrier_arrive", arrive)
 
     def deaf(barrier):
         return lambda ref: None if ref is barrier else arrive(ref)
 
-    original = Lag.add
-    monkeypatch.setattr(Lag, "add", add)
+    original = Lag.finish
+    monkeypatch.setattr(Lag, "finish", finish)
     with pytest.raises(DeadlockError, match="first_started"):
         lagging()
 

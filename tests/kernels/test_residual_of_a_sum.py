@@ -29,7 +29,7 @@ def draw(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(cases.whole_numbers(seed, *shape), BF16)
 
 
-def added(rows: tuple[int, ...], axis: int, devices: int = 2, epilogue=st.epilogues.residual):
+def added(rows, axis: int, devices: int = 2, epilogue=st.epilogues.residual, lag: int = 0):
     """What the kernel returns, what it should, and what its choice says."""
     x, w = draw(0, *rows, devices * K), draw(1, devices * K, N)
     residual = draw(2, *rows, N)
@@ -48,7 +48,7 @@ def added(rows: tuple[int, ...], axis: int, devices: int = 2, epilogue=st.epilog
         out_specs=scattered,
         check_vma=False,
     )
-    tried = trials.asked(adds_residual=True)
+    tried = trials.asked(adds_residual=True, lag=lag)
     with choose.recorded() as choices, st.simulate(seed=1, core_count=2), tried:
         found = np.asarray(jax.jit(mapped)(x, w, residual), np.float32)
     wanted = jnp.asarray(x.astype(F32) @ w.astype(F32) + residual, BF16)
@@ -63,17 +63,18 @@ def fresh():
 
 
 @pytest.mark.parametrize(
-    ("rows", "axis", "devices"),
+    ("rows", "axis", "devices", "lag"),
     [
-        ((2 * 136,), 0, 2),
-        pytest.param((3 * 136,), 0, 3, marks=pytest.mark.slow),
-        pytest.param((2, 2 * 128), 1, 2, marks=pytest.mark.slow),  # The kernel puts rows in order.
-        pytest.param((3, 2 * 24), 1, 2, marks=pytest.mark.slow),  # XLA does.
+        ((2 * 136,), 0, 2, 1),
+        pytest.param((2 * 136,), 0, 2, 0, marks=pytest.mark.slow),
+        pytest.param((3 * 136,), 0, 3, 2, marks=pytest.mark.slow),
+        pytest.param((2, 2 * 128), 1, 2, 0, marks=pytest.mark.slow),  # The kernel orders rows.
+        pytest.param((3, 2 * 24), 1, 2, 0, marks=pytest.mark.slow),  # XLA does.
     ],
 )
-def test_it_is_rounded_once(rows, axis, devices):
+def test_it_is_rounded_once(rows, axis, devices, lag):
     """Whole numbers, of which those above 256 are not all numbers in bfloat16."""
-    found, wanted, said = added(rows, axis, devices)
+    found, wanted, said = added(rows, axis, devices, lag=lag)
     np.testing.assert_array_equal(found, wanted)
     assert "the kernel applies the epilogue" in said
 

@@ -56,10 +56,11 @@ class Summing:
         return total, stage
 
     def _add(self, acc: Ref, k_tiles: Int, stage: jax.Array) -> jax.Array:
-        lag, stages = self.lag, self.products.ring.num_stages
-        if lag is not None and isinstance(k_tiles, int) and lag.suits(k_tiles, stages):
-            return lag.add(self.products, acc, k_tiles, stage)
-        return self.products.add(acc, 0, k_tiles, stage)
+        products, lag = self.products, self.lag
+        pause = None if lag is None else lag.pause(k_tiles, products.ring.num_stages)
+        if lag is None or pause is None:
+            return products.add(acc, 0, k_tiles, stage)
+        return lag.finish(products, acc, pause, products.add(acc, 0, pause, stage))
 
     def bring(self, tile: Tile) -> None:
         """Nothing is needed."""

@@ -10,7 +10,7 @@ next tile while the second does.
 | `first_started` | first multiplying warpgroup | second | 1 | it has started all products of the tile |
 
 The first starts all products of the tile after this one only once the second has released a stage
-of that tile, and so has passed the barrier: it is never two phases ahead (`Lag.suits`).
+of that tile, and so has passed the barrier: it is never two phases ahead (`Lag.pause`).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.schedule import Int
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Ref
@@ -43,15 +44,21 @@ class Lag:
     stages: int
     first_started: Ref
 
-    def suits(self, k_tiles: int, num_stages: int) -> bool:
-        """Whether a tile's contraction does not fit into the ring."""
-        return k_tiles > num_stages
+    def pause(self, k_tiles: Int, num_stages: int) -> int | None:
+        """Where in a contraction the second warpgroup pauses; None where it does not.
 
-    def add(self, products: Products, acc: Ref, k_tiles: int, stage: jax.Array) -> jax.Array:
-        """Adds a tile's products to `acc`, and returns the next stage (`Products.add`)."""
+        It does not where the contraction fits into the ring, or is known in the kernel alone.
+        """
+        if not isinstance(k_tiles, int) or k_tiles <= num_stages:
+            return None
+        return k_tiles - self.stages
+
+    def finish(self, products: Products, acc: Ref, pause: int, stage: jax.Array) -> jax.Array:
+        """Adds the products from `pause` on to `acc`, and returns the next stage.
+
+        Those before are added (`Products.add`).
+        """
         warpgroup, ring = lax.axis_index(THREAD_AXIS), products.ring
-        pause = k_tiles - self.stages
-        stage = products.add(acc, 0, pause, stage)
         plgpu.wgmma_wait(0)  # All stages before the pause are read, and released.
         ring.release(ring.previous(stage))
 
@@ -60,7 +67,7 @@ class Lag:
             # The first warpgroup has the tensor cores for itself until its last product.
             plgpu.barrier_wait(self.first_started)
 
-        stage = products.add(acc, pause, k_tiles, stage, released=pause)
+        stage = products.add(acc, pause, pause + self.stages, stage, released=pause)
 
         @pl.when(warpgroup == 0)
         def _():

@@ -105,7 +105,7 @@ class Matmul:
                 copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
-            **(lagging.scratch(self.config) if self.product.fold is Sum else {}),
+            **lagging.scratch(self.config),
             **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
             **(
@@ -170,6 +170,7 @@ class Matmul:
     ) -> Folding:
         """What makes totals; a main loop of another arithmetic differs from this one here."""
         fold, scaled = block.parts.fold, self._scaling(block, products, scratch)
+        lag = lagging.lag(self.config, scratch)
         if isinstance(fold, Addends):
             return Adding(
                 block=block,
@@ -179,8 +180,8 @@ class Matmul:
                 loaded=scratch["loaded"],
                 added=scratch["added"],
                 scaling=scaled,
+                lag=lag,
             )
-        lag = lagging.lag(self.config, scratch)
         return scaled or Summing(block=block, products=products, lag=lag)
 
     def _scaling(
