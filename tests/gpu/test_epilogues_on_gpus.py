@@ -98,6 +98,27 @@ def test_a_lagging_warpgroup_and_a_matrix_loaded_along_the_contraction(mesh, sca
 
 
 @pytest.mark.gpu(2)
+def test_a_residual_as_one_more_addend(mesh, scale) -> None:
+    """Exact: rounded once. And with a warpgroup that lags."""
+    m, k, n = 136 * mesh.size, 4 * 64, 264
+    x, w, residual = (
+        cases.whole_numbers(seed, *shape)
+        for seed, shape in enumerate([(m, k * mesh.size), (k * mesh.size, n), (m, n)])
+    )
+
+    def call(x, w, residual):
+        epilogue = E.residual(residual)
+        with trials.asked(adds_residual=True, lag=2):
+            return st.matmul_reduce_scatter(x, w, "x", epilogue=epilogue, backend=scale.backend)
+
+    in_specs = COLUMNS, P("x"), P("x")
+    program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=P("x"), check_vma=False)
+    found = jax.jit(program)(*(jnp.asarray(a, cases.BF16) for a in (x, w, residual)))
+    wanted = jnp.asarray(x @ w + residual, cases.BF16)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("gathers", [True, False])
 def test_batches_of_whole_tiles(gathers, mesh, scale) -> None:
     """Exact, and nothing but the kernel puts rows in order."""
