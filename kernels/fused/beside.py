@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
-from stretto.kernels.problem import epilogues, trials
+from stretto.kernels.problem import epilogues
 from stretto.kernels.problem.options import MatmulOptions
 
 VECTOR_BYTES = 1024  # Of shared memory, for the 256 numbers in float32 of the widest tile.
@@ -50,15 +50,15 @@ def obstacle(config: Any, options: MatmulOptions, arrays: Sequence[tuple[str, An
 def left_of_a_sum(
     config: Any, options: MatmulOptions, arrays: Sequence[tuple[str, Any]]
 ) -> str | None:
-    """The same of a sum over devices, to which a kernel adds one array, if that is tried."""
-    if not trials.current().adds_residual or config.unfused:
+    """The same of a sum over devices, to which a kernel adds one array as large as the result."""
+    if config.unfused:
         return "it follows a sum over devices"
     form, out = options.epilogue, jnp.dtype(options.out_dtype)
     if not isinstance(config.tiles, TileConfig):
         return "its tiles are not Hopper's"
     kinds = [kind for kind, _ in arrays]
     if kinds != ["elements"] or form is None or not epilogues.is_sum(form.function):
-        return "it is more than the sum with an array as large as the result"
+        return "it follows a sum over devices, and adds more than one array as large as that"
     if jnp.promote_types(arrays[0][1], out) != out:
         return f"its array is {jnp.dtype(arrays[0][1])} and the result {out}"
     return None

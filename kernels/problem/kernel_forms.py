@@ -6,15 +6,15 @@ times as long for each. Compiled for an H100 (JAX 0.11.2), an element takes, in 
 
 | function | as JAX writes it | `EXACT` | `ROUNDED` |
 |---|---|---|---|
-| `gelu` | 22.0 (2) | 8.0 (2) | 7.0 (1) |
-| `silu` | 17.0 (2) | 6.0 (2) | 9.0 (1) |
-| `logistic` | 16.0 (2) | 5.0 (2) | 5.0 (2) |
+| `gelu` | 22 (2) | 8 (2) | 7 (1) |
+| `silu` | 17 (2) | 6 (2) | the same |
+| `logistic` | 16 (2) | 5 (2) | the same |
 
 - `EXACT` forms differ from the functions by the rounding of float32 alone. Of `gelu` they keep the
   digits of small results, which cancel in `1 + tanh(u)`.
-- `ROUNDED` forms are for results in bfloat16, which is rounded by up to `3.9e-3`: their own error is
-  at most `6e-4` of the result, for gelu down to -3, and `1.7e-3` to -4. Below -4, where `gelu` is
-  nearer to 0 than 1.3e-4, it is at most 1e-5 in itself.
+- `ROUNDED` forms are for results in bfloat16, which rounds by up to `3.9e-3` of them: the error of
+  `gelu` is at most `6e-4` of the result down to -3, and `1.7e-3` to -4. Below -4, where `gelu` is
+  nearer to 0 than `1.3e-4`, it is at most `1e-5` in itself.
 
 The exponentials are those of the unit alone, without a range reduction: a kernel is compiled with
 `approx_math` where its epilogue has no other (`epilogues.is_approximate`).
@@ -22,20 +22,17 @@ The exponentials are those of the unit alone, without a range reduction: a kerne
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 type Function = Callable[..., jax.Array]
-type Level = Literal["written", "exact", "rounded"]
 
 LOG2_E = math.log2(math.e)
 GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715  # Of `jax.nn.gelu`'s tanh.
@@ -81,67 +78,17 @@ def _rounded_gelu(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0) - a * jnp.exp2(power)
 
 
-def _rounded_silu(x: jax.Array) -> jax.Array:
-    """`max(x, 0) - |x| e / (1 + e)` with `e = exp(-|x|)`, and a polynomial for `1 / (1 + e)`."""
-    a = jnp.abs(x)
-    e = jnp.exp2(-LOG2_E * a)
-    inverse = INVERSE[-1]
-    for coefficient in INVERSE[-2::-1]:
-        inverse = inverse * e + coefficient
-    return jnp.maximum(x, 0) - (a * e) * inverse
-
-
-def _inverse(degree: int) -> tuple[float, ...]:
-    """The polynomial nearest to `1 / (1 + e)` for e from 0 to 1, by the relative error.
-
-    `1 - p(e) (1 + e)` is then a multiple of a Chebyshev polynomial, and 1 at e = -1.
-    """
-    before, last = [1.0], [-1.0, 2.0]  # Chebyshev polynomials of 2 e - 1, by powers of e.
-    for _ in range(degree):
-        following = [0.0, *(4 * c for c in last)]
-        for i, c in enumerate(last):
-            following[i] -= 2 * c
-        for i, c in enumerate(before):
-            following[i] -= c
-        before, last = last, following
-    at = sum(c * (-1) ** i for i, c in enumerate(last))
-    product = [float(i == 0) - c / at for i, c in enumerate(last)]  # p(e) (1 + e)
-    found = [product[0]]
-    for c in product[1:-1]:
-        found.append(c - found[-1])
-    return tuple(found)
-
-
-INVERSE = _inverse(4)
-
 EXACT: Mapping[str, Function] = MappingProxyType(
     {"gelu": _exact_gelu, "silu": _exact_silu, "logistic": _exact_logistic}
 )
-ROUNDED: Mapping[str, Function] = MappingProxyType(
-    {**EXACT, "gelu": _rounded_gelu, "silu": _rounded_silu}
-)
+ROUNDED: Mapping[str, Function] = MappingProxyType({**EXACT, "gelu": _rounded_gelu})
 WRITTEN: Mapping[str, Function] = MappingProxyType({"gelu": gelu, "silu": jax.nn.silu})
 """Functions that are recognised where they are called, by name and by what they do."""
-
-_level: contextvars.ContextVar[Level] = contextvars.ContextVar("forms", default="exact")
-
-
-@contextlib.contextmanager
-def forms(level: Level) -> Iterator[None]:
-    """Kernels traced inside it have activations in the forms of `level`, to compare their times."""
-    token = _level.set(level)
-    try:
-        yield
-    finally:
-        _level.reset(token)
 
 
 def forms_for(out: jax.typing.DTypeLike) -> Mapping[str, Function]:
     """The forms, by name, of activations whose results have type `out`."""
-    level = _level.get()
-    if level == "written":
-        return {}
-    return ROUNDED if level == "rounded" and jnp.dtype(out) == jnp.bfloat16 else EXACT
+    return ROUNDED if jnp.dtype(out) == jnp.bfloat16 else EXACT
 
 
 def form_of(equation: Any, forms: Mapping[str, Function]) -> Function | None:

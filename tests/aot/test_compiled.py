@@ -117,10 +117,10 @@ def test_odd_sizes_and_batches_cost_no_spills_and_no_copies(case, tmp_path):
 def test_an_epilogue_costs_no_spills(case, tmp_path):
     compiled = compile_case(case, tmp_path)
     check(compiled, warpgroups=3, local=True)
-    if case == "epilogue":  # Two instructions of the unit for special functions, and no more.
+    if case == "epilogue":  # One instruction of the unit for special functions.
         (kernel,) = compiled[0]["kernels"]
-        assert "ex2.approx.ftz" in kernel["ptx"] and "rsqrt.approx" in kernel["ptx"]
-        assert not re.search(r"div\.|rcp\.|tanh", kernel["ptx"])
+        assert "ex2.approx.ftz" in kernel["ptx"]
+        assert not re.search(r"div\.|rcp\.|tanh|rsqrt", kernel["ptx"])
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])

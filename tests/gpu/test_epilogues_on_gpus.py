@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.fused.all_gather_matmul import Config
-from stretto.kernels.problem import trials
 
 E = st.epilogues
 COLUMNS, SEQUENCE, BOTH = P(None, "x"), P(None, "x"), P(None, None, "x")
@@ -50,7 +49,10 @@ EPILOGUES = {
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues_of_a_gather(name, mesh, scale) -> None:
-    """As far from float64 as the rounding of the result, and a little for sums in float32."""
+    """As far from float64 as the rounding of the result, and a little for sums in float32.
+
+    And for the activation's own error (`kernel_forms.ROUNDED`).
+    """
     make, exact, kinds = EPILOGUES[name]
     count = 2 if name.startswith("swiglu") else 1
     _, k, n = scale.small
@@ -71,12 +73,12 @@ def test_epilogues_of_a_gather(name, mesh, scale) -> None:
     found = np.asarray(jax.jit(program)(x, *w, *arrays), np.float64)
     wide = functools.partial(np.asarray, dtype=np.float64)
     wanted = exact(*(wide(x) @ wide(y) for y in w), *map(wide, arrays))
-    assert (np.abs(found - wanted) <= np.abs(wanted) * 2**-8 + 1e-5).all()
+    assert (np.abs(found - wanted) <= np.abs(wanted) * (2**-8 + 6e-4) + 1e-5).all()
 
 
 @pytest.mark.gpu(2)
-def test_a_lagging_warpgroup_and_a_matrix_loaded_along_the_contraction(mesh, scale) -> None:
-    """Exact: whole numbers. A tile has nine stages, enough for pieces to be paced."""
+def test_a_matrix_loaded_along_the_contraction(mesh, scale) -> None:
+    """Exact: whole numbers. A tile has nine stages, enough for pieces to come between them."""
     m, k, n = 72 * mesh.size, 9 * 64, 72 * mesh.size
     config = Config(tiles=TileConfig(num_stages=2, store_buffers=2))
     x, w, residual = (
@@ -85,10 +87,9 @@ def test_a_lagging_warpgroup_and_a_matrix_loaded_along_the_contraction(mesh, sca
 
     def call(x, w, residual):
         epilogue = E.residual(residual)
-        with trials.asked(lag=1, paced=True):
-            return st.all_gather_matmul(
-                x, w, "x", epilogue=epilogue, config=config, backend=scale.backend
-            )
+        return st.all_gather_matmul(
+            x, w, "x", epilogue=epilogue, config=config, backend=scale.backend
+        )
 
     in_specs = P("x"), COLUMNS, COLUMNS
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=COLUMNS, check_vma=False)
@@ -99,7 +100,7 @@ def test_a_lagging_warpgroup_and_a_matrix_loaded_along_the_contraction(mesh, sca
 
 @pytest.mark.gpu(2)
 def test_a_residual_as_one_more_addend(mesh, scale) -> None:
-    """Exact: rounded once. And with a warpgroup that lags."""
+    """Exact: rounded once."""
     m, k, n = 72 * mesh.size, 4 * 64, 72
     x, w, residual = (
         cases.whole_numbers(seed, *shape)
@@ -108,8 +109,7 @@ def test_a_residual_as_one_more_addend(mesh, scale) -> None:
 
     def call(x, w, residual):
         epilogue = E.residual(residual)
-        with trials.asked(adds_residual=True, lag=2):
-            return st.matmul_reduce_scatter(x, w, "x", epilogue=epilogue, backend=scale.backend)
+        return st.matmul_reduce_scatter(x, w, "x", epilogue=epilogue, backend=scale.backend)
 
     in_specs = COLUMNS, P("x"), P("x")
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=P("x"), check_vma=False)

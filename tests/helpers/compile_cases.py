@@ -49,7 +49,7 @@ from stretto.kernels.fused import (
 )
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import OPERATIONS, SCALED, attention_options
-from stretto.kernels.problem import kernel_forms, node_config, trials
+from stretto.kernels.problem import node_config
 from stretto.kernels.problem.activations import ClampedSwiglu, swiglu
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -119,8 +119,6 @@ def epilogues_with_arrays() -> Iterator[Program]:
     yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
     yield "bias and residual", *with_arrays(mesh, gated=False)
     yield "two products", *with_arrays(mesh, gated=True)
-    for label, gated in (("lagging", False), ("lagging, two products", True)):
-        yield label, *with_arrays(mesh, gated=gated, level="rounded", lag=2, paced=True)
 
 
 def epilogues_with_arrays_at_odd_sizes() -> Iterator[Program]:
@@ -131,13 +129,7 @@ def epilogues_with_arrays_at_odd_sizes() -> Iterator[Program]:
 
 
 def with_arrays(
-    mesh: Mesh,
-    *,
-    gated: bool,
-    sizes=MIDDLING,
-    transposed: bool = False,
-    level: kernel_forms.Level = "exact",
-    **tried: Any,
+    mesh: Mesh, *, gated: bool, sizes=MIDDLING, transposed: bool = False
 ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """An all-gather matmul whose epilogue has a bias and a residual, of one product or of two."""
     (m, k, n), rows, columns = sizes, P("x"), P(None, "x")
@@ -147,9 +139,9 @@ def with_arrays(
     def call(lhs, first, second, bias, residual):
         epilogue = st.epilogues.chain(make(bias), st.epilogues.residual(residual))
         rhs = (first, second) if gated else first
-        options = dict(rhs_transposed=transposed, backend="pallas")
-        with kernel_forms.forms(level), trials.asked(**tried):
-            return st.all_gather_matmul(lhs, rhs, "x", epilogue=epilogue, **options)
+        return st.all_gather_matmul(
+            lhs, rhs, "x", rhs_transposed=transposed, epilogue=epilogue, backend="pallas"
+        )
 
     specs = (rows, side, side, rows, columns)
     shapes = [(m, k), of_side, of_side, (n,), (m, n)]

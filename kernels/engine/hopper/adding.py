@@ -25,7 +25,6 @@ from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import div
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
-from stretto.kernels.engine.hopper.lagging import Lag
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.tile_config import TileConfig
@@ -43,7 +42,6 @@ class Adding:
     loaded: Ref
     added: Ref
     scaling: Folding | None = None
-    lag: Lag | None = None
 
     def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of products and addends, in this warpgroup's rows; and the next stage.
@@ -54,12 +52,10 @@ class Adding:
         """
         if self.scaling is not None:
             return self._after(self.scaling, tile, stage)
-        k_tiles, lag = self.block.k_tiles(tile), self.lag
-        pause = None if lag is None else lag.pause(k_tiles, self.products.ring.num_stages)
-        end = k_tiles if pause is None else pause  # Of the last stretch.
-        stretch = div(end, self.addends.most + 1)
+        k_tiles = self.block.k_tiles(tile)
+        stretch = div(k_tiles, self.addends.most + 1)
         count = self.addends.count(tile)
-        first = end - count * stretch  # The first stretch takes what the others leave.
+        first = k_tiles - count * stretch  # The first stretch takes what the others leave.
 
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
             def add_and_multiply(number: jax.Array, stage: jax.Array) -> jax.Array:
@@ -71,8 +67,6 @@ class Adding:
 
             following = self.products.add(acc, 0, first, stage)
             following = lax.fori_loop(0, count, add_and_multiply, following)
-            if lag is not None and pause is not None:
-                following = lag.finish(self.products, acc, pause, following)
             return acc[...], following
 
         total, stage = pl.run_scoped(multiply, self.products.accumulator())

@@ -7,10 +7,10 @@
 | `beside_loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | a buffer of the store holds a piece of the matrix |
 
 A piece of the matrix is loaded into the buffer from which the same piece of the result is stored: the
-warpgroup reads it, and overwrites it with the result. The storing warp loads the first pieces of a
-tile once the previous tile's stores have read the buffers: during the products. With
-`trials.Trials.paced` the loading warp does, one piece after another along a long contraction, so that
-they come between stages and not all at once; it waits for `free` (`pieces`).
+warpgroup reads it, and overwrites it with the result. Along a long contraction the loading warp loads
+one piece after another (`pace`), so that they come between stages and not all at once; it waits for
+`free` (`pieces`). Otherwise the storing warp loads the first pieces of a tile once the previous tile's
+stores have read the buffers: during the products.
 
 Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 """  # noqa: E501
@@ -31,7 +31,6 @@ from stretto.distributed.schedule import Int, div, rem
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Beside, BesideParts, Parts, Ref, Tile
-from stretto.kernels.problem import trials
 
 FULL, EMPTY, LOADED = "beside_full", "beside_empty", "beside_loaded"
 
@@ -182,9 +181,10 @@ def _pace(beside: Beside, pieces: Pieces, k_tiles: Any) -> int:
     """`Applying.pace`, evenly along the contraction.
 
     There is none where a piece would come before the ring is full of this tile's stages: the tile
-    before may not be handed over yet, and the loading warp would wait for that.
+    before may not be handed over yet, and the loading warp would wait for that. And none for pairs,
+    whose stages take so many copies that the loading warp has no registers to spare.
     """
-    if not trials.current().paced or not beside.has_matrix or not isinstance(k_tiles, int):
+    if not beside.has_matrix or beside.gated or not isinstance(k_tiles, int):
         return 0
     pace = k_tiles // (pieces.num_buffers + 1)
     return pace if pace > pieces.config.num_stages else 0

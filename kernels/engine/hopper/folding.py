@@ -13,9 +13,7 @@ from typing import Protocol
 import jax
 from jax.experimental import pallas as pl
 
-from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
-from stretto.kernels.engine.hopper.lagging import Lag
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.parts import Ref, Tile
 
@@ -41,26 +39,18 @@ class Summing:
 
     block: Block
     products: Products
-    lag: Lag | None = None
 
     def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of the tile's products, in this warpgroup's rows; and the next stage."""
         k_tiles = self.block.k_tiles(tile)
 
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
-            following = self._add(acc, k_tiles, stage)
+            following = self.products.add(acc, 0, k_tiles, stage)
             return acc[...], following
 
         total, stage = pl.run_scoped(multiply, self.products.accumulator())
         self.products.release_last(k_tiles, stage)
         return total, stage
-
-    def _add(self, acc: Ref, k_tiles: Int, stage: jax.Array) -> jax.Array:
-        products, lag = self.products, self.lag
-        pause = None if lag is None else lag.pause(k_tiles, products.ring.num_stages)
-        if lag is None or pause is None:
-            return products.add(acc, 0, k_tiles, stage)
-        return lag.finish(products, acc, pause, products.add(acc, 0, pause, stage))
 
     def bring(self, tile: Tile) -> None:
         """Nothing is needed."""

@@ -23,7 +23,7 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper import adding, applying, lagging, pieces, scaling
+from stretto.kernels.engine.hopper import adding, applying, pieces, scaling
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding, Summing
@@ -105,7 +105,6 @@ class Matmul:
                 copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
-            **lagging.scratch(self.config),
             **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
             **(
@@ -170,7 +169,6 @@ class Matmul:
     ) -> Folding:
         """What makes totals; a main loop of another arithmetic differs from this one here."""
         fold, scaled = block.parts.fold, self._scaling(block, products, scratch)
-        lag = lagging.lag(self.config, scratch)
         if isinstance(fold, Addends):
             return Adding(
                 block=block,
@@ -180,9 +178,8 @@ class Matmul:
                 loaded=scratch["loaded"],
                 added=scratch["added"],
                 scaling=scaled,
-                lag=lag,
             )
-        return scaled or Summing(block=block, products=products, lag=lag)
+        return scaled or Summing(block=block, products=products)
 
     def _scaling(
         self, block: Block, products: Products, scratch: Mapping[str, Ref]

@@ -40,19 +40,16 @@ class Products:
         """Registers for a warpgroup's share of a tile, zero at first, for `pl.run_scoped`."""
         return plgpu.WGMMAAccumulatorRef((self.rows, self.config.tile_n), jnp.float32)
 
-    def add(
-        self, acc: Ref, first: Int, last: Int, stage: jax.Array, released: Int = 0
-    ) -> jax.Array:
+    def add(self, acc: Ref, first: Int, last: Int, stage: jax.Array) -> jax.Array:
         """Adds tiles `first` to `last` along the contraction to `acc`; returns the next stage.
 
-        It releases each stage but the last of a tile, which `release_last` does, and those of the
-        tiles before `released`.
+        It releases each stage but the last of a tile, which `release_last` does.
         """
 
         def step(k: jax.Array, stage: jax.Array) -> jax.Array:
             self.add_stage(acc, stage)
             plgpu.wgmma_wait(1)  # All but the newest product is done, so the stage before is read.
-            pl.when(k > released)(lambda: self.ring.release(self.ring.previous(stage)))
+            pl.when(k > 0)(lambda: self.ring.release(self.ring.previous(stage)))
             return self.ring.next(stage)
 
         with jax.named_scope("multiply"):
