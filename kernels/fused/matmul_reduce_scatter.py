@@ -4,7 +4,8 @@ Each device computes the tiles of its peers' rows, and keeps these products in i
 spare warp of every block pulls the peers' products for this device's rows as they are finished.
 The own rows are last, or each own tile follows the same tile for the peers by some waves
 (`orders.OwnersOrder`). To its own products the device adds the pulled products in float32
-(`parts.Addends`), and stores the sum: in its own memory, or for an all-reduce on every device.
+(`parts.Addends`), of a reduce-scatter also a residual that its epilogue adds, and stores the sum: in
+its own memory, or for an all-reduce on every device.
 (`reducing` has these parts.)
 
 | object | written or signalled by | waited for by | count | proves |
@@ -68,9 +69,10 @@ def default_config(problem: Problem) -> Config:
     return Config(tiles=default_tiles(problem))
 
 
-def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
+def run(operands: Any, call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
 
+    `operands` are (lhs, rhs), each of several, or (lhs, rhs, arrays) with a residual `[m / D, n]`.
     If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
     lhs, rhs, arrays = with_arrays(operands)
@@ -80,7 +82,7 @@ def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -
         or not row_blocks.are_whole(len(lhs[0]) // devices, blocks, call.config.tiles.tile_m)
     ):
         dealt = tuple(row_blocks.dealt(x, blocks, devices) for x in lhs)
-        return run(_operands(dealt, rhs, arrays), call.with_options(blocks=1))
+        return run((dealt, rhs, arrays), call.with_options(blocks=1))
     if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
     return sharded(operands, call)[0]
@@ -169,10 +171,6 @@ def _in_shards(
     if tiles.takes_edges and len(lhs[0]) % size:
         return padded
     return [padding.pad(padding.in_shards(x, size), tiles) for x in padded]
-
-
-def _operands(lhs: Any, rhs: Any, arrays: tuple[Any, ...]) -> Any:
-    return (lhs, rhs, arrays) if arrays else (lhs, rhs)
 
 
 KERNEL = Kernel(
