@@ -108,6 +108,7 @@ def parts_of(
     shape: TileShape,
     leading: Callable[[Tile], tuple[Int, ...]] = lambda tile: (),
     row: Callable[[Tile], Int] = lambda tile: tile.m,
+    forms: epilogues.Forms = epilogues.AS_WRITTEN,
 ) -> BesideParts:
     """The parts of an epilogue with arrays, for results side by side in `segments`.
 
@@ -119,6 +120,7 @@ def parts_of(
       shape: of the result's tiles.
       leading: the indices of a tile's matrix in a result of more than two dimensions.
       row: the row of tiles in that matrix.
+      forms: of activations in `function` (`kernel_forms`).
     """
 
     def vector(kind: str, refs: Sequence[Ref]) -> Load:
@@ -134,7 +136,7 @@ def parts_of(
     pairs = list(zip(beside.kinds, arrays, strict=True))
     matrices = [refs for kind, refs in pairs if kind == "elements"]
     return BesideParts(
-        function=epilogues.without_derivatives(function),
+        function=epilogues.without_derivatives(function, forms),
         vectors=tuple(vector(kind, refs) for kind, refs in pairs if kind != "elements"),
         window=window if matrices else None,
     )

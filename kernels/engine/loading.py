@@ -21,11 +21,12 @@ def load(
     gates: Gates | None,
     ring: Ring,
     of_tile: Callable[[Int, Tile], None] | None = None,
+    of_stage: Callable[[Tile, jax.Array], None] | None = None,
 ) -> None:
     """Loads the operands of one tile after another, as stages become free and operands arrive.
 
     `of_tile` is called with (number of the block's tile, tile) after its loads: what else this warp
-    loads for it.
+    loads for it. And `of_stage` with (tile, number along the contraction) after each stage's loads.
     """
     if gates is not None:
         gates.free_slots()
@@ -43,6 +44,8 @@ def load(
             parts.rhs.load(tile, k, ring.loaded_rhs.at[stage], rhs)
             if parts.scales is not None and ring.scales is not None:
                 ring.scales.load(parts.scales, tile, k, stage)
+            if of_stage is not None:
+                of_stage(tile, k)
             return ring.next(stage)
 
         with jax.named_scope("load"):

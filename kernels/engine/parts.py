@@ -109,12 +109,15 @@ class Addends(Fold):
       wait: called with (tile) in the warp that loads them; returns once they may be read.
       window: (tile, index of the addend, first row, rows, first column, columns), within the tile
         -> the view of global memory that holds this piece of the addend.
+      last: the same without the index for the last of `most`, where that lies apart, as the result
+        does: it ends where the result ends, and not with a tile.
     """
 
     most: int
     count: Callable[[Tile], Int]
     wait: Callable[[Tile], None]
     window: Callable[[Tile, Int, Int, int, Int, int], Ref]
+    last: Callable[[Tile, Int, int, Int, int], Ref] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,11 +151,16 @@ class Epilogue(Protocol):
         ...
 
 
-def elementwise(fun: epilogues.Function | None) -> Epilogue | None:
-    """The epilogue of an elementwise function, which does not depend on the elements' places."""
+def elementwise(
+    fun: epilogues.Function | None, forms: epilogues.Forms = epilogues.AS_WRITTEN
+) -> Epilogue | None:
+    """The epilogue of an elementwise function, which does not depend on the elements' places.
+
+    Its activations are in `forms` (`kernel_forms`).
+    """
     if fun is None:
         return None
-    plain = epilogues.without_derivatives(fun)
+    plain = epilogues.without_derivatives(fun, forms)
     return lambda piece, tile, row, column: plain(piece)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
@@ -31,6 +32,7 @@ from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
 from stretto.kernels.fused.gather_ways import Gather
 from stretto.kernels.operation import Call
+from stretto.kernels.problem import epilogues, kernel_forms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,22 @@ class _Kernel:
         """Of the tiles of products."""
         return self.gather.order.shape
 
+    @property
+    def forms(self) -> epilogues.Forms:
+        """In which the epilogue has activations."""
+        return kernel_forms.forms_for(self.options.out_dtype)
+
+    @property
+    def compiler_params(self) -> plgpu.CompilerParams:
+        """Exponentials without a range reduction, where they are those of `forms` alone."""
+        form = self.options.epilogue
+        if form is None:
+            return plgpu.CompilerParams()
+        count = 1 + form.gated + len(self.taken.kinds if self.taken else ())
+        dtypes = [jnp.float32] * count
+        approximate = epilogues.is_approximate(form.function, dtypes, self.forms)
+        return plgpu.CompilerParams(approx_math=approximate)
+
     def parts(self, refs: Refs) -> Parts:
         """What `fuse` makes a kernel of."""
         gather, form = self.gather, self.options.epilogue
@@ -67,7 +85,7 @@ class _Kernel:
             lhs=gather.lhs(refs),
             rhs=self._rhs(refs),
             sink=sinks.along_n(refs.outs, self.columns, self.of_result, gather.leading, gather.row),
-            epilogue=elementwise(function),
+            epilogue=elementwise(function, self.forms),
             beside=self._beside(refs),
             scales=self._scales(refs),
             transfer=Transfer(run=lambda: self._fetch(refs)),
@@ -91,6 +109,7 @@ class _Kernel:
             self.of_result,
             self.gather.leading,
             self.gather.row,
+            self.forms,
         )
 
     def _scales(self, refs: Refs) -> Scales | None:
@@ -178,6 +197,7 @@ def launch(
         semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
         buffers=pulled,
         waits=True,
+        compiler_params=kernel.compiler_params,
         interpret=call.interpret,
     )
     if not options.return_gathered:

@@ -4,7 +4,8 @@ Each device computes the tiles of its peers' rows, and keeps these products in i
 spare warp of every block pulls the peers' products for this device's rows as they are finished.
 The own rows are last, or each own tile follows the same tile for the peers by some waves
 (`orders.OwnersOrder`). To its own products the device adds the pulled products in float32
-(`parts.Addends`), and stores the sum: in its own memory, or for an all-reduce on every device.
+(`parts.Addends`), of a reduce-scatter also a residual that its epilogue adds, and stores the sum: in
+its own memory, or for an all-reduce on every device.
 (`reducing` has these parts.)
 
 | object | written or signalled by | waited for by | count | proves |
@@ -39,6 +40,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
 from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.beside import in_memory
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
@@ -48,7 +50,7 @@ from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused import copied, obstacles, row_blocks, unfused
+from stretto.kernels.fused import beside, copied, obstacles, row_blocks, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products, lhs_window, owner_of
@@ -67,19 +69,20 @@ def default_config(problem: Problem) -> Config:
     return Config(tiles=default_tiles(problem))
 
 
-def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
+def run(operands: Any, call: Call) -> jax.Array:
     """The sum of `[m, k_i] @ [k_i, n]`, scattered -> `[m / D, n]`, as the public operation.
 
+    `operands` are (lhs, rhs), each of several, or (lhs, rhs, arrays) with a residual `[m / D, n]`.
     If m is no multiple of D, the last devices have rows of padding: `[ceil(m / D), n]`.
     """
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     blocks, devices = call.options.blocks, Team.along(call.axes).size
     if blocks > 1 and (
         call.config.unfused
         or not row_blocks.are_whole(len(lhs[0]) // devices, blocks, call.config.tiles.tile_m)
     ):
         dealt = tuple(row_blocks.dealt(x, blocks, devices) for x in lhs)
-        return run((dealt, rhs), call.with_options(blocks=1))
+        return run((dealt, rhs, arrays), call.with_options(blocks=1))
     if call.config.unfused:
         return unfused.matmul_reduce_scatter(operands, call)
     return sharded(operands, call)[0]
@@ -95,7 +98,7 @@ def sharded(
 
     The rows are divided into equal shards, the last ones padded if D does not divide m.
     """
-    lhs, rhs, _ = with_arrays(operands)
+    lhs, rhs, arrays = with_arrays(operands)
     team, tiles = Team.along(call.axes), call.config.tiles
     m, n = lhs[0].shape[0], rhs[0].shape[0 if call.options.rhs_transposed else 1]
     often = m >= padding.REUSE["lhs" if call.options.rhs_transposed else "rhs"]
@@ -105,7 +108,8 @@ def sharded(
     else:
         shards = _in_shards(lhs, team.size, tiles, copied=n >= padding.REUSE["lhs"])
     sides = [padding.pad(x, tiles, padding.COLUMNS, copied=often) for x in rhs]
-    return _on_padded(shards, sides, (m, n), call, everywhere=everywhere)
+    (residual,) = arrays or (None,)
+    return _on_padded(shards, sides, (m, n), call, everywhere=everywhere, residual=residual)
 
 
 def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
@@ -138,6 +142,7 @@ def _on_padded(
     *,
     everywhere: bool,
     scaling: Scaling | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """`launch`, cut to the rows of a shard and the columns of a result of `sizes`, m and n."""
     team, (m, n) = Team.along(call.axes), sizes
@@ -152,6 +157,7 @@ def _on_padded(
         rhs_transposed=call.options.rhs_transposed,
         everywhere=everywhere,
         scaling=scaling,
+        residual=residual,
         interpret=call.interpret,
     )
     return out[:, : schedule.ceil_div(m, team.size), :n]
@@ -171,6 +177,7 @@ KERNEL = Kernel(
     Config=Config,
     run=run,
     obstacle=obstacle,
+    beside=beside.left_of_a_sum,
     default=default_config,
     candidates=Config.candidates,
     copies=copied.scattered,
@@ -180,6 +187,7 @@ SCALED = dataclasses.replace(
     KERNEL,
     run=lambda operands, call: scaled(operands, call)[0],
     obstacle=obstacles.scaled,
+    beside=None,
     untried=True,
 )
 """The kernel for operands in 8 bits: scales are the device's own, and are not sent."""
@@ -196,6 +204,7 @@ def launch(
     rhs_transposed: bool = False,
     everywhere: bool = False,
     scaling: Scaling | None = None,
+    residual: jax.Array | None = None,
     mainloop: Factory = mainloop_of,
     interpret: Any = None,
 ) -> jax.Array:
@@ -205,7 +214,7 @@ def launch(
     shard has blocks of whole tiles, `[blocks, size, rows, k_i]`. The pairs' products are added up.
     Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`, of the
     `wanted` columns or a few more. Of operands in 8 bits there is one pair, and `scaling`, lhs's
-    `[size, k / 128 or 1, rows]`.
+    `[size, k / 128 or 1, rows]`. `residual` is added to the result, this device's `[m_shard, n]`.
     """
     given = rhs[0].shape[0 if rhs_transposed else 1]
     n = padding.made_columns(wanted, given, out_dtype, config.tiles)
@@ -236,7 +245,7 @@ def launch(
                 lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
             ),
             scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
-            fold=products.addends(),
+            fold=products.addends(*refs.residual),
             sink=Sink(store=products.store, stored=products.stored),
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
@@ -251,7 +260,12 @@ def launch(
         team=team,
         mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
-        operands=dict(lhs=lhs, rhs=rhs, **({} if scaling is None else scaling.operands())),
+        operands=dict(
+            lhs=lhs,
+            rhs=rhs,
+            residual=[] if residual is None else [in_memory(residual, "elements", out, shape, 1)],
+            **({} if scaling is None else scaling.operands()),
+        ),
         outs=dict(out=out),
         symmetric=dict(partial=kept, fetched=kept),
         semaphores=dict(

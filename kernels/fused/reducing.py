@@ -44,20 +44,27 @@ class Products:
         """The other devices; the step of the own tiles."""
         return self.team.size - 1
 
-    def addends(self) -> Addends:
-        """The addends of the own rows: the peers' products."""
+    def addends(self, residual: Ref | None = None) -> Addends:
+        """The addends of the own rows: the peers' products, and a matrix that lies as the result.
+
+        Of the latter `residual` is the ref.
+        """
+        most = self.peers + (residual is not None)
 
         def wait(tile: Tile) -> None:
             # All peers' products of the tile have been fetched.
             self.refs.arrived.at[self._number(tile)].wait(self.peers)
 
         return Addends(
-            most=self.peers,
-            count=lambda tile: schedule.where(tile.step == self.peers, self.peers, 0),
+            most=most,
+            count=lambda tile: schedule.where(tile.step == self.peers, most, 0),
             wait=wait,
             window=lambda tile, number, *piece: self._window(
                 self.refs.fetched, number, tile, *piece
             ),
+            last=None
+            if residual is None
+            else lambda tile, *piece: self._window(residual, 0, tile, *piece),
         )
 
     def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:

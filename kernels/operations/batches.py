@@ -62,14 +62,6 @@ def fills_tiles(shape: Shape, axis: int) -> bool:
     return not math.prod(shape[axis:]) % WHOLE_TILES
 
 
-def are_by_kernel(backend: str) -> bool:
-    """Whether the kernel finds the tiles of such blocks at their places, by the caller's `backend`.
-
-    It does where it is asked for. No GPU has run that yet, and "auto" takes what has been timed.
-    """
-    return backend != "auto"
-
-
 def in_order(rows: jax.Array, shape: Shape, axis: int, parts: int) -> jax.Array:
     """Gathered rows `[parts * rows, n]` -> `[..., parts * s, ..., n]`, `shape` without k each."""
     before, size, after = shape[:axis], shape[axis], shape[axis + 1 :]
@@ -108,7 +100,7 @@ def of_gather(run: Any, size: int, batched: Any, operands: Any, call: Call) -> A
         return None
     if not any(rhs_batched):
         # One batch more of blocks, or with columns gathered of rows.
-        kept = options.axis == 0 and are_by_kernel(call.backend)
+        kept = options.axis == 0 and call.split is None
         blocks = size * options.blocks if kept else 1
         outs, gathered = run((as_rows(lhs), rhs, arrays), call.with_options(blocks=blocks))
         parts = gathered_parts(lhs, outs[0], options.axis)
@@ -157,7 +149,7 @@ def _of_sum(run: Any, size: int, batched: Any, operands: Any, call: Call, parts:
     if not are_for_all_rows(arrays, arrays_batched):
         return None
     if all(lhs_batched) and not any(rhs_batched):
-        kept = parts > 1 and are_by_kernel(call.backend)
+        kept = parts > 1 and call.split is None
         rows = tuple(as_rows(x) if kept else by_parts(x, 1, parts) for x in lhs)
         blocks = size * call.options.blocks if kept else 1
         out = run((rows, rhs, arrays), call.with_options(blocks=blocks))

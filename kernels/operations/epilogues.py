@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from stretto.kernels.problem.epilogue import Epilogue
 from stretto.kernels.problem.epilogues import name_of
+from stretto.kernels.problem.kernel_forms import gelu as _gelu
 
 type Like = Epilogue | Callable[..., jax.Array] | str | tuple | None
 """What `epilogue=` takes: a function, a name, `(function, *arrays)`, or an `Epilogue`."""
@@ -42,7 +43,7 @@ def mask(keep: Any) -> Epilogue:
 
 def gelu(bias: Any = None) -> Epilogue:
     """`gelu(product + bias)`, by the tanh approximation, as `jax.nn.gelu`."""
-    return _with_bias(jax.nn.gelu, bias)
+    return _with_bias(_gelu, bias)
 
 
 def silu(bias: Any = None) -> Epilogue:
@@ -67,7 +68,7 @@ def swiglu(gate_bias: Any = None, up_bias: Any = None) -> Epilogue:
 
 def geglu(gate_bias: Any = None, up_bias: Any = None) -> Epilogue:
     """`gelu(gate + gate_bias) * (up + up_bias)` of the products with a pair of matrices."""
-    return gated(jax.nn.gelu, gate_bias, up_bias)
+    return gated(_gelu, gate_bias, up_bias)
 
 
 def gated(
@@ -75,7 +76,7 @@ def gated(
 ) -> Epilogue:
     """`activation(gate + gate_bias) * (up + up_bias)`: of `x @ w_gate` and `x @ w_up`."""
     biases = [x for x in (gate_bias, up_bias) if x is not None]
-    function = _Gated(activation, gate_bias is not None, up_bias is not None)
+    function = _Gated(_recognised(activation), gate_bias is not None, up_bias is not None)
     return Epilogue(function, *biases, gated=True)
 
 
@@ -119,7 +120,7 @@ def of(op: str, given: Like) -> Epilogue | None:
         function: Any = given[0]
         return Epilogue(function, *given[1:])
     if callable(given):
-        return Epilogue(given)
+        return Epilogue(_recognised(given))
     raise TypeError(
         f"{op}: epilogue={given!r:.60} is of type {type(given).__name__}; pass a function, a name"
         " such as 'gelu', a tuple (function, *arrays), or a stretto.Epilogue."
@@ -137,6 +138,11 @@ def is_gated(given: Like) -> bool:
 
 def _itself(product: jax.Array) -> jax.Array:
     return product
+
+
+def _recognised(activation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The same function, as one that a kernel has a form of (`kernel_forms`) if it is such."""
+    return _gelu if activation is jax.nn.gelu else activation
 
 
 def _add(product: jax.Array, array: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes, Call, Operation
-from stretto.kernels.operations import batches, epilogues, gathered, with_epilogue
+from stretto.kernels.operations import epilogues, gathered, with_epilogue
 from stretto.kernels.operations.asked import Asked
 from stretto.kernels.operations.gathered import Operands
 from stretto.kernels.operations.perform import decide
@@ -52,7 +52,6 @@ def gather(
     results = operands.results_shapes(found.form)
     operation = records[gather_axis]
     outside = with_epilogue.outside_of(found, results, options.out_dtype)
-    by_kernel = batches.are_by_kernel(asked.backend)
     call = decide(
         operation,
         operands.sizes(),
@@ -62,7 +61,7 @@ def gather(
         backend=asked.backend,
         config=asked.config,
         applied=with_epilogue.applied_bytes(outside, results, options.out_dtype),
-        copied=operands.copied_elements(by_kernel=by_kernel) * options.out_dtype.itemsize,
+        copied=operands.copied_elements(by_kernel=True) * options.out_dtype.itemsize,
         remark=functools.partial(with_epilogue.remark, found, results, options),
     )
     if call is None:
@@ -80,8 +79,7 @@ def _by_kernel(operands: Operands, found: Fitted, call: Call) -> tuple[tuple[jax
     """The kernel's products, in the dimensions of lhs, and what it gathered."""
     moved, sides, transposed = operands.for_kernel()
     by_columns = operands.gather_axis == "k"
-    ordered = call.split is None and batches.are_by_kernel(call.backend)
-    blocks = operands.blocks if ordered else 1
+    blocks = operands.blocks if call.split is None else 1
     flat = call.with_options(rhs_transposed=transposed, axis=1 if by_columns else 0, blocks=blocks)
     arrays = operands.arrays_for_kernel(found, blocks)
     outs, whole = with_epilogue.perform((moved, sides), arrays, flat)

@@ -33,7 +33,6 @@ def reduce(
     options = dataclasses.replace(placement.added_to(plain), epilogue=found.form)
     types = types_of(pairs[0][0], pairs[1][0], options)
     outside = with_epilogue.outside_of(found, [shape], options.out_dtype)
-    by_kernel = batches.are_by_kernel(asked.backend)
     call = decide(
         operation,
         sizes,
@@ -42,14 +41,13 @@ def reduce(
         with_epilogue.of_kernel(options, outside),
         backend=asked.backend,
         config=asked.config,
-        copied=placement.copied_elements(pairs[0], by_kernel=by_kernel) * types.itemsize,
+        copied=placement.copied_elements(pairs[0], by_kernel=True) * types.itemsize,
         applied=with_epilogue.applied_bytes(outside, [shape], options.out_dtype),
         remark=functools.partial(with_epilogue.remark, found, [shape], options),
     )
     if call is None:
         return operation.reference((*pairs, found.arrays), axes, options)
-    ordered = call.split is None and batches.are_by_kernel(call.backend)
-    blocks = placement.blocks if ordered else 1
+    blocks = placement.blocks if call.split is None else 1
     rows = tuple(placement.rows_for_kernel(x, blocks) for x in pairs[0])
     arrays = () if outside else with_epilogue.flat_arrays(found.arrays, [shape], batches.as_rows)
     flat = call if axis is None else call.with_options(axis=0, blocks=blocks)

@@ -114,9 +114,7 @@ def left_to_xla(
     """
     if kernel.beside is None:
         return "it follows a sum over devices"
-    if not arrays and not options.epilogue.gated:
-        return None
-    if split is not None:
+    if split is not None and (arrays or options.epilogue.gated):
         return "kernels within nodes make parts of the result"
     return kernel.beside(config, options, arrays)
 
@@ -140,11 +138,11 @@ def remark(found: Fitted, results: Sequence[Shape], options: Any, choice: Choice
         return None
     if (outside := outside_of(found, results, options.out_dtype)) is not None:
         return f"XLA applies the epilogue to the kernel's product: {outside.removesuffix('.')}"
-    if not found.arrays and not form.gated and kernel.beside is not None:
-        return None
     first = [x[0] if isinstance(x, tuple) else x for x in found.arrays]
     lie = [(kind_of(x.shape, results[0]), x.dtype) for x in first]
     why = left_to_xla(kernel, choice.config, choice.split, options, lie)
+    if why is None and not found.arrays and not form.gated:
+        return None
     if why is None:
         return "the kernel applies the epilogue to the product in registers"
     return f"XLA applies the epilogue to the kernel's product, since {why}"

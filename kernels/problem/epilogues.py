@@ -12,18 +12,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
+from stretto.kernels.problem.kernel_forms import form_of
+
 type Function = Callable[..., jax.Array]
+type Forms = Mapping[str, Function]
 
 # Operations that call a function, which their parameters hold under one of these names.
 CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
+# Operations that `approx_math` makes less accurate (Mosaic GPU, JAX 0.11.2).
+APPROXIMATED = {"cos", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sin", "sqrt", "tanh"}
+AS_WRITTEN: Forms = MappingProxyType({})
 # Operations that keep the shape and yet mix elements.
 MIXING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev")
 # Stand for the product: sizes that nothing else in an epilogue is likely to have.
@@ -146,19 +154,54 @@ def _shape(aval: Any) -> tuple[int, ...] | None:
     return getattr(aval, "shape", None)  # Tokens have none.
 
 
-def without_derivatives(epilogue: Function) -> Function:
-    """`epilogue`, of the same values, with every call in it replaced by what is called."""
+def without_derivatives(epilogue: Function, forms: Forms = AS_WRITTEN) -> Function:
+    """`epilogue`, of the same values, with every call in it replaced by what is called.
+
+    And with activations in `forms` (`kernel_forms`), whose values are the same but for rounding.
+    """
 
     @functools.wraps(epilogue)
     def plain(*xs: jax.Array) -> jax.Array:
         traced = jax.make_jaxpr(epilogue)(*xs)
-        (out,) = _evaluate(traced.jaxpr, traced.consts, xs)
+        (out,) = _evaluate(traced.jaxpr, traced.consts, xs, forms)
         return out
 
     return plain
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def is_approximate(
+    epilogue: Function, dtypes: Sequence[jax.typing.DTypeLike], forms: Forms
+) -> bool:
+    """Whether `epilogue` has activations in `forms`, and nothing else that `approx_math` changes.
+
+    `dtypes` are of what it takes.
+    """
+    found = set(_taken(_trace(epilogue, EXAMPLE, dtypes).jaxpr, forms))
+    return "a form" in found and not found & APPROXIMATED
+
+
+def is_sum(epilogue: Function) -> bool:
+    """Whether `epilogue` adds one array to the product, and does nothing else."""
+    traced = _trace(epilogue, EXAMPLE, [jnp.float32] * 2)
+    names = [equation.primitive.name for equation in traced.jaxpr.eqns]
+    return names == ["add"] and {*traced.jaxpr.eqns[0].invars} == {*traced.jaxpr.invars}
+
+
+def _taken(jaxpr: Jaxpr, forms: Forms) -> Iterator[str]:
+    """The names of operations that stay in a function, and "a form" for what a form replaces."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if form_of(equation, forms) is not None:
+            yield "a form"
+        elif name in CALLS:
+            yield from _taken(equation.params[CALLS[name]].jaxpr, forms)
+        else:
+            yield name
+
+
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], forms: Forms
+) -> list[Any]:
     numbers = map(_as_number, consts)
     values: dict[Var, Any] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*numbers, *operands], strict=True)
@@ -169,9 +212,11 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> l
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        if equation.primitive.name in CALLS:
+        if (form := form_of(equation, forms)) is not None:
+            results = [form(*inputs)]
+        elif equation.primitive.name in CALLS:
             called = equation.params[CALLS[equation.primitive.name]]
-            results = _evaluate(called.jaxpr, called.consts, inputs)
+            results = _evaluate(called.jaxpr, called.consts, inputs, forms)
         else:
             params = equation.primitive.get_bind_params(equation.params)
             results = equation.primitive.bind(*inputs, **params)

@@ -119,6 +119,22 @@ def epilogues_with_arrays() -> Iterator[Program]:
     yield "relu", *fused("all_gather_matmul", mesh, epilogue=jax.nn.relu)
     yield "bias and residual", *with_arrays(mesh, gated=False)
     yield "two products", *with_arrays(mesh, gated=True)
+    yield "a residual of a sum", *residual_of_a_sum(mesh)
+
+
+def residual_of_a_sum(mesh: Mesh) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """A matmul reduce-scatter that adds an array as large as its result."""
+    (m, k, n), specs = MIDDLING, (P(None, "x"), P("x"), P("x"))
+
+    def call(lhs, rhs, residual):
+        epilogue = st.epilogues.residual(residual)
+        return st.matmul_reduce_scatter(lhs, rhs, "x", epilogue=epilogue, backend="pallas")
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False)
+    return mapped, [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(m, k), (k, n), (m, n)], specs, strict=True)
+    ]
 
 
 def epilogues_with_arrays_at_odd_sizes() -> Iterator[Program]:

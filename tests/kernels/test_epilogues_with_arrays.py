@@ -153,18 +153,25 @@ def leave_out(monkeypatch, name: str) -> None:
     monkeypatch.setattr(applying.Applying, name, lambda *_: None)
 
 
+def what_is_found() -> str:
+    """What the simulator says of the first case, whether or not the kernel ends."""
+    try:
+        _, _, _, report = both(CASES[QUICK[0]], on_finding="record")
+    except Exception as error:
+        return str(error)
+    return str(report)
+
+
 @pytest.mark.slow
 def test_vectors_are_waited_for(monkeypatch):
     leave_out(monkeypatch, "begin")
-    found, expected, _, report = both(CASES[QUICK[0]], on_finding="record")
-    assert not report.ok or not np.array_equal(found, expected)
+    assert "race on beside_0" in what_is_found()
 
 
 @pytest.mark.slow
 def test_a_buffer_is_not_written_before_the_matrix_is_in_it(monkeypatch):
     leave_out(monkeypatch, "wait_for_buffer")
-    with pytest.raises(DeadlockError, match="race on out_smem"):
-        both(CASES[QUICK[0]], on_finding="record")
+    assert "race on out_smem" in what_is_found()
 
 
 @pytest.mark.slow

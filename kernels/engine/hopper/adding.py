@@ -132,13 +132,24 @@ class Adding:
         self, tile: Tile, number: jax.Array, place: tuple[int, int], buffer: int
     ) -> None:
         """Starts the copies of both halves of a piece; each publishes its half once complete."""
-        rows, columns = self.pieces.rows, self.pieces.columns
-        for half in range(self.pieces.config.warpgroups):
-            row, column = self.pieces.within_tile(place, half)
-            window = self.addends.window(tile, number, row, rows, column, columns)
-            plgpu.copy_gmem_to_smem(
-                window, self.pieces.out.at[half, buffer], self.loaded.at[buffer]
-            )
+        pieces, addends, last = self.pieces, self.addends, self.addends.last
+        for half in range(pieces.config.warpgroups):
+            row, column = pieces.within_tile(place, half)
+            piece, loaded = (row, pieces.rows, column, pieces.columns), self.loaded.at[buffer]
+
+            def bring(half=half, piece=piece, loaded=loaded) -> None:
+                window = addends.window(tile, number, *piece)
+                plgpu.copy_gmem_to_smem(window, pieces.out.at[half, buffer], loaded)
+
+            if last is None:
+                bring()
+                continue
+            pl.when(number < addends.most - 1)(bring)
+
+            @pl.when(number == addends.most - 1)
+            def _(half=half, piece=piece, loaded=loaded, last=last):
+                window = last(tile, *piece)
+                plgpu.copy_gmem_to_smem(window, pieces.stored.at[half, buffer], loaded)
 
 
 def scratch(config: TileConfig) -> dict[str, Any]:

@@ -7,8 +7,10 @@
 | `beside_loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | a buffer of the store holds a piece of the matrix |
 
 A piece of the matrix is loaded into the buffer from which the same piece of the result is stored: the
-warpgroup reads it, and overwrites it with the result. The storing warp loads the first pieces of a
-tile once the previous tile's stores have read the buffers: during the products.
+warpgroup reads it, and overwrites it with the result. Along a long contraction the loading warp loads
+one piece after another (`pace`), so that they come between stages and not all at once; it waits for
+`free` (`pieces`). Otherwise the storing warp loads the first pieces of a tile once the previous tile's
+stores have read the buffers: during the products.
 
 Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 """  # noqa: E501
@@ -25,10 +27,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int
+from stretto.distributed.schedule import Int, div, rem
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.tile_config import TileConfig
-from stretto.kernels.engine.parts import Beside, BesideParts, Ref, Tile
+from stretto.kernels.engine.parts import Beside, BesideParts, Parts, Ref, Tile
 
 FULL, EMPTY, LOADED = "beside_full", "beside_empty", "beside_loaded"
 
@@ -43,6 +45,8 @@ class Applying:
       vectors: in shared memory, `[tile_m]` of rows and the result's `[tile_n]` of columns.
       full, empty: barriers of the vectors; None where there are none.
       loaded: barriers of the matrix's pieces, one a buffer; None without a matrix.
+      pace: tiles along the contraction after which the loading warp loads one more piece of the
+        matrix; 0 where the storing warp loads all of them before.
     """
 
     beside: Beside
@@ -52,6 +56,25 @@ class Applying:
     full: Ref
     empty: Ref
     loaded: Ref
+    pace: int = 0
+
+    def load_of_stage(self, tile: Tile, k: jax.Array) -> None:
+        """Called in the loading warp after each stage of a tile, with a `pace`."""
+        index = div(k, self.pace) - 1
+        due = (rem(k, self.pace) == 0) & (index >= 0) & (index < self.pieces.num_buffers)
+        pl.when(due)(lambda: self._load_when_free(tile, index))
+
+    def load_of_tile(self, i: Int, tile: Tile) -> None:
+        """Called in the loading warp, after the stages of the block's `i`-th tile."""
+        if self.pace:  # The pieces that have no buffer until others are handed over.
+            for index in range(self.pieces.num_buffers, len(self.pieces.places)):
+                self._load_when_free(tile, index)
+        self.load_vectors(i, tile)
+
+    def _load_when_free(self, tile: Tile, index: Int) -> None:
+        # The stores of the piece that was in the buffer have read it.
+        plgpu.barrier_wait(self.pieces.free.at[rem(index, self.pieces.num_buffers)])
+        self.load_piece(tile, index)
 
     def load_vectors(self, i: Int, tile: Tile) -> None:
         """Called in the loading warp, after the stages of the block's `i`-th tile."""
@@ -63,14 +86,14 @@ class Applying:
             # Each copy, once complete, publishes its vector to the multiplying warpgroups.
             load(tile, jnp.int32(0), vector, self.full)
 
-    def load_piece(self, tile: Tile, index: int) -> None:
-        """Called in the storing warp: loads a piece of the matrix to its buffer, in both halves.
+    def load_piece(self, tile: Tile, index: Int) -> None:
+        """Loads a piece of the matrix to its buffer, in both halves; called in the storing warp.
 
         The matrix has the result's shape and type, so a piece is loaded as it is stored.
         """
-        pieces, buffer = self.pieces, index % self.pieces.num_buffers
+        pieces, buffer = self.pieces, rem(index, self.pieces.num_buffers)
         for half in range(pieces.config.warpgroups):
-            row, column = pieces.within_tile(pieces.places[index], half)
+            row, column = pieces.within_tile(pieces.place(index), half)
             window = self.parts.window(tile, row, pieces.rows, column, pieces.columns)  # pyright: ignore[reportOptionalCall]
             plgpu.copy_gmem_to_smem(window, pieces.stored.at[half, buffer], self.loaded.at[buffer])
 
@@ -137,18 +160,34 @@ def scratch(config: TileConfig, beside: Beside, columns: int) -> dict[str, Any]:
 
 
 def applying(
-    beside: Beside, parts: BesideParts, pieces: Pieces, scratch: Mapping[str, Ref]
-) -> Applying:
-    """With the refs of `scratch`."""
+    beside: Beside, parts: Parts, pieces: Pieces, scratch: Mapping[str, Ref]
+) -> Applying | None:
+    """With the refs of `scratch`; None for a kernel without an epilogue that takes more."""
+    if parts.beside is None:
+        return None
     return Applying(
         beside=beside,
-        parts=parts,
+        parts=parts.beside,
         pieces=pieces,
         vectors=[scratch[_name(i)] for i in range(len(beside.vectors))],
         full=scratch.get(FULL),
         empty=scratch.get(EMPTY),
         loaded=scratch.get(LOADED),
+        pace=_pace(beside, pieces, parts.k_tiles),
     )
+
+
+def _pace(beside: Beside, pieces: Pieces, k_tiles: Any) -> int:
+    """`Applying.pace`, evenly along the contraction.
+
+    There is none where a piece would come before the ring is full of this tile's stages: the tile
+    before may not be handed over yet, and the loading warp would wait for that. And none for pairs,
+    whose stages take so many copies that the loading warp has no registers to spare.
+    """
+    if not beside.has_matrix or beside.gated or not isinstance(k_tiles, int):
+        return 0
+    pace = k_tiles // (pieces.num_buffers + 1)
+    return pace if pace > pieces.config.num_stages else 0
 
 
 def _name(index: int) -> str:

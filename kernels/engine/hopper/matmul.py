@@ -149,17 +149,18 @@ class Matmul:
         spare, multiplying = self.registers[self.product.fold]
         of_tile = self._load_of_tile(block, scratch)
         beside = self._applying(block, buffers, scratch)
-        refill = None
+        of_stage = refill = None
         if beside is not None:
-            of_tile = beside.load_vectors
-            refill = beside.load_piece if beside.beside.has_matrix else None
+            of_tile = beside.load_of_tile
+            of_stage = beside.load_of_stage if beside.pace else None
+            refill = beside.load_piece if beside.beside.has_matrix and not beside.pace else None
         return [
             Role(
                 functools.partial(multiply, block, stages, buffers, folding, beside),
                 warpgroups=self.config.warpgroups,
                 registers=multiplying,
             ),
-            Role(functools.partial(load, block, gates, stages, of_tile), registers=spare),
+            Role(functools.partial(load, block, gates, stages, of_tile, of_stage), registers=spare),
             Role(functools.partial(store, block, buffers, folding.bring, refill), registers=spare),
         ]
 
@@ -194,9 +195,9 @@ class Matmul:
         self, block: Block, buffers: Pieces, scratch: Mapping[str, Ref]
     ) -> Applying | None:
         """What applies an epilogue that takes more than the total; None where there is none."""
-        if self.product.beside is None or block.parts.beside is None:
+        if self.product.beside is None:
             return None
-        return applying.applying(self.product.beside, block.parts.beside, buffers, scratch)
+        return applying.applying(self.product.beside, block.parts, buffers, scratch)
 
     def _load_of_tile(
         self, block: Block, scratch: Mapping[str, Ref]

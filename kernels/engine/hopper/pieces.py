@@ -19,7 +19,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int
+from stretto.distributed.schedule import Int, div, rem
 from stretto.kernels.engine import partial
 from stretto.kernels.engine.hopper.tile_config import PIECE_ROWS, TileConfig
 from stretto.kernels.engine.parts import Product, Ref, Sink, Tile
@@ -89,12 +89,19 @@ class Pieces:
             else:
                 partial.store(sink, tile, whole, self.edge.at[half, buffer], row, column)
 
+    def place(self, index: Int) -> tuple[Int, Int]:
+        """The place at an index, which may be known in the kernel alone."""
+        if isinstance(index, int):
+            return self.places[index]
+        across = self.width // self.columns
+        return div(index, across) * self.rows, rem(index, across) * self.columns
+
     def within_half(self, place: tuple[int, int]) -> tuple[slice, slice]:
         """A piece as rows and columns of its half of the tile."""
         row, column = place
         return slice(row, row + self.rows), slice(column, column + self.columns)
 
-    def within_tile(self, place: tuple[int, int], half: Int) -> tuple[Int, int]:
+    def within_tile(self, place: tuple[Int, Int], half: Int) -> tuple[Int, Int]:
         """(first row, first column) in the tile of a piece of a half."""
         row, column = place
         return half * self.half_rows + row, column
