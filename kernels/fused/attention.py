@@ -27,11 +27,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int
+from stretto.distributed.kernel import num_blocks_for
+from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages
-from stretto.kernels.engine.attention.order import AttentionOrder
+from stretto.kernels.engine.attention import even_shares
+from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder
 from stretto.kernels.engine.attention.parts import AttentionParts
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper.attention.mainloop import Attention
@@ -99,6 +101,12 @@ def _launch(
         lse=jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
     )
     moving: dict[str, Any] = {}
+    operands = dict(
+        q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
+    )
+    if config.even:
+        order = _in_turn(sizes, num_blocks_for(sizes.num_tiles))
+        operands["shares"] = jnp.asarray(even_shares.table(sizes.visible, order))
     if team is not None:
         outs["gathered"] = jax.ShapeDtypeStruct((2 * sizes.peers, *keys), k.dtype)
         received = SemaphoreArray((sizes.peers, rows, sizes.kv_heads), local=True)
@@ -111,9 +119,7 @@ def _launch(
         team=team,
         mainloop=Attention(config.tiles, product, sizes.dim),
         num_tiles=sizes.num_tiles,
-        operands=dict(
-            q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
-        ),
+        operands=operands,
         outs=outs,
         # Powers of two by the hardware's own instruction: weights are rounded to 16 bits anyway.
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -131,14 +137,7 @@ def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> Attenti
     keys = Keys(sizes=sizes, team=team, visible=visible, refs=refs)
     queries = _Queries(sizes=sizes, refs=refs)
     return AttentionParts(
-        order=AttentionOrder(
-            batch=sizes.batch,
-            chunks=sizes.chunks,
-            tiles=visible.tiles_of_chunk,
-            kv_heads=sizes.kv_heads,
-            group=sizes.group,
-            num_blocks=refs.num_clusters,
-        ),
+        **_order(refs, device, sizes),
         k_tiles=visible.segments,
         lhs=keys.keys(),
         rhs=keys.values(),
@@ -148,6 +147,35 @@ def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> Attenti
         store_logsumexp=queries.store_logsumexp,
         visible=visible,
         exponent=scale * math.log2(math.e),
+    )
+
+
+def _in_turn(sizes: Sizes, num_blocks: int) -> AttentionOrder:
+    """The tiles, which so many blocks take in turn."""
+    return AttentionOrder(
+        batch=sizes.batch,
+        chunks=sizes.chunks,
+        tiles=sizes.visible.tiles_of_chunk,
+        kv_heads=sizes.kv_heads,
+        group=sizes.group,
+        num_blocks=num_blocks,
+    )
+
+
+def _order(refs: Refs, device: Int, sizes: Sizes) -> dict[str, Any]:
+    """The fields of the kernel's parts that say which tiles a block makes."""
+    tiles = _in_turn(sizes, refs.num_clusters)
+    if not sizes.config.even:
+        return dict(order=tiles)
+
+    def entry(index: Int) -> Int:
+        row = div(index, tiles.num_blocks)
+        return refs.shares[device, row + 1, index - row * tiles.num_blocks]
+
+    return dict(
+        order=EvenOrder(tiles=tiles, entry=entry),
+        own_tiles=lambda block: refs.shares[device, 0, block],
+        ahead=True,
     )
 
 

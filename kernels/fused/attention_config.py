@@ -30,11 +30,14 @@ class Config:
       tiles: of attention.
       pull_rows: keys, or values, of a head that the pulling warp fetches at once.
       pull_slots: such pieces on their way at once, per block.
+      even: a table shares tiles out so that blocks have equal work; otherwise blocks take them in
+        turn.
     """
 
     tiles: AttentionTiles = LARGE
     pull_rows: int = 32
     pull_slots: int = 3
+    even: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""

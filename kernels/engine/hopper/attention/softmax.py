@@ -58,13 +58,20 @@ def masked(scores: jax.Array, ahead: Int, window: int | None) -> jax.Array:
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def weighed(scores: jax.Array, folded: Folded, exponent: float) -> tuple[jax.Array, Folded]:
-    """(weights of the scores, what was folded before on the same scale), the sum among it."""
+def weighed(
+    scores: jax.Array, folded: Folded, exponent: float
+) -> tuple[jax.Array, jax.Array, Folded]:
+    """(weights of the scores, what `out` is to be scaled by, what was folded with their sum)."""
     highest = jnp.maximum(folded.highest, jnp.max(scores, 1) * exponent)
     kept = jnp.exp2(folded.highest - highest)
     weights = jnp.exp2(scores * exponent - lax.broadcast_in_dim(highest, scores.shape, (0,)))
-    out = folded.out * lax.broadcast_in_dim(kept, folded.out.shape, (0,))
-    return weights, Folded(out, highest, folded.total * kept + jnp.sum(weights, 1))
+    total = folded.total * kept + jnp.sum(weights, 1)
+    return weights, kept, folded._replace(highest=highest, total=total)
+
+
+def scaled(out: jax.Array, kept: jax.Array) -> jax.Array:
+    """`out`, each row times `kept`."""
+    return out * lax.broadcast_in_dim(kept, out.shape, (0,))
 
 
 def finished(folded: Folded) -> tuple[jax.Array, jax.Array]:
