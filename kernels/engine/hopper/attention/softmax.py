@@ -52,9 +52,11 @@ def masked(scores: jax.Array, ahead: Int, window: int | None) -> jax.Array:
     by_row = plgpu.Layout.WGMMA.reduce(1)
     # Limits by row take two registers of a thread; distances of all pairs would take 64.
     last = plgpu.broadcasted_iota(jnp.int32, scores.shape[:1], 0, layout=by_row) + ahead
-    seen = columns <= lax.broadcast_in_dim(last, scores.shape, (0,))
+    # So would columns: a thread has 32 of them, and two within a group of 8.
+    within, before = columns & 7, columns & ~7
+    seen = within <= lax.broadcast_in_dim(last, scores.shape, (0,)) - before
     if window is not None:
-        seen &= columns > lax.broadcast_in_dim(last - window, scores.shape, (0,))
+        seen &= within > lax.broadcast_in_dim(last - window, scores.shape, (0,)) - before
     return jnp.where(seen, scores, -jnp.inf)
 
 
