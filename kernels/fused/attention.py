@@ -43,7 +43,7 @@ from stretto.kernels.fused.attention_config import Config, Sequence, Sizes, obst
 from stretto.kernels.fused.attention_keys import Keys
 
 
-def attend(
+def attend_and_keep(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -53,7 +53,7 @@ def attend(
     scale: float,
     config: Config,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Attention to the keys of all devices of `team`, of one device alone without one.
 
     Args:
@@ -66,7 +66,9 @@ def attend(
       interpret: as `fuse` takes it.
 
     Returns:
-      (q's shape and type, float32 logsumexp `[batch, heads, tokens]`).
+      (q's shape and type, float32 logsumexp `[batch, heads, tokens]`, what was pulled). The latter
+      is None of one device; else `[2 * peers, batch * kv_tokens, kv_heads * dim]`, the keys and
+      then the values of each successor on the ring, undefined in chunks that no query sees.
 
     Raises:
       ValueError: a configuration that cannot be built.
@@ -84,6 +86,11 @@ def attend(
     return _launch(q, k, v, several, sizes, scale, interpret)
 
 
+def attend(*operands: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
+    """The first two results of `attend_and_keep`, of the same arguments."""
+    return attend_and_keep(*operands, **how)[:2]
+
+
 def _launch(
     q: jax.Array,
     k: jax.Array,
@@ -92,7 +99,7 @@ def _launch(
     sizes: Sizes,
     scale: float,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     config, heads, queries = sizes.config, sizes.heads, sizes.visible.queries
     rows = sizes.batch * sizes.chunks
     keys = (sizes.batch * k.shape[1], sizes.kv_heads * sizes.dim)
@@ -128,7 +135,7 @@ def _launch(
     )
     lse = found["lse"].reshape(sizes.batch, sizes.chunks, heads, queries)
     lse = lse.transpose(0, 2, 1, 3).reshape(sizes.batch, heads, sizes.chunks * queries)
-    return found["out"].reshape(q.shape), lse
+    return found["out"].reshape(q.shape), lse, found.get("gathered")
 
 
 def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> AttentionParts:

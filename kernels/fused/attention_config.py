@@ -32,12 +32,15 @@ class Config:
       pull_slots: such pieces on their way at once, per block.
       even: a table shares tiles out so that blocks have equal work; otherwise blocks take them in
         turn.
+      keep: the peers' keys and values are kept for the backward pass, in place of gathering them
+        again; it then sends their derivatives while it computes those of the own keys.
     """
 
     tiles: AttentionTiles = LARGE
     pull_rows: int = 32
     pull_slots: int = 3
     even: bool = False
+    keep: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
@@ -78,8 +81,8 @@ def _configs_for(dims: Iterable[int]) -> Iterator[Config]:
             yield Config()
             yield Config(pull_rows=16, pull_slots=6)
         else:
+            yield Config(tiles=dataclasses.replace(LARGE, num_stages=4))
             yield Config(tiles=dataclasses.replace(TALL, num_stages=3))
-            yield Config(tiles=dataclasses.replace(LARGE, num_stages=3))
 
 
 def config_for(dim: int) -> Config:

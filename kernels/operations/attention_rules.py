@@ -78,34 +78,39 @@ def apply(operands: Operands, call: Call) -> Any:
 def forward(operands: Operands, call: Call) -> tuple[Any, Any]:
     """(results, residuals of the derivative).
 
-    A device's part of the result and of its logsumexp has the name "attention" for
-    `jax.checkpoint`.
+    A device's part of the result and of its logsumexp, and the peers' keys if they are kept, are
+    named "attention" for `jax.checkpoint`.
     """
     if call.options.method == HEADS:
         local = heads.exchanged(operands, call)
         share = _named(heads.attend(local, call), local.q.dtype)
-        return _results(heads.returned(share, call), call), (local, share)
-    share = _named(_gathering(operands, call), operands.q.dtype)
-    return _results(share, call), (operands, share)
+        return _results(heads.returned(share, call), call), (local, share, None)
+    share, kept = _gathering(operands, call)
+    share = _named(share, operands.q.dtype)
+    kept = kept if kept is None else checkpoint_name(kept, "attention")
+    return _results(share, call), (operands, share, kept)
 
 
 def backward(call: Call, residuals: Any, bars: Any) -> Operands:
     """The operands' cotangents, from the logsumexp of all keys."""
-    operands, share = residuals
+    operands, share, kept = residuals
     out_bar, lse_bar = bars if call.options.logsumexp else (bars, None)
     if lse_bar is not None:
         lse_bar = lse_bar.transpose(0, 2, 1)
     if call.options.method == HEADS:
         return Operands(*heads.derived(operands, share, out_bar, lse_bar, call))
-    derive = _derived_by_peer if _is_by_peer(call) else _derived_together
-    found = derive(operands, share, out_bar.astype(operands.q.dtype), lse_bar, call)
+    out_bar = out_bar.astype(operands.q.dtype)
+    if _is_by_peer(call) or kept is not None:
+        found = _derived_by_peer(operands, share, out_bar, lse_bar, call, kept)
+    else:
+        found = _derived_together(operands, share, out_bar, lse_bar, call)
     given = operands.q, operands.k, operands.v
     return Operands(*(bar.astype(x.dtype) for bar, x in zip(found, given, strict=True)))
 
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> Any:
     """By `jax.lax`, block by block, of arrays that XLA gathers."""
-    operands, _ = residuals
+    operands, *_ = residuals
     is_heads = call.options.method == HEADS
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Share:
@@ -134,11 +139,15 @@ def _results(share: Share, call: Call) -> Any:
 # --- Keys and values together ---------------------------------------------------------------------
 
 
-def _gathering(operands: Operands, call: Call) -> Share:
+def _gathering(operands: Operands, call: Call) -> tuple[Share, jax.Array | None]:
+    """(attention to all keys, those of peers if they are kept)."""
     if isinstance(call.config, fused.Config):
         return fused.attend(operands, call)
-    if _is_by_peer(call):
-        return _by_peer(operands, call)
+    attend = _by_peer if _is_by_peer(call) else _together
+    return attend(operands, call), None
+
+
+def _together(operands: Operands, call: Call) -> Share:
     options = call.options
     keys = _gathered(operands, call)
     if options.by_cudnn:
@@ -270,17 +279,40 @@ def _by_peer(operands: Operands, call: Call) -> Share:
 
 
 def _derived_by_peer(
-    operands: Operands, share: Share, out_bar: jax.Array, lse_bar: jax.Array | None, call: Call
+    operands: Operands,
+    share: Share,
+    out_bar: jax.Array,
+    lse_bar: jax.Array | None,
+    call: Call,
+    kept: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The own keys first, under which the peers' arrive; if these are `kept`, the own keys last.
+
+    Under these the peers' derivatives are then sent.
+    """
     queries, own = _queries(operands, call)
     wide = accumulator_dtype(operands.q.dtype)
-    q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
-    q_bars, kv_bars = [q_bar], [found]
-    for distance, peer, keys in _peers(own, call):
+    q_bars, kv_bars = [], []
+
+    def derive_own(own: Keys) -> None:
+        q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
+        q_bars.append(q_bar)
+        kv_bars.append(found)
+
+    if kept is None:
+        derive_own(own)
+    of_peers = _peers(own, call) if kept is None else fused.kept_keys(kept, operands, call)
+    for distance, peer, keys in of_peers:
         q_bar, *found = queries.derive(keys, share, out_bar, lse_bar, peer)
         q_bars.append(q_bar)
         narrow = jnp.stack(found).astype(operands.k.dtype)
+        if kept is not None and distance == axis_size(call.axes) - 1:
+            # XLA would begin with the own keys: they wait for nothing.
+            k, v, narrow = lax.optimization_barrier((own.k, own.v, narrow))
+            own = own._replace(k=k, v=v)
         kv_bars.append(shifted(narrow, call.axes, distance))
+    if kept is not None:
+        derive_own(own)
     k_bar, v_bar = (sum_of(bars, wide) for bars in zip(*kv_bars, strict=True))
     return sum_of(q_bars, wide), k_bar, v_bar
 
