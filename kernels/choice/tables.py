@@ -38,8 +38,9 @@ MARGIN = 0.03
 """Share by which the fused kernel must be faster at a shape that was not measured."""
 
 
-KINDS = ("masking",)
-"""Sizes that are numbers of kinds: what was measured of one kind says nothing of another."""
+KINDS = ("masking", "dim")
+"""Sizes, of attention, of which each number is a kind: what was measured of one says nothing of
+another. They are its mask and the size of its heads."""
 
 
 type Estimate = Callable[[Problem], tuple[float, float]]

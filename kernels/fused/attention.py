@@ -111,7 +111,7 @@ def _launch(
     operands = dict(
         q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
     )
-    if config.even:
+    if sizes.is_uneven:
         order = _in_turn(sizes, num_blocks_for(sizes.num_tiles))
         operands["shares"] = jnp.asarray(even_shares.table(sizes.visible, order))
     if team is not None:
@@ -172,7 +172,7 @@ def _in_turn(sizes: Sizes, num_blocks: int) -> AttentionOrder:
 def _order(refs: Refs, device: Int, sizes: Sizes) -> dict[str, Any]:
     """The fields of the kernel's parts that say which tiles a block makes."""
     tiles = _in_turn(sizes, refs.num_clusters)
-    if not sizes.config.even:
+    if not sizes.is_uneven:
         return dict(order=tiles)
 
     def entry(index: Int) -> Int:

@@ -74,6 +74,14 @@ def candidates(problem: Problem) -> Iterator[Config]:
             yield config
 
 
+def default(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    sizes = problem.sizes
+    return attention_config.config_for(
+        sizes["dim"], causal=sizes["masking"] != examples.FULL, devices=problem.devices
+    )
+
+
 def attend(operands: Any, call: Call) -> tuple[Share, jax.Array | None]:
     """(attention of the device's queries to all keys, the peers' keys if they are to be kept)."""
     options, team = call.options, Team.along(call.axes)

@@ -29,7 +29,6 @@ from stretto.kernels.attention import blockwise, cudnn
 from stretto.kernels.attention.masks import Tokens
 from stretto.kernels.attention.peers import Keys, Queries
 from stretto.kernels.attention.shares import Share, merged, sum_of
-from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Kernel
 from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads as heads
@@ -346,7 +345,7 @@ FUSED = Kernel(
     Config=fused.Config,
     run=apply,
     obstacle=fused.of_machine,
-    default=lambda problem: attention_config.config_for(problem.sizes["dim"]),
+    default=fused.default,
     candidates=fused.Config.candidates,
     untried=True,
 )

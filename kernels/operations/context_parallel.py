@@ -128,7 +128,7 @@ def context_parallel_attention(
             chosen = chosen.by_table()
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
-        config = attention_config.config_for(q.shape[-1])
+        config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
     options = Options(
         method=chosen.name,
         layout=layout,

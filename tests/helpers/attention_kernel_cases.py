@@ -20,10 +20,7 @@ from stretto.kernels.fused.attention_config import Config, Sequence
 
 SMALL = Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
 """Blocks of 64 keys, so that a few keys are several blocks."""
-EVEN = dataclasses.replace(
-    SMALL, tiles=dataclasses.replace(SMALL.tiles, pinned=True), even=True, keep=True
-)
-"""The same with all that it may do otherwise."""
+PINNED = dataclasses.replace(SMALL, tiles=dataclasses.replace(SMALL.tiles, pinned=True))
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_kernel_cases import EVEN, SMALL, Simulated, check, drawn, seen
+from attention_kernel_cases import PINNED, SMALL, Simulated, check, drawn, seen
 
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
@@ -39,7 +39,7 @@ class WithoutWaitFor:
             self.module.barrier_wait(barrier)
 
 
-def on_one(seed, config=EVEN):
+def on_one(seed, config=PINNED):
     """What is found on one device, whose block makes several tiles; also if a number is wrong."""
     operands = drawn((1, 256, 2, 64), (1, 256, 1, 64))
 
@@ -104,7 +104,7 @@ def test_each_barrier_is_needed(monkeypatch, name):
 
 
 @SLOW
-@pytest.mark.parametrize("config", [EVEN, SMALL])
+@pytest.mark.parametrize("config", [PINNED, SMALL])
 def test_nothing_is_found_without_a_bug(config):
     assert not any(on_one(seed, config) for seed in SEEDS)
 
@@ -166,7 +166,7 @@ def test_a_table_that_has_a_tile_twice(monkeypatch):
 def on_two(monkeypatch, bug):
     """What is found on two devices under several orders of steps."""
     bug(monkeypatch)
-    program, operands = Simulated(2, CAUSAL, EVEN), drawn((1, 256, 1, 64), (1, 256, 1, 64))
+    program, operands = Simulated(2, CAUSAL, PINNED), drawn((1, 256, 1, 64), (1, 256, 1, 64))
     kinds = set()
     for seed in SEEDS:
         try:

@@ -28,12 +28,12 @@ def table(visible: VisibleKeys, order: AttentionOrder) -> np.ndarray:
     in the order in which it makes them. The last row is 0 everywhere.
 
     Args:
-      visible: which keys tiles see.
+      visible: which keys tiles see; causal.
       order: the tiles.
     """
-    devices = visible.devices if visible.causal else 1
     each = [
-        _shares(_work(dataclasses.replace(visible, device=i), order), order) for i in range(devices)
+        _shares(_work(dataclasses.replace(visible, device=i), order), order)
+        for i in range(visible.devices)
     ]
     most = max(len(tiles) for shares in each for tiles in shares)
     found = np.zeros((len(each), most + 2, order.num_blocks), np.int32)
@@ -41,7 +41,7 @@ def table(visible: VisibleKeys, order: AttentionOrder) -> np.ndarray:
         for block, tiles in enumerate(shares):
             found[device, 0, block] = len(tiles)
             found[device, 1 : len(tiles) + 1, block] = tiles
-    return np.broadcast_to(found, (visible.devices, *found.shape[1:]))
+    return found
 
 
 def _work(visible: VisibleKeys, order: AttentionOrder) -> list[float]:

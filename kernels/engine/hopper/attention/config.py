@@ -77,5 +77,6 @@ class AttentionTiles:
 
 
 LARGE = AttentionTiles()
-TALL = AttentionTiles(warpgroups=3)
-"""For heads of size 64, of which three warpgroups have the registers."""
+DEEP = AttentionTiles(num_stages=4)
+TALL = AttentionTiles(warpgroups=3, num_stages=3)
+"""Both for heads of size 64, of which there is room for more stages, or three warpgroups."""
