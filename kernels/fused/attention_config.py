@@ -93,8 +93,8 @@ def config_for(dim: int, *, causal: bool, devices: int = 1) -> Config:
     """The default for heads of this size, as measured on one and two H200s.
 
     With heads of 64, three warpgroups are 10% faster without a mask, and two are 5% faster under a
-    causal mask. With heads of 128, `pinned` is 2% faster under a causal mask on two devices, and 2
-    to 5% slower on one device or without a mask.
+    causal mask. With heads of 128, `pinned` is 2% faster under a causal mask on two devices, and 1
+    to 4% slower on one device or without a mask.
     """
     if dim <= min(DIMS):
         return Config(tiles=DEEP if causal else TALL)

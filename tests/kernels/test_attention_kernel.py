@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -22,6 +23,8 @@ from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.hopper.attention.config import TALL, AttentionTiles
 from stretto.kernels.fused import attention
 from stretto.kernels.fused.attention_config import Config, Sequence
+from stretto.kernels.operations import attention_examples as examples
+from stretto.kernels.operations import attention_fused
 
 # (devices, layout, causal, window)
 WALKS = [
@@ -185,6 +188,22 @@ def test_refusals_of_the_kernel_itself(dim, tiles, scale, error, words):
         jax.eval_shape(
             lambda q: attention.attend(q, q, q, None, Sequence(), scale=scale, config=config), q
         )
+
+
+@pytest.mark.parametrize(
+    ("dim", "masking", "devices", "expected"),
+    [
+        (128, examples.ZIGZAG, 2, (2, 2, True)),
+        (128, examples.FULL, 2, (2, 2, False)),
+        (128, examples.ZIGZAG, 1, (2, 2, False)),
+        (64, examples.CONTIGUOUS, 2, (2, 4, False)),
+        (64, examples.FULL, 2, (3, 3, False)),
+    ],
+)
+def test_defaults_are_those_that_were_measured_to_be_fastest(dim, masking, devices, expected):
+    problem = types.SimpleNamespace(sizes=dict(dim=dim, masking=masking), devices=devices)
+    tiles = attention_fused.default(problem).tiles
+    assert (tiles.warpgroups, tiles.num_stages, tiles.pinned) == expected
 
 
 @SLOW
