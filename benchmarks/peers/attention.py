@@ -26,8 +26,8 @@ from stretto.kernels.attention.shares import merged, sum_of
 from stretto.kernels.fused import attention, attention_config
 from stretto.kernels.operation import Operand, Operation
 from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations.attention_by_peer import shifted
 from stretto.kernels.operations.attention_examples import FORWARD
-from stretto.kernels.operations.attention_rules import shifted
 from stretto.kernels.problem.machine import Machine
 
 ATTENTION: Operation = OPERATIONS["context_parallel_attention"]

@@ -38,6 +38,11 @@ MARGIN = 0.03
 """Share by which the fused kernel must be faster at a shape that was not measured."""
 
 
+KINDS = ("masking", "dim")
+"""Sizes, of attention, of which each number is a kind: what was measured of one says nothing of
+another. They are its mask and the size of its heads."""
+
+
 type Estimate = Callable[[Problem], tuple[float, float]]
 """(fused, XLA) times of a problem in microseconds, by sizes and rates."""
 
@@ -93,6 +98,8 @@ class Entry:
             self.dtype,
             self.devices,
         ) != asked or self.sizes.keys() != problem.sizes.keys():
+            return math.inf
+        if any(self.sizes[name] != problem.sizes[name] for name in KINDS if name in self.sizes):
             return math.inf
         if self.sizes.keys() == {"m", "n"}:
             return _doublings(math.prod(self.sizes.values()), math.prod(problem.sizes.values()))

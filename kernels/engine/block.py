@@ -33,10 +33,14 @@ class Block:
     @classmethod
     def of(cls, parts: Parts, num_clusters: int, before_stores: Callable[[], None]) -> Block:
         """The block, with its share of the tiles; made once, first in the kernel."""
+        if parts.own_tiles is not None:
+            num_tiles = parts.own_tiles(cluster_id())
+        else:
+            num_tiles = share(parts.order.count(), cluster_id(), num_clusters)
         return cls(
             parts=parts,
             num_clusters=num_clusters,
-            num_tiles=share(parts.order.count(), cluster_id(), num_clusters),
+            num_tiles=num_tiles,
             before_stores=before_stores,
         )
 

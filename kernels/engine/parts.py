@@ -248,6 +248,8 @@ class Parts:
         by every role, which may read it from memory; it may be zero for a tile.
       ahead: `order.locate` is called a tile ahead, also once beyond the last one: for an order that
         reads memory, which takes as long as a step of the contraction.
+      own_tiles: (cluster) -> how many tiles are its own, where `order` gives clusters other numbers
+        of them than equal ones; its `i`-th one is then at `cluster + i * C` all the same.
     """
 
     order: Order
@@ -261,6 +263,7 @@ class Parts:
     beside: BesideParts | None = None
     transfer: Transfer | None = None
     ahead: bool = False
+    own_tiles: Callable[[Int], Int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int
+from stretto.distributed.kernel import num_blocks_for
+from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages
-from stretto.kernels.engine.attention.order import AttentionOrder
+from stretto.kernels.engine.attention import even_shares
+from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder
 from stretto.kernels.engine.attention.parts import AttentionParts
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper.attention.mainloop import Attention
@@ -41,7 +43,7 @@ from stretto.kernels.fused.attention_config import Config, Sequence, Sizes, obst
 from stretto.kernels.fused.attention_keys import Keys
 
 
-def attend(
+def attend_and_keep(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -51,7 +53,7 @@ def attend(
     scale: float,
     config: Config,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Attention to the keys of all devices of `team`, of one device alone without one.
 
     Args:
@@ -64,7 +66,9 @@ def attend(
       interpret: as `fuse` takes it.
 
     Returns:
-      (q's shape and type, float32 logsumexp `[batch, heads, tokens]`).
+      (q's shape and type, float32 logsumexp `[batch, heads, tokens]`, what was pulled). The latter
+      is None of one device; else `[2 * peers, batch * kv_tokens, kv_heads * dim]`, the keys and
+      then the values of each successor on the ring, undefined in chunks that no query sees.
 
     Raises:
       ValueError: a configuration that cannot be built.
@@ -82,6 +86,11 @@ def attend(
     return _launch(q, k, v, several, sizes, scale, interpret)
 
 
+def attend(*operands: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
+    """The first two results of `attend_and_keep`, of the same arguments."""
+    return attend_and_keep(*operands, **how)[:2]
+
+
 def _launch(
     q: jax.Array,
     k: jax.Array,
@@ -90,7 +99,7 @@ def _launch(
     sizes: Sizes,
     scale: float,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     config, heads, queries = sizes.config, sizes.heads, sizes.visible.queries
     rows = sizes.batch * sizes.chunks
     keys = (sizes.batch * k.shape[1], sizes.kv_heads * sizes.dim)
@@ -99,6 +108,12 @@ def _launch(
         lse=jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
     )
     moving: dict[str, Any] = {}
+    operands = dict(
+        q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
+    )
+    if sizes.is_uneven:
+        order = _in_turn(sizes, num_blocks_for(sizes.num_tiles))
+        operands["shares"] = jnp.asarray(even_shares.table(sizes.visible, order))
     if team is not None:
         outs["gathered"] = jax.ShapeDtypeStruct((2 * sizes.peers, *keys), k.dtype)
         received = SemaphoreArray((sizes.peers, rows, sizes.kv_heads), local=True)
@@ -111,9 +126,7 @@ def _launch(
         team=team,
         mainloop=Attention(config.tiles, product, sizes.dim),
         num_tiles=sizes.num_tiles,
-        operands=dict(
-            q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
-        ),
+        operands=operands,
         outs=outs,
         # Powers of two by the hardware's own instruction: weights are rounded to 16 bits anyway.
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -122,7 +135,7 @@ def _launch(
     )
     lse = found["lse"].reshape(sizes.batch, sizes.chunks, heads, queries)
     lse = lse.transpose(0, 2, 1, 3).reshape(sizes.batch, heads, sizes.chunks * queries)
-    return found["out"].reshape(q.shape), lse
+    return found["out"].reshape(q.shape), lse, found.get("gathered")
 
 
 def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> AttentionParts:
@@ -131,14 +144,7 @@ def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> Attenti
     keys = Keys(sizes=sizes, team=team, visible=visible, refs=refs)
     queries = _Queries(sizes=sizes, refs=refs)
     return AttentionParts(
-        order=AttentionOrder(
-            batch=sizes.batch,
-            chunks=sizes.chunks,
-            tiles=visible.tiles_of_chunk,
-            kv_heads=sizes.kv_heads,
-            group=sizes.group,
-            num_blocks=refs.num_clusters,
-        ),
+        **_order(refs, device, sizes),
         k_tiles=visible.segments,
         lhs=keys.keys(),
         rhs=keys.values(),
@@ -148,6 +154,35 @@ def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> Attenti
         store_logsumexp=queries.store_logsumexp,
         visible=visible,
         exponent=scale * math.log2(math.e),
+    )
+
+
+def _in_turn(sizes: Sizes, num_blocks: int) -> AttentionOrder:
+    """The tiles, which so many blocks take in turn."""
+    return AttentionOrder(
+        batch=sizes.batch,
+        chunks=sizes.chunks,
+        tiles=sizes.visible.tiles_of_chunk,
+        kv_heads=sizes.kv_heads,
+        group=sizes.group,
+        num_blocks=num_blocks,
+    )
+
+
+def _order(refs: Refs, device: Int, sizes: Sizes) -> dict[str, Any]:
+    """The fields of the kernel's parts that say which tiles a block makes."""
+    tiles = _in_turn(sizes, refs.num_clusters)
+    if not sizes.is_uneven:
+        return dict(order=tiles)
+
+    def entry(index: Int) -> Int:
+        row = div(index, tiles.num_blocks)
+        return refs.shares[device, row + 1, index - row * tiles.num_blocks]
+
+    return dict(
+        order=EvenOrder(tiles=tiles, entry=entry),
+        own_tiles=lambda block: refs.shares[device, 0, block],
+        ahead=True,
     )
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.private_jax import cuda_version
 from stretto.distributed.team import Team
 from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
+from stretto.kernels.attention.peers import Keys
 from stretto.kernels.attention.shares import Share
 from stretto.kernels.fused import attention, attention_config
 from stretto.kernels.fused.attention_config import Config
@@ -69,10 +74,18 @@ def candidates(problem: Problem) -> Iterator[Config]:
             yield config
 
 
-def attend(operands: Any, call: Call) -> Share:
-    """Attention of the device's queries to all keys."""
+def default(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
+    sizes = problem.sizes
+    return attention_config.config_for(
+        sizes["dim"], causal=sizes["masking"] != examples.FULL, devices=problem.devices
+    )
+
+
+def attend(operands: Any, call: Call) -> tuple[Share, jax.Array | None]:
+    """(attention of the device's queries to all keys, the peers' keys if they are to be kept)."""
     options, team = call.options, Team.along(call.axes)
-    out, lse = attention.attend(
+    out, lse, kept = attention.attend_and_keep(
         *(operands.q, operands.k, operands.v),
         team,
         sequence_of(options.mask, options.layout, team.size),
@@ -80,7 +93,29 @@ def attend(operands: Any, call: Call) -> Share:
         config=call.config,
         interpret=call.interpret,
     )
-    return Share(out, lse)
+    return Share(out, lse), kept if call.config.keep else None
+
+
+def kept_keys(kept: jax.Array, operands: Any, call: Call) -> Iterator[tuple[int, Any, Keys]]:
+    """(distance along the axes, the peer, its keys) of what `attend` kept.
+
+    In place of chunks that no query sees, which never arrived, zeros: nothing times what is no
+    number would be none.
+    """
+    options, device, devices = call.options, lax.axis_index(call.axes), axis_size(call.axes)
+    batch, keys, kv_heads, dim = operands.k.shape
+    sequence = sequence_of(options.mask, options.layout, devices)
+    sizes = attention_config.Sizes.of(operands.q, operands.k, devices, sequence, call.config)
+    visible = dataclasses.replace(sizes.visible, device=device)
+    chunks = sequence.chunks
+    of_peers = kept.reshape(devices - 1, 2, batch, chunks, keys // chunks, kv_heads, dim)
+    for distance in range(1, devices):
+        seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
+        pair = of_peers[distance - 1]
+        if sequence.causal:
+            pair = jnp.where(jnp.stack(seen)[:, None, None, None], pair, 0)
+        k, v = pair.reshape(2, *operands.k.shape)
+        yield distance, (device + distance) % devices, Keys(k, v)
 
 
 def of_machine(problem: Problem) -> str | None:

@@ -4,11 +4,8 @@
 |---|---|---|
 | gather | k and v, to all | k and v again, their derivatives to their owners |
 | heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
-| fused | k and v, pulled during attention (`fused.attention`) | as gather |
-
-With `by_peer`, attention to each peer's keys is a call of its own, after that to the own keys, and
-their derivatives are sent as soon as they are computed. XLA's schedule decides what overlaps.
-"""
+| fused | k and v, pulled during attention (`fused.attention`) | if k and v are kept, their derivatives only; else as gather |
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -27,10 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.attention import blockwise, cudnn
 from stretto.kernels.attention.masks import Tokens
-from stretto.kernels.attention.peers import Keys, Queries
-from stretto.kernels.attention.shares import Share, merged, sum_of
-from stretto.kernels.fused import attention_config
+from stretto.kernels.attention.shares import Share, sum_of
 from stretto.kernels.operation import Axes, Call, Kernel
+from stretto.kernels.operations import attention_by_peer as by_peer
 from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads as heads
 from stretto.kernels.operations.attention_methods import HEADS, OP
@@ -40,8 +36,6 @@ from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.xla.matmul import accumulator_dtype
 
-MERGED_AT_ONCE = 4
-"""The most shares that are in memory before they are merged; each is as large as the result."""
 TYPES = ("bfloat16", "float16", "float32")
 
 
@@ -78,34 +72,39 @@ def apply(operands: Operands, call: Call) -> Any:
 def forward(operands: Operands, call: Call) -> tuple[Any, Any]:
     """(results, residuals of the derivative).
 
-    A device's part of the result and of its logsumexp has the name "attention" for
-    `jax.checkpoint`.
+    A device's part of the result and of its logsumexp, and the peers' keys if they are kept, are
+    named "attention" for `jax.checkpoint`.
     """
     if call.options.method == HEADS:
         local = heads.exchanged(operands, call)
         share = _named(heads.attend(local, call), local.q.dtype)
-        return _results(heads.returned(share, call), call), (local, share)
-    share = _named(_gathering(operands, call), operands.q.dtype)
-    return _results(share, call), (operands, share)
+        return _results(heads.returned(share, call), call), (local, share, None)
+    share, kept = _gathering(operands, call)
+    share = _named(share, operands.q.dtype)
+    kept = kept if kept is None else checkpoint_name(kept, "attention")
+    return _results(share, call), (operands, share, kept)
 
 
 def backward(call: Call, residuals: Any, bars: Any) -> Operands:
     """The operands' cotangents, from the logsumexp of all keys."""
-    operands, share = residuals
+    operands, share, kept = residuals
     out_bar, lse_bar = bars if call.options.logsumexp else (bars, None)
     if lse_bar is not None:
         lse_bar = lse_bar.transpose(0, 2, 1)
     if call.options.method == HEADS:
         return Operands(*heads.derived(operands, share, out_bar, lse_bar, call))
-    derive = _derived_by_peer if _is_by_peer(call) else _derived_together
-    found = derive(operands, share, out_bar.astype(operands.q.dtype), lse_bar, call)
+    out_bar = out_bar.astype(operands.q.dtype)
+    if _is_by_peer(call) or kept is not None:
+        found = by_peer.derive(operands, share, out_bar, lse_bar, call, kept)
+    else:
+        found = _derived_together(operands, share, out_bar, lse_bar, call)
     given = operands.q, operands.k, operands.v
     return Operands(*(bar.astype(x.dtype) for bar, x in zip(found, given, strict=True)))
 
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> Any:
     """By `jax.lax`, block by block, of arrays that XLA gathers."""
-    operands, _ = residuals
+    operands, *_ = residuals
     is_heads = call.options.method == HEADS
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Share:
@@ -134,11 +133,15 @@ def _results(share: Share, call: Call) -> Any:
 # --- Keys and values together ---------------------------------------------------------------------
 
 
-def _gathering(operands: Operands, call: Call) -> Share:
+def _gathering(operands: Operands, call: Call) -> tuple[Share, jax.Array | None]:
+    """(attention to all keys, those of peers if they are kept)."""
     if isinstance(call.config, fused.Config):
         return fused.attend(operands, call)
-    if _is_by_peer(call):
-        return _by_peer(operands, call)
+    attend = by_peer.attend if _is_by_peer(call) else _together
+    return attend(operands, call), None
+
+
+def _together(operands: Operands, call: Call) -> Share:
     options = call.options
     keys = _gathered(operands, call)
     if options.by_cudnn:
@@ -222,69 +225,6 @@ def _handed_over(bar: jax.Array, dtype: Any, call: Call) -> jax.Array:
     return found.astype(accumulator_dtype(dtype))
 
 
-# --- Keys and values of one peer after the other --------------------------------------------------
-
-
-def _queries(operands: Operands, call: Call) -> tuple[Queries, Keys]:
-    options = call.options
-    queries = Queries(
-        q=operands.q,
-        segments=operands.segments,
-        span=options.span(call.axes),
-        mask=options.mask,
-        scale=options.scale,
-        by_cudnn=options.by_cudnn,
-    )
-    return queries, Keys(operands.k, operands.v, operands.kv_segments)
-
-
-def _peers(own: Keys, call: Call) -> Iterator[tuple[int, jax.Array, Keys]]:
-    """(distance along the axes, the peer, its keys); each is sent directly by its owner.
-
-    XLA overlaps one transfer at a time with other work, and schedules further transfers before it
-    (seen in the schedules of JAX 0.11.2 for H100s and H200s). So keys and values are one array.
-    With several peers, all keys but the last peer's still arrive before any attention.
-    """
-    devices, device = axis_size(call.axes), lax.axis_index(call.axes)
-    sent = jnp.stack([own.k, own.v]), own.segments
-    for distance in range(1, devices):
-        (k, v), segments = shifted(sent, call.axes, -distance)
-        yield distance, (device + distance) % devices, Keys(k, v, segments)
-
-
-def shifted(x: Any, axes: Axes, distance: int) -> Any:
-    """`x`, a tree of arrays, on the device that is `distance` further on."""
-    devices = axis_size(axes)
-    to = [(i, (i + distance) % devices) for i in range(devices)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axes, to), x)
-
-
-def _by_peer(operands: Operands, call: Call) -> Share:
-    queries, own = _queries(operands, call)
-    shares, dtype = [queries.attend(own)], operands.q.dtype
-    for _, peer, keys in _peers(own, call):
-        if len(shares) == MERGED_AT_ONCE:
-            shares = [merged(shares, accumulator_dtype(dtype))]
-        shares.append(queries.attend(keys, peer))
-    return merged(shares, dtype)
-
-
-def _derived_by_peer(
-    operands: Operands, share: Share, out_bar: jax.Array, lse_bar: jax.Array | None, call: Call
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    queries, own = _queries(operands, call)
-    wide = accumulator_dtype(operands.q.dtype)
-    q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
-    q_bars, kv_bars = [q_bar], [found]
-    for distance, peer, keys in _peers(own, call):
-        q_bar, *found = queries.derive(keys, share, out_bar, lse_bar, peer)
-        q_bars.append(q_bar)
-        narrow = jnp.stack(found).astype(operands.k.dtype)
-        kv_bars.append(shifted(narrow, call.axes, distance))
-    k_bar, v_bar = (sum_of(bars, wide) for bars in zip(*kv_bars, strict=True))
-    return sum_of(q_bars, wide), k_bar, v_bar
-
-
 # --- What serves ----------------------------------------------------------------------------------
 
 
@@ -314,7 +254,7 @@ FUSED = Kernel(
     Config=fused.Config,
     run=apply,
     obstacle=fused.of_machine,
-    default=lambda problem: attention_config.config_for(problem.sizes["dim"]),
+    default=fused.default,
     candidates=fused.Config.candidates,
     untried=True,
 )

@@ -91,7 +91,8 @@ def context_parallel_attention(
 
     Memory: "gather" holds k and v of the whole sequence (in zigzag, if gathered together, a
     second time in the order of the sequence), and up to four times the result; in the backward
-    pass also float32 sums of derivatives. "heads" holds exchanged copies of the operands and of
+    pass also float32 sums of derivatives. "fused" keeps the peers' k and v for the backward pass
+    unless its configuration has `keep=False`. "heads" holds exchanged copies of the operands and of
     the result.
     Synchronisation: every device of the team must make the call.
     """
@@ -128,7 +129,7 @@ def context_parallel_attention(
             chosen = chosen.by_table()
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
-        config = attention_config.config_for(q.shape[-1])
+        config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
     options = Options(
         method=chosen.name,
         layout=layout,

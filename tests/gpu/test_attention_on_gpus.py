@@ -118,7 +118,7 @@ def test_the_kernel_that_pulls_keys(dim, causal, layout, mesh, scale, tally) -> 
 def test_the_kernel_on_one_device(dim, window, queries, keys, scale, tally) -> None:
     """Of whole tiles, and of a tile with rows for one warpgroup only; without a mask, too."""
     blocks = 64 if scale.rehearsed else 128
-    config = attention_config.config_for(dim)
+    config = attention_config.config_for(dim, causal=queries == keys)
     if scale.rehearsed:
         config = attention_config.Config(tiles=AttentionTiles(tile_k=64))
         queries, keys = min(queries, 3), min(keys, 3)

@@ -526,6 +526,7 @@ def attention_kernel(which: str) -> Iterator[Program]:
     devices, heads, calls = {
         "128": (2, (8, 2, 128), _of_candidates(causal)),
         "64": (4, (8, 4, 64), {"zigzag": causal}),
+        "64, full": (4, (8, 4, 64), {"full": {}}),
         "full": (2, (4, 4, 128), {"full": {}}),
         # Where most is left to the warps that move data, which have few registers.
         "window": (8, (8, 2, 128), {"window": dict(causal=True, window=1000)}),
@@ -879,7 +880,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "attention": attention,
     **{
         f"attention kernel, {which}": functools.partial(attention_kernel, which)
-        for which in ("128", "64", "full", "window")
+        for which in ("128", "64", "64, full", "full", "window")
     },
     "windows": windows,
     **{

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_kernel_cases import SMALL, Simulated, check, drawn, seen
+from attention_kernel_cases import PINNED, SMALL, Simulated, check, drawn, seen
 
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine import gates
+from stretto.kernels.engine.attention import even_shares
 from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.hopper.attention import attending, moving, softmax
 from stretto.kernels.engine.hopper.attention.memory import Memory
@@ -38,12 +39,12 @@ class WithoutWaitFor:
             self.module.barrier_wait(barrier)
 
 
-def on_one(seed):
+def on_one(seed, config=PINNED):
     """What is found on one device, whose block makes several tiles; also if a number is wrong."""
     operands = drawn((1, 256, 2, 64), (1, 256, 1, 64))
 
     def body(q, k, v):
-        return attention.attend(q, k, v, None, CAUSAL, scale=0.125, config=SMALL)
+        return attention.attend(q, k, v, None, CAUSAL, scale=0.125, config=config)
 
     try:
         with st.simulate(seed=seed, core_count=1, on_finding="record") as report:
@@ -103,14 +104,15 @@ def test_each_barrier_is_needed(monkeypatch, name):
 
 
 @SLOW
-def test_nothing_is_found_without_a_bug():
-    assert not any(on_one(seed) for seed in SEEDS)
+@pytest.mark.parametrize("config", [PINNED, SMALL])
+def test_nothing_is_found_without_a_bug(config):
+    assert not any(on_one(seed, config) for seed in SEEDS)
 
 
 @SLOW
 def test_turns_change_no_number(monkeypatch):
     """They are for speed: warpgroups that take none compute the same."""
-    monkeypatch.setattr(attending, "_pass_turn", lambda memory: None)
+    monkeypatch.setattr(attending, "_pass_turn", lambda memory, own: None)
     monkeypatch.setitem(BARRIERS, "turns", lambda memory: memory.turn)
     leave_out(monkeypatch, "turns")
     assert not on_one(0)
@@ -127,14 +129,8 @@ def a_mask_off_by_one(monkeypatch):
     )
 
 
-def weights_not_rescaled(monkeypatch):
-    right = softmax.weighed
-
-    def wrong(scores, folded, exponent):
-        weights, found = right(scores, folded, exponent)
-        return weights, found._replace(out=folded.out)
-
-    monkeypatch.setattr(attending.softmax, "weighed", wrong)
+def results_not_rescaled(monkeypatch):
+    monkeypatch.setattr(attending.softmax, "scaled", lambda out, kept: out)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +138,26 @@ def weights_not_rescaled(monkeypatch):
     [
         a_mask_off_by_one,
         pytest.param(keys_not_masked, marks=SLOW),
-        pytest.param(weights_not_rescaled, marks=SLOW),
+        pytest.param(results_not_rescaled, marks=SLOW),
     ],
 )
 def test_wrong_arithmetic_gives_wrong_numbers(monkeypatch, bug):
     bug(monkeypatch)
     assert on_one(0) == {"wrong numbers"}
+
+
+@SLOW
+def test_a_table_that_has_a_tile_twice(monkeypatch):
+    """And another one not at all: both stores of the one race."""
+    right = even_shares.table
+
+    def wrong(*given):
+        found = right(*given).copy()
+        found[0, 2] = found[0, 1]
+        return found
+
+    monkeypatch.setattr(attention.even_shares, "table", wrong)
+    assert on_one(0) == {"race", "wrong numbers"}
 
 
 # --- What stands between devices ------------------------------------------------------------------
@@ -156,7 +166,7 @@ def test_wrong_arithmetic_gives_wrong_numbers(monkeypatch, bug):
 def on_two(monkeypatch, bug):
     """What is found on two devices under several orders of steps."""
     bug(monkeypatch)
-    program, operands = Simulated(2, CAUSAL), drawn((1, 256, 1, 64), (1, 256, 1, 64))
+    program, operands = Simulated(2, CAUSAL, PINNED), drawn((1, 256, 1, 64), (1, 256, 1, 64))
     kinds = set()
     for seed in SEEDS:
         try:

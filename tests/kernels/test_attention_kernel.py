@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import types
 
 import jax
 import numpy as np
 import pytest
 from attention_cases import QUICKLY, dense
-from attention_kernel_cases import SMALL, TOLERANCE, Simulated, check, drawn, seen
+from attention_kernel_cases import PINNED, SMALL, TOLERANCE, Simulated, check, drawn, seen
 from fused_cases import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed.errors import BackendUnavailableError
 from stretto.kernels.attention.layouts import Span
+from stretto.kernels.engine.attention import even_shares
 from stretto.kernels.engine.attention.order import AttentionOrder
 from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.hopper.attention.config import TALL, AttentionTiles
 from stretto.kernels.fused import attention
 from stretto.kernels.fused.attention_config import Config, Sequence
+from stretto.kernels.operations import attention_examples as examples
+from stretto.kernels.operations import attention_fused
 
 # (devices, layout, causal, window)
 WALKS = [
@@ -99,6 +104,35 @@ def test_every_tile_once_heads_of_keys_after_each_other_and_most_keys_first():
     assert first == sorted(first, reverse=True)
 
 
+@pytest.mark.parametrize(("tokens", "heads"), [(2048, (64, 8)), (8192, (32, 32))])
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_table_gives_all_blocks_equal_work(tokens, heads, device):
+    """Every tile once; nearly all of them by heads of keys, as these arrive."""
+    chunk = tokens // 2
+    visible = VisibleKeys(
+        device=0, devices=2, chunks=2, queries=chunk, keys=chunk, rows=128, block=128, causal=True
+    )
+    group = heads[0] // heads[1]
+    order = AttentionOrder(
+        batch=1, chunks=2, tiles=chunk // 128, kv_heads=heads[1], group=group, num_blocks=132
+    )
+    table = even_shares.table(visible, order)
+    assert table.shape[::2] == (2, 132) and not table[:, -1].any()
+    shares = [column[1 : column[0] + 1] for column in table[device].T]
+    assert sorted(np.concatenate(shares)) == list(range(order.num_tiles))
+    own = dataclasses.replace(visible, device=device)
+
+    def work(number):
+        tile = order.tile(int(number))
+        return own.count(own.first_query(tile.step, tile.m))
+
+    busy = [sum(map(work, share)) for share in shares]
+    assert max(busy) < 1.03 * np.mean(busy)
+    ordered = (order.num_tiles - 132) // order.together * order.together
+    for share in shares:
+        assert (np.diff(share[share < ordered]) > 0).all()
+
+
 def on_one(operands, config=SMALL, **sequence):
     with st.simulate(core_count=2) as report:
         found = jax.jit(
@@ -156,6 +190,22 @@ def test_refusals_of_the_kernel_itself(dim, tiles, scale, error, words):
         )
 
 
+@pytest.mark.parametrize(
+    ("dim", "masking", "devices", "expected"),
+    [
+        (128, examples.ZIGZAG, 2, (2, 2, True)),
+        (128, examples.FULL, 2, (2, 2, False)),
+        (128, examples.ZIGZAG, 1, (2, 2, False)),
+        (64, examples.CONTIGUOUS, 2, (2, 4, False)),
+        (64, examples.FULL, 2, (3, 3, False)),
+    ],
+)
+def test_defaults_are_those_that_were_measured_to_be_fastest(dim, masking, devices, expected):
+    problem = types.SimpleNamespace(sizes=dict(dim=dim, masking=masking), devices=devices)
+    tiles = attention_fused.default(problem).tiles
+    assert (tiles.warpgroups, tiles.num_stages, tiles.pinned) == expected
+
+
 @SLOW
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_three_warpgroups(dtype):
@@ -165,18 +215,19 @@ def test_three_warpgroups(dtype):
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch", "heads", "sequence", "seeds"),
+    ("devices", "batch", "heads", "sequence", "config", "seeds"),
     [
-        (2, 1, (2, 1), Sequence(chunks=2, causal=True), 1),
-        pytest.param(4, 1, (2, 2), Sequence(chunks=2, causal=True), 3, marks=SLOW),
-        pytest.param(3, 2, (4, 2), Sequence(causal=True, window=100), 3, marks=SLOW),
-        pytest.param(2, 2, (2, 2), Sequence(), 3, marks=SLOW),
+        (2, 1, (2, 1), Sequence(chunks=2, causal=True), PINNED, 1),
+        pytest.param(4, 1, (2, 2), Sequence(chunks=2, causal=True), PINNED, 3, marks=SLOW),
+        pytest.param(4, 1, (2, 2), Sequence(chunks=2, causal=True), SMALL, 3, marks=SLOW),
+        pytest.param(3, 2, (4, 2), Sequence(causal=True, window=100), PINNED, 3, marks=SLOW),
+        pytest.param(2, 2, (2, 2), Sequence(), PINNED, 3, marks=SLOW),
     ],
 )
-def test_keys_of_peers(devices, batch, heads, sequence, seeds):
+def test_keys_of_peers(devices, batch, heads, sequence, config, seeds):
     tokens = devices * sequence.chunks * 64
     operands = drawn((batch, tokens, heads[0], 64), (batch, tokens, heads[1], 64))
-    program = Simulated(devices, sequence)
+    program = Simulated(devices, sequence, config)
     mask = seen(batch, tokens, tokens, causal=sequence.causal, window=sequence.window)
     for seed in range(seeds):
         found, report = program(operands[:3], seed)
@@ -212,23 +263,33 @@ def test_other_lengths_of_keys():
     check(found, operands, seen(1, 128, 256))
 
 
-def test_the_public_call_and_its_derivatives():
-    """Of which the kernel makes the first; and what `explain` says of it."""
+@pytest.mark.parametrize(
+    ("config", "transfers"), [(PINNED, 1), (dataclasses.replace(SMALL, keep=False), 2)]
+)
+def test_the_public_call_and_its_derivatives(config, transfers):
+    """Of which the kernel makes the first; and what `explain` says of it.
+
+    Where the peers' keys are kept, only their derivatives are sent besides.
+    """
     q, k, v, bar = operands = drawn((1, 256, 2, 64), (1, 256, 1, 64))
     said = []
 
     def body(q, k, v, bar):
-        how = dict(causal=True, layout="zigzag", config=SMALL)
+        how = dict(causal=True, layout="zigzag", config=config)
         said.append(st.explain(st.context_parallel_attention, q, k, v, "x", **how))
-        out, pull = jax.vjp(
-            lambda *given: st.context_parallel_attention(*given, "x", **how), q, k, v
+        kept = jax.checkpoint(
+            lambda *given: st.context_parallel_attention(*given, "x", **how),
+            policy=jax.checkpoint_policies.save_only_these_names("attention"),
         )
+        out, pull = jax.vjp(kept, q, k, v)
         return out, *pull(bar)
 
     spec = P(None, "x")
     mapped = jax.shard_map(body, mesh=mesh_of(2), in_specs=spec, out_specs=spec)
     with st.simulate(core_count=2) as report:
-        program = jax.jit(mapped, compiler_options=QUICKLY)
+        lowered = jax.jit(mapped).lower(*(st.to_zigzag(x, 2) for x in operands))
+        assert lowered.as_text().count("stablehlo.collective_permute") == transfers
+        program = lowered.compile(QUICKLY)
         found = program(*(st.to_zigzag(x, 2) for x in (q, k, v, bar)))
         found = [np.asarray(st.from_zigzag(x, 2), np.float64) for x in found]
     assert report.ok and report.launches == 1, str(report)
@@ -236,7 +297,7 @@ def test_the_public_call_and_its_derivatives():
     for x, y in zip(found, (right[0], *right[2:]), strict=True):
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         assert error < TOLERANCE["bfloat16"]
-    assert said[0].backend == "simulator" and said[0].config == SMALL
+    assert said[0].backend == "simulator" and said[0].config == config
     assert "it was asked for; its derivative by jax.lax" in said[0].reason
 
 

@@ -117,6 +117,7 @@ PULLED = dict(pull_rows=16, pull_slots=6)
         (dict(segment_ids=True), PULLED, 90.0, None),  # It cannot serve the call.
         (dict(config=Config()), PULLED, 90.0, Config()),
         (dict(method="gather"), PULLED, 90.0, None),
+        (dict(causal=False), PULLED, 90.0, None),  # Another mask was measured.
     ],
 )
 def test_the_kernel_serves_where_a_table_has_it_as_the_fastest(
@@ -138,7 +139,8 @@ def test_the_kernel_serves_where_a_table_has_it_as_the_fastest(
     if "segment_ids" in options:
         options = dict(segment_ids=jnp.zeros((1, TOKENS), jnp.int32))
     gpus = aot.mesh_of_gpus((2,), ("x",))
-    found = explained(2, 64, 8, mesh=gpus, causal=True, layout="zigzag", **options)
+    options = dict(causal=True, layout="zigzag") | options
+    found = explained(2, 64, 8, mesh=gpus, **options)
     assert found.backend == ("xla" if served is None else "pallas"), found.reason
     assert found.config == served or served is None
     by_table = isinstance(served, attention_config.Config)

@@ -30,7 +30,7 @@ from stretto.distributed.private_jax import cudnn_attention
 from stretto.kernels.attention import cudnn
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.attention.shares import Share, counted, merged
-from stretto.kernels.operations import attention_rules as rules
+from stretto.kernels.operations import attention_by_peer as by_peer
 from stretto.kernels.operations.attention_options import Config
 
 WAYS = {
@@ -111,14 +111,14 @@ def test_collectives_of_ours_move_keys_and_heads():
 @pytest.mark.parametrize("bug", ["keys of the wrong peer", "derivatives to the wrong owner"])
 def test_bugs_are_found(monkeypatch, bug):
     """By three devices: of two, every peer is the right one."""
-    right = rules.shifted
+    right = by_peer.shifted
 
     def wrong(x, axes, distance):
         is_key = distance < 0
         turned = is_key == (bug == "keys of the wrong peer")
         return right(x, axes, -distance if turned else distance)
 
-    monkeypatch.setattr(rules, "shifted", wrong)
+    monkeypatch.setattr(by_peer, "shifted", wrong)
     operands = drawn()
     seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
     found = ours(3, operands, layout="zigzag", causal=True, **WAYS["by peer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from stretto.distributed.schedule import Int, div, where
 from stretto.kernels.engine.parts import Tile
@@ -34,7 +35,12 @@ class AttentionOrder:
     @property
     def num_tiles(self) -> int:
         """All tiles."""
-        return self.batch * self.kv_heads * self.group * self.chunks * self.tiles
+        return self.batch * self.kv_heads * self.together
+
+    @property
+    def together(self) -> int:
+        """The tiles of a head of keys."""
+        return self.group * self.chunks * self.tiles
 
     def count(self) -> int:
         """All tiles."""
@@ -42,12 +48,14 @@ class AttentionOrder:
 
     def locate(self, index: Int) -> Tile:
         """The tile at `index`."""
-        index = self._back_and_forth(index)
-        together = self.group * self.chunks * self.tiles
-        of_keys = div(index, together)
+        return self.tile(self._back_and_forth(index))
+
+    def tile(self, number: Int) -> Tile:
+        """The tile of this number: those of one head of keys after another, most keys first."""
+        of_keys = div(number, self.together)
         batch = div(of_keys, self.kv_heads)
         kv_head = of_keys - batch * self.kv_heads
-        within = index - of_keys * together
+        within = number - of_keys * self.together
         place = div(within, self.group)
         head = kv_head * self.group + within - place * self.group
         place = self.chunks * self.tiles - 1 - place
@@ -61,3 +69,24 @@ class AttentionOrder:
         turned = first + self.num_blocks - 1 - (index - first)
         is_turned = (wave - 2 * div(wave, 2) == 1) & (wave < self.num_tiles // self.num_blocks)
         return where(is_turned, turned, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvenOrder:
+    """The same tiles, which a table shares out so that all blocks have equal work (`even_shares`).
+
+    Attributes:
+      tiles: all of them.
+      entry: (index) -> the number of a tile, from the table.
+    """
+
+    tiles: AttentionOrder
+    entry: Callable[[Int], Int]
+
+    def count(self) -> int:
+        """All tiles."""
+        return self.tiles.num_tiles
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`, whose block takes it in its turn."""
+        return self.tiles.tile(self.entry(index))

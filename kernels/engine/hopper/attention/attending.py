@@ -8,6 +8,7 @@ both, because registers of the second are set after the first has started (ptxas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,9 +29,12 @@ from stretto.kernels.engine.hopper.attention.softmax import Folded
 from stretto.kernels.engine.parts import Ref, Tile
 
 
-def attend(block: Block, parts: AttentionParts, memory: Memory) -> None:
-    """Attends with its rows of one tile after another, and hands the results over."""
-    own = lax.axis_index(THREAD_AXIS)
+def attend(block: Block, parts: AttentionParts, memory: Memory, *, pinned: bool = False) -> None:
+    """Attends with its rows of one tile after another, and hands the results over.
+
+    `pinned` is `AttentionTiles.pinned`.
+    """
+    own = lax.axis_index(THREAD_AXIS)  # Read once: the loops below would shuffle for it each time.
     plgpu.barrier_arrive(memory.queries.empty.at[own])  # All memory is free at the start.
     for stage in range(memory.num_stages):
         plgpu.barrier_arrive(memory.keys.empty.at[stage])
@@ -39,18 +43,24 @@ def attend(block: Block, parts: AttentionParts, memory: Memory) -> None:
     pl.when(own == memory.warpgroups - 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
 
     def make_tile(_: Int, tile: Tile, stage: jax.Array) -> jax.Array:
-        folded, stage = _fold_all(parts, memory, tile, stage)
-        _hand_over(memory, folded)
+        folded, stage = _fold_all(parts, memory, own, tile, stage, pinned=pinned)
+        _hand_over(memory, own, folded)
         return stage
 
     block.for_each_tile(make_tile, jnp.int32(0))
 
 
 def _fold_all(
-    parts: AttentionParts, memory: Memory, tile: Tile, stage: jax.Array
+    parts: AttentionParts,
+    memory: Memory,
+    own: jax.Array,
+    tile: Tile,
+    stage: jax.Array,
+    *,
+    pinned: bool,
 ) -> tuple[Folded, jax.Array]:
     """Attention to all keys that the tile sees, and the next stage."""
-    own, visible = lax.axis_index(THREAD_AXIS), parts.visible
+    visible = parts.visible
     first_of_tile = parts.first_query(tile)
     first_query, count = first_of_tile + own * ROWS, visible.count(first_of_tile)
 
@@ -60,23 +70,33 @@ def _fold_all(
 
         def of_block(place: jax.Array, carry: tuple) -> tuple:
             folded, stage, left = carry
-            scores = _scores(memory, stage, is_last=left == 1)
+            following, is_last = memory.next(stage), left == 1
+            if not pinned:
+                _wait_for_keys(memory, stage)
+            scores = _scores(memory, own, stage, is_last=is_last)
             scores = _masked(visible, scores, first_query, first_key + place * visible.block)
-            weights, folded = softmax.weighed(scores, folded, parts.exponent)
-            weights = weights.astype(memory.values.smem.dtype)
-            folded = folded._replace(out=_with_values(memory, stage, weights, folded.out))
-            return folded, memory.next(stage), left - 1
+            weights, kept, folded = softmax.weighed(scores, folded, parts.exponent)
+            weights, out = _made_ready(memory, stage, weights, kept, folded.out, pinned=pinned)
+
+            def meanwhile() -> None:
+                if pinned:
+                    pl.when(~is_last)(lambda: _wait_for_keys(memory, following))
+
+            out = _with_values(memory, own, stage, weights, out, meanwhile)
+            return folded._replace(out=out), following, left - 1
 
         return lax.fori_loop(first, last, of_block, carry)
 
     # This warpgroup's rows of the tile are there.
     plgpu.barrier_wait(memory.queries.full.at[own])
+    if pinned:
+        _wait_for_keys(memory, stage)
     # The warpgroup before has started its products.
     plgpu.barrier_wait(memory.turn.at[own])
     start = softmax.nothing(ROWS, memory.values.smem.shape[2]), stage, jnp.int32(count)
     with jax.named_scope("attend"):
         folded, stage, _ = lax.fori_loop(0, visible.segments, of_segment, start)
-    _pass_turn(memory)
+    _pass_turn(memory, own)
     return folded, stage
 
 
@@ -94,19 +114,21 @@ def _masked(
     )
 
 
-def _scores(memory: Memory, stage: jax.Array, *, is_last: jax.Array) -> jax.Array:
+def _wait_for_keys(memory: Memory, stage: jax.Array) -> None:
+    """Returns once the copy of a block of keys is complete."""
+    plgpu.barrier_wait(memory.keys.full.at[stage])
+
+
+def _scores(memory: Memory, own: jax.Array, stage: jax.Array, *, is_last: jax.Array) -> jax.Array:
     """Products of the queries and a block of keys; then the turn is the next warpgroup's.
 
     Of the tile's last block they release the queries, so that the next tile's are loaded meanwhile.
     """
-    own = lax.axis_index(THREAD_AXIS)
-    # The copy of the block is complete.
-    plgpu.barrier_wait(memory.keys.full.at[stage])
 
     def multiply(acc: Ref) -> jax.Array:
         keys = memory.keys.smem.at[stage].transpose((1, 0))
         plgpu.wgmma(acc, memory.queries.smem.at[own], keys)
-        _pass_turn(memory)
+        _pass_turn(memory, own)
         return acc[...]  # Reading it waits for the product.
 
     shape = ROWS, memory.keys.smem.shape[1]
@@ -122,15 +144,54 @@ def _scores(memory: Memory, stage: jax.Array, *, is_last: jax.Array) -> jax.Arra
     return scores
 
 
-def _with_values(memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.Array) -> jax.Array:
-    """`out` plus weighted values, in this warpgroup's turn."""
-    # The copy of the block is complete.
-    plgpu.barrier_wait(memory.values.full.at[stage])
-    # The warpgroup before has started its products.
-    plgpu.barrier_wait(memory.turn.at[lax.axis_index(THREAD_AXIS)])
+def _made_ready(
+    memory: Memory,
+    stage: jax.Array,
+    weights: jax.Array,
+    kept: jax.Array,
+    out: jax.Array,
+    *,
+    pinned: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The operands of the product with values: weights of its type, `out` on their scale.
+
+    The assembler would move this behind the wait for the turn, while the tensor cores idle. Out of
+    a branch it does not; `pinned` makes it one, which is always taken: `count` is at least 1.
+    """
+    dtype = memory.values.smem.dtype
+
+    def made(weights: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return weights.astype(dtype), softmax.scaled(out, kept)
+
+    if not pinned:
+        return made(weights, out)
+
+    def never(weights: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (-weights).astype(dtype), out  # Another value, or there would be no branch.
+
+    return lax.cond(stage >= 0, made, never, weights, out)
+
+
+def _with_values(
+    memory: Memory,
+    own: jax.Array,
+    stage: jax.Array,
+    weights: jax.Array,
+    out: jax.Array,
+    meanwhile: Callable[[], None],
+) -> jax.Array:
+    """`out` plus weighted values, in its turn; calls `meanwhile` under the product."""
+
+    def wait() -> None:
+        # The copy of the block is complete.
+        plgpu.barrier_wait(memory.values.full.at[stage])
+        # The warpgroup before has started its products.
+        plgpu.barrier_wait(memory.turn.at[own])
 
     def multiply(acc: Ref) -> None:
+        wait()
         plgpu.wgmma(acc, weights, memory.values.smem.at[stage])
+        meanwhile()
 
     total: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(out))
     # Publishes to the loading warp that this warpgroup's product has read the values.
@@ -138,15 +199,14 @@ def _with_values(memory: Memory, stage: jax.Array, weights: jax.Array, out: jax.
     return total
 
 
-def _pass_turn(memory: Memory) -> None:
+def _pass_turn(memory: Memory, own: jax.Array) -> None:
     """Publishes to the next warpgroup that this one has started its products."""
-    following = rem(lax.axis_index(THREAD_AXIS) + 1, memory.warpgroups)
+    following = rem(own + 1, memory.warpgroups)
     plgpu.barrier_arrive(memory.turn.at[following])
 
 
-def _hand_over(memory: Memory, folded: Folded) -> None:
+def _hand_over(memory: Memory, own: jax.Array, folded: Folded) -> None:
     """Puts the result and its logsumexp where the storing warp takes them from."""
-    own = lax.axis_index(THREAD_AXIS)
     out, lse = softmax.finished(folded)
     # The stores of the last tile's result have read the buffers.
     plgpu.barrier_wait(memory.free.at[own])

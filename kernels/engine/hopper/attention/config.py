@@ -25,6 +25,8 @@ class AttentionTiles:
       warpgroups: that attend, each with 64 queries of a tile: 2 or 3.
       tile_k: keys of a block.
       num_stages: blocks of keys and values that are loaded ahead.
+      pinned: a warpgroup completes its softmax before it waits for its turn, and waits for the next
+        block of keys while its product with values is under way; otherwise the compiler chooses.
     """
 
     architecture: ClassVar[str] = HOPPER
@@ -32,6 +34,7 @@ class AttentionTiles:
     warpgroups: int = 2
     tile_k: int = 128
     num_stages: int = 2
+    pinned: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -74,5 +77,6 @@ class AttentionTiles:
 
 
 LARGE = AttentionTiles()
-TALL = AttentionTiles(warpgroups=3)
-"""For heads of size 64, of which three warpgroups have the registers."""
+DEEP = AttentionTiles(num_stages=4)
+TALL = AttentionTiles(warpgroups=3, num_stages=3)
+"""Both for heads of size 64, of which there is room for more stages, or three warpgroups."""

@@ -65,7 +65,7 @@ class Attention:
         spare, attending = REGISTERS[self.config.warpgroups]
         return [
             Role(
-                functools.partial(attend, block, parts, shared),
+                functools.partial(attend, block, parts, shared, pinned=self.config.pinned),
                 warpgroups=self.warpgroups,
                 registers=attending,
             ),

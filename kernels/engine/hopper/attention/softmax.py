@@ -52,19 +52,28 @@ def masked(scores: jax.Array, ahead: Int, window: int | None) -> jax.Array:
     by_row = plgpu.Layout.WGMMA.reduce(1)
     # Limits by row take two registers of a thread; distances of all pairs would take 64.
     last = plgpu.broadcasted_iota(jnp.int32, scores.shape[:1], 0, layout=by_row) + ahead
-    seen = columns <= lax.broadcast_in_dim(last, scores.shape, (0,))
+    # So would columns: a thread has 32 of them, and two within a group of 8.
+    within, before = columns & 7, columns & ~7
+    seen = within <= lax.broadcast_in_dim(last, scores.shape, (0,)) - before
     if window is not None:
-        seen &= columns > lax.broadcast_in_dim(last - window, scores.shape, (0,))
+        seen &= within > lax.broadcast_in_dim(last - window, scores.shape, (0,)) - before
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def weighed(scores: jax.Array, folded: Folded, exponent: float) -> tuple[jax.Array, Folded]:
-    """(weights of the scores, what was folded before on the same scale), the sum among it."""
+def weighed(
+    scores: jax.Array, folded: Folded, exponent: float
+) -> tuple[jax.Array, jax.Array, Folded]:
+    """(weights of the scores, what `out` is to be scaled by, what was folded with their sum)."""
     highest = jnp.maximum(folded.highest, jnp.max(scores, 1) * exponent)
     kept = jnp.exp2(folded.highest - highest)
     weights = jnp.exp2(scores * exponent - lax.broadcast_in_dim(highest, scores.shape, (0,)))
-    out = folded.out * lax.broadcast_in_dim(kept, folded.out.shape, (0,))
-    return weights, Folded(out, highest, folded.total * kept + jnp.sum(weights, 1))
+    total = folded.total * kept + jnp.sum(weights, 1)
+    return weights, kept, folded._replace(highest=highest, total=total)
+
+
+def scaled(out: jax.Array, kept: jax.Array) -> jax.Array:
+    """`out`, each row times `kept`."""
+    return out * lax.broadcast_in_dim(kept, out.shape, (0,))
 
 
 def finished(folded: Folded) -> tuple[jax.Array, jax.Array]:
