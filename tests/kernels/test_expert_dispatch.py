@@ -13,6 +13,7 @@ from selection import slow
 import stretto as st
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.collectives import dispatch, token_tables
+from stretto.kernels.xla import routing as routing_tables
 from stretto.kernels.xla.routing import _fit
 
 D = 64
@@ -38,8 +39,12 @@ def check(devices, index, x, rows, routing):
     np.testing.assert_array_equal(routing.positions, positions)
 
 
-@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
-def test_rows_by_xla(devices):
+@pytest.mark.parametrize(("devices", "block"), [slow(1, None), (2, None), slow(4, None), (4, 4)])
+def test_rows_by_xla(monkeypatch, devices, block):
+    """By comparisons of all entries, or by blocks of so many, as where there are many."""
+    if block is not None:
+        monkeypatch.setattr(routing_tables, "MOST_COMPARISONS", 0)
+        monkeypatch.setattr(routing_tables, "BLOCK", block)
     x = tokens(devices)
     program = dispatched(devices, backend="xla")
     for index in routings(devices, 0).values():
