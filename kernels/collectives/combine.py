@@ -22,7 +22,7 @@ from stretto.distributed import kernel
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
 from stretto.kernels.collectives.token_sums import Piece, Summing, Sums, added_up
-from stretto.kernels.collectives.token_tables import Chunks, Row
+from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
@@ -36,7 +36,8 @@ class Config:
 
     Attributes:
       num_blocks: blocks that add; as many as the device has multiprocessors at most.
-      chunk: tokens whose tables are read at once; a multiple of 8.
+      chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
+        that more blocks have some.
       stages: sums of a warpgroup whose rows are on their way at once, where they fit.
       warpgroups: of a block, which add apart from each other.
     """
@@ -49,8 +50,7 @@ class Config:
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
         del problem
-        if self.chunk % 8 or not 8 <= self.chunk <= 256:
-            raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
+        check_chunk(self.chunk)
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages={self.stages} must be between 2 and 8.")
         if not 1 <= self.warpgroups <= 4:
@@ -63,7 +63,7 @@ class Config:
         """What the tuner tries, the likely ones first."""
         del problem
         yield Config()
-        for chunk, stages in ((32, 2), (32, 6), (64, 4)):
+        for chunk, stages in ((32, 2), (32, 6), (64, 4), (2, 4)):
             yield Config(chunk=chunk, stages=stages)
         for warpgroups in (2, 4):
             yield Config(warpgroups=warpgroups)

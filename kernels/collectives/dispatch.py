@@ -33,6 +33,7 @@ from stretto.kernels.collectives.token_tables import (
     Chunks,
     Row,
     Tables,
+    check_chunk,
     everyones,
     of_device,
 )
@@ -52,7 +53,8 @@ class Config:
 
     Attributes:
       num_blocks: blocks that pull; as many as the device has multiprocessors at most.
-      chunk: tokens whose tables are read at once; a multiple of 8.
+      chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
+        that more blocks have some.
       slots: tokens of a block on their way at once, where they fit into shared memory.
       warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
     """
@@ -65,8 +67,7 @@ class Config:
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
         del problem
-        if self.chunk % 8 or not 8 <= self.chunk <= 256:
-            raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
+        check_chunk(self.chunk)
         if not 2 <= self.slots <= MOST_SLOTS:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
         if not 1 <= self.warpgroups <= self.slots // 2:

@@ -42,13 +42,13 @@ def test_sums_by_xla(devices, name):
 
 
 @pytest.mark.parametrize(
-    ("devices", "seed", "width", "wire"),
-    [(4, 1, 192, F32)]
-    + [pytest.param(d, s, 64, None, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
+    ("devices", "seed", "width", "wire", "chunk"),
+    [(4, 1, 192, F32, 32), (2, 1, 64, None, 1)]
+    + [slow(d, s, 64, None, (32, 2)[s % 2]) for d in (2, 4, 8) for s in range(20)],
 )
-def test_sums_by_the_kernel(devices, seed, width, wire):
+def test_sums_by_the_kernel(devices, seed, width, wire, chunk):
     with st.simulate(seed=seed, core_count=3) as report:
-        program = combined(devices, wire_dtype=wire)
+        program = combined(devices, wire_dtype=wire, config=combine.Config(chunk=chunk))
         for name in ("any", "zipf", "none", "none to a device"):
             *arrays, wanted = operands(devices, seed, name, width)
             out = np.asarray(program(*given(*arrays)), np.float32)

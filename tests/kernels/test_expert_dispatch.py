@@ -12,7 +12,7 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import dispatch, token_tables
+from stretto.kernels.collectives import combine, dispatch, token_tables
 from stretto.kernels.xla import routing as routing_tables
 from stretto.kernels.xla.routing import _fit
 
@@ -52,14 +52,14 @@ def test_rows_by_xla(monkeypatch, devices, block):
 
 
 @pytest.mark.parametrize(
-    ("devices", "seed"),
-    [(4, 1)] + [pytest.param(d, s, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
+    ("devices", "seed", "chunk"),
+    [(4, 1, 64), (2, 2, 1), *(slow(d, s, (64, 2)[s % 2]) for d in (2, 4, 8) for s in range(20))],
 )
-def test_rows_by_the_kernel(devices, seed):
+def test_rows_by_the_kernel(devices, seed, chunk):
     """Also when a second call has other routings than the first."""
     x, cases = tokens(devices, seed), routings(devices, seed)
     with st.simulate(seed=seed, core_count=3) as report:
-        program = dispatched(devices)
+        program = dispatched(devices, config=dispatch.Config(chunk=chunk))
         found = [
             jax.tree.map(np.asarray, program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
             for index in cases.values()
@@ -207,6 +207,13 @@ def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
         except SimulationError:
             found = True
     assert found
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 12, 264])
+def test_chunks_that_cannot_be(chunk):
+    for config in (dispatch.Config(chunk=chunk), combine.Config(chunk=chunk)):
+        with pytest.raises(ValueError, match=f"chunk={chunk} must be 1, 2, 4 or a multiple of 8"):
+            config.check()
 
 
 @pytest.mark.parametrize(
