@@ -57,12 +57,15 @@ class Config:
         that more blocks have some.
       slots: tokens of a block on their way at once, where they fit into shared memory.
       warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
+      tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
+        whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 64
     slots: int = 24
     warpgroups: int = 1
+    tables: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -87,6 +90,7 @@ class Config:
             yield Config(num_blocks=num_blocks, slots=slots)
         for warpgroups in (2, 4):
             yield Config(slots=32, warpgroups=warpgroups)
+        yield Config(tables=True)
 
 
 def dispatch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, dispatch, token_tables
+from stretto.kernels.collectives import combine, dispatch, routed_dispatch, token_tables
 from stretto.kernels.xla import routing as routing_tables
 from stretto.kernels.xla.routing import _fit
 
@@ -52,14 +54,19 @@ def test_rows_by_xla(monkeypatch, devices, block):
 
 
 @pytest.mark.parametrize(
-    ("devices", "seed", "chunk"),
-    [(4, 1, 64), (2, 2, 1), *(slow(d, s, (64, 2)[s % 2]) for d in (2, 4, 8) for s in range(20))],
+    ("devices", "seed", "config"),
+    [(4, 1, {}), (2, 2, dict(chunk=1)), (2, 3, dict(tables=True)), slow(1, 0, dict(tables=True))]
+    + [
+        slow(devices, seed, ({}, dict(chunk=2), dict(tables=True))[seed % 3])
+        for devices in (2, 4, 8)
+        for seed in range(20)
+    ],
 )
-def test_rows_by_the_kernel(devices, seed, chunk):
+def test_rows_by_the_kernel(devices, seed, config):
     """Also when a second call has other routings than the first."""
     x, cases = tokens(devices, seed), routings(devices, seed)
     with st.simulate(seed=seed, core_count=3) as report:
-        program = dispatched(devices, config=dispatch.Config(chunk=chunk))
+        program = dispatched(devices, config=dispatch.Config(**config))
         found = [
             jax.tree.map(np.asarray, program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
             for index in cases.values()
@@ -164,23 +171,37 @@ def test_groups_are_cut_off_at_one_limit(seed):
     assert limits.size == 0 or (limits.max() - limits.min() <= 1 and cut.max() <= limits.min() + 1)
 
 
-def test_derivative():
+def test_tables_by_the_kernel_only_of_few_tokens_that_all_fit(monkeypatch):
+    x, index = jnp.zeros((2 * TOKENS, D), BF16), jnp.zeros((2 * TOKENS, 3), jnp.int32)
+
+    def kernels(**options):
+        program = dispatched(2, config=dispatch.Config(tables=True), backend="simulator", **options)
+        return re.findall(r"expert_dispatch\w*", str(program.trace(x, index).jaxpr))
+
+    assert "expert_dispatch_with_tables" in kernels()
+    assert "expert_dispatch_with_tables" not in kernels(capacity=2 * 3 * TOKENS - 1)
+    monkeypatch.setattr(routed_dispatch, "MOST_ENTRIES", 255)  # 128 of each device.
+    assert "expert_dispatch_with_tables" not in kernels()
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_derivative(tables):
     """A token gets the sum of its rows' cotangents; what the rows beyond hold does not matter."""
     devices = 2
     x, index = tokens(devices), jnp.asarray(routings(devices, 3)["any"], jnp.int32)
 
-    def squared(backend):
+    def squared(**options):
         def body(x, index):
-            rows, routing = st.expert_dispatch(x, index, "x", num_experts=EXPERTS, backend=backend)
+            rows, routing = st.expert_dispatch(x, index, "x", num_experts=EXPERTS, **options)
             filled = jnp.arange(rows.shape[0]) < routing.group_sizes.sum()
             return jnp.sum(jnp.where(filled[:, None], rows, 0).astype(F32) ** 2)[None]
 
         return jax.grad(lambda x: jnp.sum(on_devices(body, devices, 2)(x, index)))
 
     count = ((index >= 0) & (index < EXPERTS)).sum(axis=1)[:, None]
-    np.testing.assert_array_equal(squared("xla")(jnp.asarray(x)), 2 * x * count)
+    np.testing.assert_array_equal(squared(backend="xla")(jnp.asarray(x)), 2 * x * count)
     with st.simulate(core_count=3) as report:
-        found = np.asarray(jax.jit(squared("auto"))(jnp.asarray(x)))
+        found = np.asarray(jax.jit(squared(config=dispatch.Config(tables=tables)))(jnp.asarray(x)))
     assert report.ok, str(report)
     np.testing.assert_array_equal(found, 2 * x * count)
 
@@ -206,6 +227,47 @@ def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
             found |= not report.ok
         except SimulationError:
             found = True
+    assert found
+
+
+class WithoutBarrier:
+    """`plgpu` that waits for one kind of barriers only: an array's, or single ones."""
+
+    def __init__(self, module, arrays):
+        self.module, self.arrays = module, arrays
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+    def barrier_wait(self, barrier):
+        if hasattr(barrier, "transforms") == self.arrays:
+            self.module.barrier_wait(barrier)
+
+
+@pytest.mark.parametrize(
+    ("without", "which"),
+    [
+        (WithoutBarrier, True),
+        (WithoutBarrier, False),
+        (Without, "commit_smem"),
+        (Without, "commit_smem_to_gmem_group"),
+    ],
+)
+def test_each_wait_of_the_kernel_with_tables_is_needed(monkeypatch, traces_apart, without, which):
+    """The last wait is also needed, by a kernel of one device."""
+    monkeypatch.setattr(routed_dispatch, "plgpu", without(routed_dispatch.plgpu, which))
+    x, index = tokens(2), routings(2, 0)["zipf"]
+    program = dispatched(2, config=dispatch.Config(tables=True), backend="simulator")
+    found = False
+    for seed in range(3):
+        try:
+            with st.simulate(seed=seed, core_count=2, on_finding="record") as report:
+                jax.block_until_ready(program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
+            found |= not report.ok
+        except SimulationError:
+            found = True
+        if found:
+            break
     assert found
 
 
