@@ -42,6 +42,9 @@ from stretto.kernels.collectives.token_tables import (
 )
 from stretto.kernels.problem.routing import NONE
 
+FEW_ELEMENTS = 2**20
+"""Of the sums of all devices: so few take less time than a kernel's launch."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -286,6 +289,15 @@ def added_up(inbox: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
     devices = inbox.shape[0]
     total = jnp.zeros(inbox.shape[1:], jnp.float32)
     for device in range(devices):
-        has = jnp.any((positions != NONE) & (positions % devices == device), axis=1)
+        here = (positions != NONE) & (positions % devices == device)
+        has = _any_of_few(here) if inbox.size <= FEW_ELEMENTS else jnp.any(here, axis=1)
         total += jnp.where(has[:, None], inbox[device].astype(jnp.float32), 0)
     return total.astype(dtype)
+
+
+def _any_of_few(here: jax.Array) -> jax.Array:
+    """`jnp.any` along rows, which XLA computes for each element of the sum, without a kernel."""
+    found = here[:, 0]
+    for j in range(1, here.shape[1]):
+        found |= here[:, j]
+    return found
