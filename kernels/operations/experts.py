@@ -95,7 +95,7 @@ def expert_dispatch(
     sizes = dict(t=devices * tokens, d=x.shape[1], top_k=top_k, num_experts=num_experts)
     types = Types(lhs=str(x.dtype), rhs="int32", out=str(x.dtype))
     call = decide(EXPERT_DISPATCH, sizes, types, axes, options, backend=backend, config=config)
-    if call is not None and routed.is_served(x, expert_index, call):
+    if call is not None and routed.is_served(x, expert_index, call.config, axes, rows):
         return routed.dispatch(EXPERT_COMBINE, x, expert_index, call, num_experts=num_experts)
     routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
     return _served(EXPERT_DISPATCH, (x, routing.positions), axes, options, call), routing

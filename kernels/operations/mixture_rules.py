@@ -109,7 +109,8 @@ def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
     """The tangent of the composition; its kernels have derivatives themselves."""
-    operands, _, _ = residuals
+    operands = residuals[0]._replace(dispatched=None)  # The rows' tangent is that of x.
+    dots = dots._replace(dispatched=None)
     if call.config is not None:
         plain = dataclasses.replace(
             call.config,
@@ -155,6 +156,8 @@ def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
         w_out=layer.contracted(weighted, dy, operands.w_out),
         b_in=b_in,
         b_out=b_out,
+        # Their cotangent is in that of x.
+        dispatched=None if operands.dispatched is None else jnp.zeros_like(operands.dispatched),
     )
 
 

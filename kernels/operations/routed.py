@@ -1,7 +1,8 @@
-"""`expert_dispatch` of few tokens by one kernel, which makes the tables as well."""
+"""The dispatch of few tokens by one kernel, which makes the tables as well."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,22 +13,23 @@ from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.primitives.linear import linear
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import routed_dispatch
-from stretto.kernels.operation import Call, Operation
+from stretto.kernels.collectives.dispatch import Config
+from stretto.kernels.operation import Axes, Call, Operation
 from stretto.kernels.operations import expert_rules as rules
 from stretto.kernels.operations.perform import perform, run
 from stretto.kernels.problem.routing import Routing
 
 
-def is_served(x: jax.Array, expert_index: jax.Array, call: Call) -> bool:
-    """Whether the call's configuration wants it and such operands are served."""
+def is_served(x: jax.Array, expert_index: jax.Array, config: Config, axes: Axes, rows: int) -> bool:
+    """Whether the configuration wants it and such operands are served."""
     tokens, top_k = expert_index.shape
-    return call.config.tables and not routed_dispatch.obstacle(
+    return config.tables and not routed_dispatch.obstacle(
         tokens,
         top_k,
-        axis_size(call.axes),
+        axis_size(axes),
         width=x.shape[1],
         itemsize=x.dtype.itemsize,
-        rows=call.options.rows,
+        rows=rows,
     )
 
 
@@ -38,21 +40,30 @@ def dispatch(
 
     `combine` is the operation that the derivative needs.
     """
+    rows, routing = made(x, expert_index, call, call.config, num_experts=num_experts)
+    operands = x, routing.positions, rows
+    return perform(operands, call, functools.partial(_of_x, combine)), routing
+
+
+def made(
+    x: jax.Array, expert_index: jax.Array, call: Call, config: Config, *, num_experts: int
+) -> tuple[jax.Array, Routing]:
+    """The rows, whose derivative is left to the caller, and the tables.
+
+    `call` is of an operation whose options have `rows`.
+    """
 
     def by(operands: Any, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x, index = operands
-        rows, positions, counts = routed_dispatch.dispatch(
-            lax.stop_gradient(x),
-            index,
+        return routed_dispatch.dispatch(
+            *operands,
             Team.along(call.axes),
             num_experts=num_experts,
             rows=call.options.rows,
-            num_blocks=call.config.num_blocks,
+            num_blocks=config.num_blocks,
             interpret=call.interpret,
         )
-        return _of_x(combine, call, x, positions, rows), positions, counts
 
-    operands = x, expert_index.astype(jnp.int32)
+    operands = lax.stop_gradient(x), expert_index.astype(jnp.int32)
     rows, positions, counts = perform(operands, call, by)
     devices = axis_size(call.axes)
     own = num_experts // devices
@@ -66,10 +77,8 @@ def dispatch(
     )
 
 
-def _of_x(
-    combine: Operation, call: Call, x: jax.Array, positions: jax.Array, rows: jax.Array
-) -> jax.Array:
-    """`rows`, as what the dispatch of `x` to `positions` is."""
+def _of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:
+    """The rows of (x, positions, rows), as what the dispatch of x to the positions is."""
 
     @jax.custom_jvp
     def dispatched(x: jax.Array, positions: jax.Array, rows: jax.Array) -> jax.Array:
@@ -87,4 +96,4 @@ def _of_x(
         )
         return rows, dots
 
-    return dispatched(x, positions, rows)
+    return dispatched(*operands)
