@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels.operation import Axes, Examples, Operation
+from stretto.kernels.operation import Axes, Call, Examples, Operation
 from stretto.kernels.operations import expert_checks, expert_rules, mixture_rules, routed
 from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import expert_layouts as layouts
@@ -137,16 +137,18 @@ def mixture_of_experts(
 
 
 def _routed(
-    x: jax.Array, expert_index: jax.Array, axes: Axes, rows: int, num_experts: int, call: Any
+    x: jax.Array,
+    expert_index: jax.Array,
+    axes: Axes,
+    rows: int,
+    num_experts: int,
+    call: Call | None,
 ) -> tuple[Any, Routing]:
     """(rows of x if the kernel that makes the tables sends them, the tables)."""
-    config = None if call is None else call.config
-    if (
-        config is not None
-        and not config.under_product
-        and routed.is_served(x, expert_index, config.dispatch, axes, rows)
-    ):
-        return routed.made(x, expert_index, call, config.dispatch, num_experts=num_experts)
+    if call is not None and not call.config.under_product:
+        config = call.config.dispatch
+        if routed.is_served(x, expert_index, config, axes, rows):
+            return routed.made(x, expert_index, call, config, num_experts=num_experts)
     return None, route(expert_index, axes, num_experts=num_experts, rows=rows)
 
 

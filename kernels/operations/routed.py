@@ -54,8 +54,10 @@ def made(
     """
 
     def by(operands: Any, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, index = operands
         return routed_dispatch.dispatch(
-            *operands,
+            x,
+            index,
             Team.along(call.axes),
             num_experts=num_experts,
             rows=call.options.rows,
