@@ -40,12 +40,14 @@ class Config:
         that more blocks have some.
       stages: sums of a warpgroup whose rows are on their way at once, where they fit.
       warpgroups: of a block, which add apart from each other.
+      flat: rows and tables are loaded by flat copies (`token_tables.load`).
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 32
     stages: int = 4
     warpgroups: int = 1
+    flat: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -67,6 +69,7 @@ class Config:
             yield Config(chunk=chunk, stages=stages)
         for warpgroups in (2, 4):
             yield Config(warpgroups=warpgroups)
+        yield Config(flat=True)
 
 
 def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES) -> Piece:
@@ -96,7 +99,8 @@ def combine(
     row = Row.of(width, rows.dtype.itemsize)
     if row is None:
         raise ValueError(f"rows of {width} {rows.dtype} cannot be copied.")  # `obstacle` says so.
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, config.warpgroups)
+    cut = config.chunk, config.num_blocks, config.warpgroups, config.flat
+    chunks = Chunks.of(team, tokens, *cut)
     inbox = _sums(rows, weights, positions, row, chunks, wire_dtype, config, interpret)
     return added_up(inbox.reshape(team.size, tokens, width), positions, rows.dtype)
 

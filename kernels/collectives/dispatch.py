@@ -35,6 +35,7 @@ from stretto.kernels.collectives.token_tables import (
     Tables,
     check_chunk,
     everyones,
+    load,
     of_device,
 )
 from stretto.kernels.operation import Call, Kernel
@@ -57,14 +58,17 @@ class Config:
         that more blocks have some.
       slots: tokens of a block on their way at once, where they fit into shared memory.
       warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
+      flat: tokens and tables are loaded by flat copies (`token_tables.load`).
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
-        whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
+        whose blocks take their tokens at once: of the other fields only `num_blocks` and `flat`
+        count.
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 64
     slots: int = 24
     warpgroups: int = 1
+    flat: bool = False
     tables: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
@@ -90,7 +94,9 @@ class Config:
             yield Config(num_blocks=num_blocks, slots=slots)
         for warpgroups in (2, 4):
             yield Config(slots=32, warpgroups=warpgroups)
-        yield Config(tables=True)
+        yield Config(flat=True)
+        for flat in (False, True):
+            yield Config(tables=True, flat=flat)
 
 
 def dispatch(
@@ -110,7 +116,7 @@ def dispatch(
     top_k = positions.shape[1]
     room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
     warpgroups = max(1, min(config.warpgroups, room // 2))
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, warpgroups)
+    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, warpgroups, config.flat)
     slots = max(2, min(config.slots // warpgroups, chunks.tokens, room // warpgroups))
     table = chunks.padded(positions, NONE)
 
@@ -142,8 +148,11 @@ def dispatch(
                 of_device(
                     sources,
                     offset,
-                    lambda ref: plgpu.copy_gmem_to_smem(
-                        ref.at[first + token], buffers.at[slot, parts], arrived.at[slot]
+                    lambda ref: load(
+                        ref.at[first + token],
+                        buffers.at[slot, parts],
+                        arrived.at[slot],
+                        flat=config.flat,
                     ),
                 )
 

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import kernel, schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.token_tables import Chunks, Row, everyones, of_device
+from stretto.kernels.collectives.token_tables import Chunks, Row, everyones, load, of_device
 from stretto.kernels.problem.routing import NONE
 
 MOST_ENTRIES = 4096
@@ -62,6 +62,7 @@ def dispatch(
     num_experts: int,
     rows: int,
     num_blocks: int,
+    flat: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`[tokens, d]`, int32 `[tokens, top_k]` -> rows, positions, and how many chose what.
@@ -83,6 +84,7 @@ def dispatch(
         parts=ceil_div(tokens * top_k, LANES),
         num_experts=num_experts,
         num_blocks=blocks,
+        flat=flat,
     )
 
     def body(x_ref, index_ref, rows_ref, positions_ref, counts_ref, **scratch):
@@ -115,6 +117,7 @@ class _How:
 
     Attributes:
       parts: of `LANES` entries, that the choices of a device's tokens fill.
+      flat: what is loaded is (`token_tables.load`).
     """
 
     team: Team
@@ -124,6 +127,7 @@ class _How:
     parts: int
     num_experts: int
     num_blocks: int
+    flat: bool
 
     @property
     def entries(self) -> int:
@@ -175,7 +179,7 @@ class _Block:
         for offset, ref in enumerate(everyones(self.index, how.team)):
             first = how.team.neighbour(offset) * how.parts
             target = self.entries.at[pl.ds(first, how.parts)]
-            plgpu.copy_gmem_to_smem(ref, target, self.entries_arrived)
+            load(ref, target, self.entries_arrived, flat=how.flat)
         sources = everyones(self.x, how.team)
         for i in range(own):
             pl.when(block + i * how.num_blocks < total)(lambda i=i: self._fetch(sources, i))
@@ -200,7 +204,7 @@ class _Block:
         of_device(
             sources,
             offset,
-            lambda ref: plgpu.copy_gmem_to_smem(ref.at[token], target, self.arrived.at[i]),
+            lambda ref: load(ref.at[token], target, self.arrived.at[i], flat=self.how.flat),
         )
 
     def _keys(self) -> jax.Array:

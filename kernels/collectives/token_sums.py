@@ -38,6 +38,7 @@ from stretto.kernels.collectives.token_tables import (
     Row,
     Tables,
     everyones,
+    load,
     of_device,
 )
 from stretto.kernels.problem.routing import NONE
@@ -217,10 +218,11 @@ class Sums:
 
             @pl.when(here)
             def _(j=j, number=number):
-                plgpu.copy_gmem_to_smem(
+                load(
                     self.rows.at[number, self._window(n, part)],
                     self.buffers.at[stage, j, pl.ds(0, self.how.piece.parts)],
                     self.loaded[j].at[stage],
+                    flat=self.how.chunks.flat,
                 )
 
     def _enter_round(self, ready: Callable[[Int], None], n: Int, token: Int) -> None:

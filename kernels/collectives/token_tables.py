@@ -77,6 +77,7 @@ class Chunks:
       num_blocks: of the kernel.
       rounds: how often each block walks through its chunks.
       warpgroups: of a block that walk through chunks; with several there is one round.
+      flat: what is loaded is (`load`).
     """
 
     team: Team
@@ -85,9 +86,18 @@ class Chunks:
     num_blocks: int
     rounds: int = 1
     warpgroups: int = 1
+    flat: bool = False
 
     @classmethod
-    def of(cls, team: Team, tokens: int, most: int, num_blocks: int, warpgroups: int = 1) -> Chunks:
+    def of(
+        cls,
+        team: Team,
+        tokens: int,
+        most: int,
+        num_blocks: int,
+        warpgroups: int = 1,
+        flat: bool = False,
+    ) -> Chunks:
         """Chunks of `tokens` tokens a device, small enough for every warpgroup to have one."""
         blocks = min(num_blocks, kernel.num_multiprocessors())
         fair = ceil_div(team.size * tokens, blocks * warpgroups)
@@ -95,7 +105,14 @@ class Chunks:
         size = min(most, fair)
         number = ceil_div(tokens, size)
         blocks = min(blocks, number * team.size)
-        return cls(team=team, tokens=size, number=number, num_blocks=blocks, warpgroups=warpgroups)
+        return cls(
+            team=team,
+            tokens=size,
+            number=number,
+            num_blocks=blocks,
+            warpgroups=warpgroups,
+            flat=flat,
+        )
 
     @property
     def _warpgroup(self) -> Int:
@@ -167,6 +184,16 @@ def check_chunk(chunk: int) -> None:
         raise ValueError(f"chunk={chunk} must be 1, 2, 4 or a multiple of 8 from 8 to 256.")
 
 
+def load(source: Any, target: Any, barrier: Any, *, flat: bool) -> None:
+    """Starts to load what is contiguous and within its array, in shared memory as well.
+
+    `flat` makes it a copy of so many bytes, which needs no descriptor of the array: the host makes
+    one for each array and peer at every launch.
+    """
+    mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if flat else None
+    plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=mode)
+
+
 def everyones(ref: Any, team: Team) -> list[Any]:
     """`ref` as each device has it, by its offset on the ring."""
     return [ref, *(copies.remote(ref, team, team.neighbour(i)) for i in team.peer_offsets)]
@@ -209,8 +236,11 @@ class Tables:
                 of_device(
                     refs,
                     offset,
-                    lambda ref, target=target: plgpu.copy_gmem_to_smem(
-                        ref.at[window], self._of_chunk(target.at[slot]), self.arrived.at[slot]
+                    lambda ref, target=target: load(
+                        ref.at[window],
+                        self._of_chunk(target.at[slot]),
+                        self.arrived.at[slot],
+                        flat=self.chunks.flat,
                     ),
                 )
 

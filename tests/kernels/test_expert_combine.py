@@ -48,7 +48,8 @@ def test_sums_by_xla(devices, name):
 )
 def test_sums_by_the_kernel(devices, seed, width, wire, chunk):
     with st.simulate(seed=seed, core_count=3) as report:
-        program = combined(devices, wire_dtype=wire, config=combine.Config(chunk=chunk))
+        config = combine.Config(chunk=chunk, flat=chunk < 8)
+        program = combined(devices, wire_dtype=wire, config=config)
         for name in ("any", "zipf", "none", "none to a device"):
             *arrays, wanted = operands(devices, seed, name, width)
             out = np.asarray(program(*given(*arrays)), np.float32)

@@ -55,7 +55,12 @@ def test_rows_by_xla(monkeypatch, devices, block):
 
 @pytest.mark.parametrize(
     ("devices", "seed", "config"),
-    [(4, 1, {}), (2, 2, dict(chunk=1)), (2, 3, dict(tables=True)), slow(1, 0, dict(tables=True))]
+    [
+        (4, 1, {}),
+        (2, 2, dict(chunk=1, flat=True)),
+        (2, 3, dict(tables=True, flat=True)),
+        slow(1, 0, dict(tables=True)),
+    ]
     + [
         slow(devices, seed, ({}, dict(chunk=2), dict(tables=True))[seed % 3])
         for devices in (2, 4, 8)
