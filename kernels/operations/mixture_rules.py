@@ -194,7 +194,7 @@ KERNEL = Kernel(
     Config=Config,
     run=apply,
     obstacle=_obstacle,
-    default=lambda problem: Config(),
+    default=lambda problem: Config(combine=combine_kernel.default_config(problem)),
     candidates=Config.candidates,
     untried=True,
 )

@@ -13,6 +13,9 @@ from selection import slow
 import stretto as st
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.collectives import combine, token_sums, token_tables
+from stretto.kernels.operations import mixture_rules
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 
 def operands(devices: int, seed: int, name: str, width: int = 64):
@@ -122,6 +125,21 @@ def test_derivatives():
     for found in (fused, gradients("xla")(*xs)):
         np.testing.assert_array_equal(np.asarray(found[0]).reshape(rows_bar.shape), rows_bar)
         np.testing.assert_array_equal(found[1], weights_bar)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "d", "top_k", "warpgroups"),
+    [(16384, 2048, 8, 2), (16384, 4096, 2, 2), (16384, 7168, 8, 1), (128, 2048, 8, 1)],
+)
+def test_default_of_many_tokens_whose_sums_fit(tokens, d, top_k, warpgroups):
+    types = Types(lhs="bfloat16", rhs="float32", out="bfloat16")
+    sizes = dict(t=tokens, d=d, top_k=top_k, rows=tokens * top_k)
+    problem = Problem(
+        operation="expert_combine", sizes=sizes, types=types, devices=2, machine=Machine("H200")
+    )
+    assert combine.KERNEL.default(problem) == combine.Config(warpgroups=warpgroups)
+    layer = mixture_rules.KERNEL.default(problem)
+    assert layer == mixture_rules.Config(combine=combine.Config(warpgroups=warpgroups))
 
 
 @pytest.mark.parametrize(
