@@ -134,8 +134,9 @@ def test_derivatives():
 def test_default_of_many_tokens_whose_sums_fit(tokens, d, top_k, warpgroups):
     types = Types(lhs="bfloat16", rhs="float32", out="bfloat16")
     sizes = dict(t=tokens, d=d, top_k=top_k, rows=tokens * top_k)
+    machine = Machine.of_kind("gpu", "NVIDIA H200")
     problem = Problem(
-        operation="expert_combine", sizes=sizes, types=types, devices=2, machine=Machine("H200")
+        operation="expert_combine", sizes=sizes, types=types, devices=2, machine=machine
     )
     assert combine.KERNEL.default(problem) == combine.Config(warpgroups=warpgroups)
     layer = mixture_rules.KERNEL.default(problem)
