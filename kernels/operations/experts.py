@@ -78,8 +78,8 @@ def expert_dispatch(
 
     Raises:
       ValueError: operands that do not fit each other, `num_experts` that is no multiple of the
-        devices, a capacity below 1, tables of more than 2^31 places, an unknown axis or backend, a
-        call outside `shard_map`, or a backend that cannot serve.
+        devices, a capacity below 1, more than 2^31 rows of all devices, an unknown axis or
+        backend, a call outside `shard_map`, or a backend that cannot serve.
 
     Memory: rows take `capacity * d` elements on each device: by default D * top_k times x. XLA's
     implementation also gathers all tokens, D times x.
