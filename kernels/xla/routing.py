@@ -113,7 +113,9 @@ def ranks_in_groups(classes: jax.Array, number: int) -> tuple[jax.Array, jax.Arr
     their block; blocks are counted.
     """
     count = classes.shape[0]
-    blocks = jnp.pad(classes, (0, -count % BLOCK), constant_values=NONE).reshape(-1, BLOCK)
+    number_of_blocks = -(-count // BLOCK)
+    filled = number_of_blocks * BLOCK - count
+    blocks = jnp.pad(classes, (0, filled), constant_values=NONE).reshape(number_of_blocks, BLOCK)
     entry = jnp.arange(BLOCK, dtype=jnp.int32)
     alike = blocks[:, :, None] == blocks[:, None, :]
     within = jnp.sum(alike & (entry < entry[:, None]), axis=2, dtype=jnp.int32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from expert_cases import EXPERTS, TOKENS, Without, dispatched, entries, on_devices, routings
 from fused_cases import BF16, F32, whole_numbers
+from jax import export
 from selection import slow
 
 import stretto as st
@@ -233,6 +234,14 @@ def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
         except SimulationError:
             found = True
     assert found
+
+
+def test_a_number_of_tokens_that_is_known_when_the_program_runs():
+    (tokens,) = export.symbolic_shape("t", constraints=["mod(t, 2) == 0"])
+    given = [
+        jax.ShapeDtypeStruct((tokens, width), dtype) for width, dtype in ((D, BF16), (3, "i4"))
+    ]
+    assert export.export(dispatched(2))(*given).nr_devices == 2
 
 
 class WithoutBarrier:
