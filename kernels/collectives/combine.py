@@ -28,6 +28,7 @@ from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
 
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
+FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
 MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
 
 
@@ -74,17 +75,18 @@ class Config:
 
 
 def default_config(problem: Problem) -> Config:
-    """The configuration for a problem that no table has.
+    """The configuration for a problem that no table has, by times on two H200s.
 
     Two warpgroups of each block add up many tokens, where each has room for two sums of whole
-    rows. On two H200s, in a loop of launches, they took 0.92 of the time of one with rows of 2048
-    bfloat16 numbers and top_k 8, as long with 4096 and top_k 2, and longer with 7168 and top_k 8,
-    for which there is no room.
+    rows. With rows of 2048 bfloat16 numbers and top_k 8 they were faster by a tenth, with 4096 and
+    top_k 2 as fast, with 7168 and top_k 8, for which there is no room, slower. Small chunks took
+    0.79 of the time with 128 tokens, and as long with 2, and with 512, whose blocks fill a GPU.
     """
-    sizes, itemsize = problem.sizes, problem.types.itemsize
-    needed = _sum_bytes(sizes["top_k"], itemsize) * sizes["d"]
-    many = sizes["t"] >= MANY_TOKENS and 2 * needed <= SMEM_BYTES
-    return Config(warpgroups=2 if many else 1)
+    sizes = problem.sizes
+    needed = _sum_bytes(sizes["top_k"], problem.types.itemsize) * sizes["d"]
+    if sizes["t"] >= MANY_TOKENS and 2 * needed <= SMEM_BYTES:
+        return Config(warpgroups=2)
+    return Config(chunk=FEW_CHUNK) if sizes["t"] <= FEW_TOKENS else Config()
 
 
 def _sum_bytes(top_k: int, itemsize: int) -> int:

@@ -45,6 +45,7 @@ from stretto.kernels.problem.scales import FP8
 
 SMEM_BYTES = 200_000
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
+FEW_CHOICES = 4096  # Of all devices, of which the kernel makes the tables sooner than XLA.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 
@@ -60,8 +61,7 @@ class Config:
       warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
       flat: tokens and tables are loaded by flat copies (`token_tables.load`).
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
-        whose blocks take their tokens at once: of the other fields only `num_blocks` and `flat`
-        count.
+        whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -95,8 +95,13 @@ class Config:
         for warpgroups in (2, 4):
             yield Config(slots=32, warpgroups=warpgroups)
         yield Config(flat=True)
-        for flat in (False, True):
-            yield Config(tables=True, flat=flat)
+        yield Config(tables=True)
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has: of few tokens with the tables."""
+    choices = problem.sizes["t"] * problem.sizes["top_k"]
+    return Config(tables=choices <= FEW_CHOICES)
 
 
 def dispatch(
@@ -248,7 +253,7 @@ KERNEL = Kernel(
     Config=Config,
     run=_run,
     obstacle=_obstacle,
-    default=lambda problem: Config(),
+    default=default_config,
     candidates=Config.candidates,
     untried=True,
 )

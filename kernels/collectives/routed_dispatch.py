@@ -62,7 +62,6 @@ def dispatch(
     num_experts: int,
     rows: int,
     num_blocks: int,
-    flat: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`[tokens, d]`, int32 `[tokens, top_k]` -> rows, positions, and how many chose what.
@@ -84,7 +83,6 @@ def dispatch(
         parts=ceil_div(tokens * top_k, LANES),
         num_experts=num_experts,
         num_blocks=blocks,
-        flat=flat,
     )
 
     def body(x_ref, index_ref, rows_ref, positions_ref, counts_ref, **scratch):
@@ -117,7 +115,6 @@ class _How:
 
     Attributes:
       parts: of `LANES` entries, that the choices of a device's tokens fill.
-      flat: what is loaded is (`token_tables.load`).
     """
 
     team: Team
@@ -127,7 +124,6 @@ class _How:
     parts: int
     num_experts: int
     num_blocks: int
-    flat: bool
 
     @property
     def entries(self) -> int:
@@ -179,7 +175,7 @@ class _Block:
         for offset, ref in enumerate(everyones(self.index, how.team)):
             first = how.team.neighbour(offset) * how.parts
             target = self.entries.at[pl.ds(first, how.parts)]
-            load(ref, target, self.entries_arrived, flat=how.flat)
+            load(ref, target, self.entries_arrived, flat=True)
         sources = everyones(self.x, how.team)
         for i in range(own):
             pl.when(block + i * how.num_blocks < total)(lambda i=i: self._fetch(sources, i))
@@ -204,7 +200,7 @@ class _Block:
         of_device(
             sources,
             offset,
-            lambda ref: load(ref.at[token], target, self.arrived.at[i], flat=self.how.flat),
+            lambda ref: load(ref.at[token], target, self.arrived.at[i], flat=True),
         )
 
     def _keys(self) -> jax.Array:

@@ -48,8 +48,8 @@ class Config:
         H200s it saved a tenth of a layer's forward pass (docs/models/experts.md).
       any_activation: also with biases, or of experts that are not gated. That is compiled and
         simulated, and was never run on hardware.
-      unused_rows: the products hold zeros in rows of no expert. Without, those rows are not
-        stored, as the kernels that move tokens do not read them; simulated, never run on hardware.
+      unused_rows: the products hold zeros in rows of no expert. By default those rows are not
+        stored, as the kernels that move tokens do not read them.
       product: of the kernel that does either, or both.
       combine_under_product: combine under the grouped matmul that makes the rows, likewise.
       last: of the kernel that does so.
@@ -58,7 +58,7 @@ class Config:
     under_product: bool = False
     activation_in_product: bool = True
     any_activation: bool = False
-    unused_rows: bool = True
+    unused_rows: bool = False
     combine_under_product: bool = False
     product: dispatch_matmul.Config = dataclasses.field(default_factory=dispatch_matmul.Config)
     last: matmul_combine.Config = dataclasses.field(default_factory=matmul_combine.Config)
@@ -80,7 +80,7 @@ class Config:
         yield Config()
         yield Config(activation_in_product=False)
         yield Config(any_activation=True)
-        yield Config(unused_rows=False)
+        yield Config(unused_rows=True)
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for last in matmul_combine.Config.candidates(problem):
@@ -194,7 +194,10 @@ KERNEL = Kernel(
     Config=Config,
     run=apply,
     obstacle=_obstacle,
-    default=lambda problem: Config(combine=combine_kernel.default_config(problem)),
+    default=lambda problem: Config(
+        dispatch=dispatch_kernel.default_config(problem),
+        combine=combine_kernel.default_config(problem),
+    ),
     candidates=Config.candidates,
     untried=True,
 )

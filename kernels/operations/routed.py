@@ -62,7 +62,6 @@ def made(
             num_experts=num_experts,
             rows=call.options.rows,
             num_blocks=config.num_blocks,
-            flat=config.flat,
             interpret=call.interpret,
         )
 

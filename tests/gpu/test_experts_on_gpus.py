@@ -16,7 +16,7 @@ from stretto.kernels.collectives import combine, dispatch
 CONFIGS = {
     "chunks": dict(chunk=2),
     "tables": dict(tables=True),
-    "flat": dict(tables=True, flat=True, chunk=2),
+    "flat": dict(flat=True),
 }
 
 

@@ -12,7 +12,7 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, token_sums, token_tables
+from stretto.kernels.collectives import combine, dispatch, token_sums, token_tables
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -128,19 +128,28 @@ def test_derivatives():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "d", "top_k", "warpgroups"),
-    [(16384, 2048, 8, 2), (16384, 4096, 2, 2), (16384, 7168, 8, 1), (128, 2048, 8, 1)],
+    ("tokens", "d", "top_k", "tables", "to_combine"),
+    [
+        (16384, 2048, 8, False, dict(warpgroups=2)),
+        (16384, 4096, 2, False, dict(warpgroups=2)),
+        (16384, 7168, 8, False, {}),  # Two sums of whole rows do not fit.
+        (512, 2048, 8, True, {}),
+        (128, 2048, 8, True, dict(chunk=2)),
+    ],
 )
-def test_default_of_many_tokens_whose_sums_fit(tokens, d, top_k, warpgroups):
+def test_defaults_of_few_and_many_tokens(tokens, d, top_k, tables, to_combine):
+    """Also those of a layer."""
     types = Types(lhs="bfloat16", rhs="float32", out="bfloat16")
     sizes = dict(t=tokens, d=d, top_k=top_k, rows=tokens * top_k)
     machine = Machine.of_kind("gpu", "NVIDIA H200")
     problem = Problem(
         operation="expert_combine", sizes=sizes, types=types, devices=2, machine=machine
     )
-    assert combine.KERNEL.default(problem) == combine.Config(warpgroups=warpgroups)
-    layer = mixture_rules.KERNEL.default(problem)
-    assert layer == mixture_rules.Config(combine=combine.Config(warpgroups=warpgroups))
+    there, back = dispatch.Config(tables=tables), combine.Config(**to_combine)
+    assert dispatch.KERNEL.default(problem) == there
+    assert combine.KERNEL.default(problem) == back
+    layer = mixture_rules.Config(dispatch=there, combine=back)
+    assert mixture_rules.KERNEL.default(problem) == layer
 
 
 @pytest.mark.parametrize(
