@@ -58,7 +58,6 @@ class Config:
       chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
         that more blocks have some.
       slots: tokens of a block on their way at once, where they fit into shared memory.
-      warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
       flat: tokens and tables are loaded by flat copies (`token_tables.load`).
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
         whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
@@ -67,7 +66,6 @@ class Config:
     num_blocks: int = ALL_BLOCKS
     chunk: int = 64
     slots: int = 24
-    warpgroups: int = 1
     flat: bool = False
     tables: bool = False
 
@@ -77,11 +75,6 @@ class Config:
         check_chunk(self.chunk)
         if not 2 <= self.slots <= MOST_SLOTS:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
-        if not 1 <= self.warpgroups <= self.slots // 2:
-            raise ValueError(
-                f"warpgroups={self.warpgroups} must be between 1 and {self.slots // 2}, for two"
-                f" of slots={self.slots} each."
-            )
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -92,8 +85,6 @@ class Config:
         yield Config()
         for num_blocks, slots in ((ALL_BLOCKS, 12), (64, 32), (32, 32)):
             yield Config(num_blocks=num_blocks, slots=slots)
-        for warpgroups in (2, 4):
-            yield Config(slots=32, warpgroups=warpgroups)
         yield Config(flat=True)
         yield Config(tables=True)
 
@@ -120,9 +111,8 @@ def dispatch(
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     top_k = positions.shape[1]
     room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
-    warpgroups = max(1, min(config.warpgroups, room // 2))
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, warpgroups, config.flat)
-    slots = max(2, min(config.slots // warpgroups, chunks.tokens, room // warpgroups))
+    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, flat=config.flat)
+    slots = max(2, min(config.slots, chunks.tokens, room))
     table = chunks.padded(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
@@ -200,12 +190,11 @@ def dispatch(
         team=team,
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
         num_blocks=chunks.num_blocks,
-        num_threads=warpgroups,
         scratch=dict(
             table=chunks.scratch(table.shape[1], jnp.int32),
-            table_arrived=plgpu.Barrier(num_barriers=warpgroups * TABLE_SLOTS),
-            buffers=plgpu.SMEM((warpgroups * slots, row.padded, row.columns), x.dtype),
-            arrived=plgpu.Barrier(num_barriers=warpgroups * slots),
+            table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
+            buffers=plgpu.SMEM((slots, row.padded, row.columns), x.dtype),
+            arrived=plgpu.Barrier(num_barriers=slots),
         ),
         interpret=interpret,
     )

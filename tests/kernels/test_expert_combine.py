@@ -60,11 +60,8 @@ def test_sums_by_the_kernel(devices, seed, width, wire, chunk):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(
-    ("warpgroups", "cores", "width"), [(2, 2, 64), slow(4, 1, 64), slow(2, 2, 192), slow(3, 2, 72)]
-)
-def test_sums_by_several_warpgroups(warpgroups, cores, width):
-    """Of tokens in five chunks a device, also of rows that are padded in shared memory."""
+def by_warpgroups(warpgroups: int, width: int, **settings):
+    """Sums of tokens in five chunks a device, those that are right, and the report."""
     tokens, top_k, devices = 40, 3, 2
     draw = np.random.default_rng(width)
     count = devices * tokens * top_k
@@ -76,11 +73,34 @@ def test_sums_by_several_warpgroups(warpgroups, cores, width):
         if place >= 0:
             wanted[t] += weights[t, j] * rows[place % devices * (count // 2) + place // devices]
     config = combine.Config(warpgroups=warpgroups, stages=2, chunk=8)
-    with st.simulate(core_count=cores) as report:
+    with st.simulate(**settings) as report:
         out = combined(devices, config=config)(*given(rows, weights, positions.astype(np.int32)))
         out = np.asarray(out, np.float32)
+    return out, np.asarray(jnp.asarray(wanted, BF16), np.float32), report
+
+
+@pytest.mark.parametrize(
+    ("warpgroups", "cores", "width"), [(2, 2, 64), slow(4, 1, 64), slow(2, 2, 192), slow(3, 2, 72)]
+)
+def test_sums_by_several_warpgroups(warpgroups, cores, width):
+    """Also of rows that are padded in shared memory."""
+    out, wanted, report = by_warpgroups(warpgroups, width, core_count=cores)
     assert report.ok and report.launches == 1, str(report)
-    np.testing.assert_array_equal(out, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+    np.testing.assert_array_equal(out, wanted)
+
+
+def test_warpgroups_have_slots_of_their_own(monkeypatch, traces_apart):
+    monkeypatch.setattr(token_tables.Chunks, "slot", lambda _, number, slots: number % slots)
+    settings = dict(core_count=2, on_finding="record")
+    found = False
+    for seed in range(3):
+        try:
+            found |= not by_warpgroups(2, 64, seed=seed, **settings)[2].ok
+        except SimulationError:
+            found = True
+        if found:
+            break
+    assert found
 
 
 def test_the_same_bits_every_run_and_everywhere():

@@ -82,44 +82,6 @@ def test_rows_by_the_kernel(devices, seed, config):
         check(devices, index, x, *out)
 
 
-MANY = 40  # Tokens of a device, five chunks.
-
-
-def by_warpgroups(devices: int, warpgroups: int, seed: int, **settings):
-    """What several warpgroups of every block dispatch: (index, x, rows, routing) and the report."""
-    index = np.random.default_rng(seed).integers(-1, EXPERTS, (devices * MANY, 3))
-    x = whole_numbers(seed, devices * MANY, D)
-    config = dispatch.Config(warpgroups=warpgroups, slots=2 * warpgroups, chunk=8)
-    with st.simulate(seed=seed, **settings) as report:
-        program = dispatched(devices, config=config)
-        given = jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)
-        found = jax.tree.map(np.asarray, program(*given))
-    return (index, x, *found), report
-
-
-@pytest.mark.parametrize(
-    ("devices", "warpgroups", "cores"), [(2, 2, 2), slow(2, 4, 1), slow(4, 3, 2)]
-)
-def test_rows_by_several_warpgroups(devices, warpgroups, cores):
-    """Of blocks whose number the devices divide, and of others."""
-    found, report = by_warpgroups(devices, warpgroups, 0, core_count=cores)
-    assert report.ok and report.launches == 1, str(report)
-    check(devices, *found)
-
-
-def test_warpgroups_have_slots_of_their_own(monkeypatch, traces_apart):
-    monkeypatch.setattr(token_tables.Chunks, "slot", lambda _, number, slots: number % slots)
-    found = False
-    for seed in range(3):
-        try:
-            found |= not by_warpgroups(2, 2, seed, core_count=2, on_finding="record")[1].ok
-        except SimulationError:
-            found = True
-        if found:
-            break
-    assert found
-
-
 @pytest.mark.parametrize(
     ("width", "dtype"), [(16, "float8_e4m3fn"), (72, BF16), slow(16, BF16), slow(4, F32)]
 )
