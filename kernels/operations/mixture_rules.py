@@ -50,6 +50,8 @@ class Config:
         simulated, and was never run on hardware.
       unused_rows: the products hold zeros in rows of no expert. By default those rows are not
         stored, as the kernels that move tokens do not read them.
+      unused_rows_of_derivatives: the same where a derivative is wanted. Without, that is compiled
+        and simulated, and was never run on hardware.
       product: of the kernel that does either, or both.
       combine_under_product: combine under the grouped matmul that makes the rows, likewise.
       last: of the kernel that does so.
@@ -59,6 +61,7 @@ class Config:
     activation_in_product: bool = True
     any_activation: bool = False
     unused_rows: bool = False
+    unused_rows_of_derivatives: bool = True
     combine_under_product: bool = False
     product: dispatch_matmul.Config = dataclasses.field(default_factory=dispatch_matmul.Config)
     last: matmul_combine.Config = dataclasses.field(default_factory=matmul_combine.Config)
@@ -81,6 +84,7 @@ class Config:
         yield Config(activation_in_product=False)
         yield Config(any_activation=True)
         yield Config(unused_rows=True)
+        yield Config(unused_rows_of_derivatives=False)
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for last in matmul_combine.Config.candidates(problem):
@@ -100,7 +104,7 @@ def apply(operands: Operands, call: Call) -> jax.Array:
 
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
     """The layer; what the derivative needs are the dispatched rows and the first product."""
-    layer = Layer(operands, call)
+    layer = Layer(operands, call, differentiated=True)
     rows, zs = layer.first()
     rows = checkpoint_name(rows, "dispatched")
     zs = tuple(checkpoint_name(z, "experts") for z in zs)
@@ -116,6 +120,7 @@ def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
             call.config,
             under_product=False,
             activation_in_product=False,
+            unused_rows=call.config.unused_rows_of_derivatives,
             combine_under_product=False,
         )
         call = dataclasses.replace(call, config=plain)
@@ -125,7 +130,7 @@ def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
 def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
     """The cotangents, by the table above."""
     operands, rows, zs = residuals
-    layer = Layer(operands, call)
+    layer = Layer(operands, call, differentiated=True)
     dtype = operands.x.dtype
     dy, g = layer.dispatch_into(bar.astype(dtype), operands.w_out, rhs_transposed=True)
     g = layer.defined(g.astype(jnp.float32))

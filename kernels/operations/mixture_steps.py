@@ -59,10 +59,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The steps of one call."""
+    """The steps of one call, or of one of its derivatives."""
 
     operands: Operands
     call: Call
+    differentiated: bool = False
 
     def dispatched(self) -> jax.Array:
         """The rows of x, `[rows, d]`."""
@@ -168,7 +169,10 @@ class Layer:
     @property
     def _has_unused_rows(self) -> bool:
         """Whether products hold zeros in rows of no expert."""
-        return self.call.config is None or self.call.config.unused_rows
+        config = self.call.config
+        if config is None:
+            return True
+        return config.unused_rows_of_derivatives if self.differentiated else config.unused_rows
 
     def defined(self, x: jax.Array) -> jax.Array:
         """`[rows, columns]` with zeros where a row is of no expert.

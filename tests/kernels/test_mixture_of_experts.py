@@ -144,7 +144,9 @@ def test_kernels_give_what_xla_gives(backward, unused_rows, biases, tables):
 
     def program(backend):
         config = mixture_rules.Config(
-            unused_rows=unused_rows, dispatch=dispatch.Config(tables=tables)
+            unused_rows=unused_rows,
+            unused_rows_of_derivatives=unused_rows,
+            dispatch=dispatch.Config(tables=tables),
         )
         config = None if backend == "xla" else config
         call = layer(2, biases, backend=backend, config=config)
