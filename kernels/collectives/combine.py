@@ -22,12 +22,14 @@ from stretto.distributed import kernel
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
 from stretto.kernels.collectives.token_sums import Piece, Summing, Sums, added_up
-from stretto.kernels.collectives.token_tables import Chunks, Row
+from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
 
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
+FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
+MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,21 +38,23 @@ class Config:
 
     Attributes:
       num_blocks: blocks that add; as many as the device has multiprocessors at most.
-      chunk: tokens whose tables are read at once; a multiple of 8.
+      chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
+        that more blocks have some.
       stages: sums of a warpgroup whose rows are on their way at once, where they fit.
       warpgroups: of a block, which add apart from each other.
+      flat: rows and tables are loaded by flat copies (`token_tables.load`).
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 32
     stages: int = 4
     warpgroups: int = 1
+    flat: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
         del problem
-        if self.chunk % 8 or not 8 <= self.chunk <= 256:
-            raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
+        check_chunk(self.chunk)
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages={self.stages} must be between 2 and 8.")
         if not 1 <= self.warpgroups <= 4:
@@ -63,10 +67,31 @@ class Config:
         """What the tuner tries, the likely ones first."""
         del problem
         yield Config()
-        for chunk, stages in ((32, 2), (32, 6), (64, 4)):
+        for chunk, stages in ((32, 2), (32, 6), (64, 4), (2, 4)):
             yield Config(chunk=chunk, stages=stages)
         for warpgroups in (2, 4):
             yield Config(warpgroups=warpgroups)
+        yield Config(flat=True)
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has, by times on two H200s.
+
+    Two warpgroups of each block add up many tokens, where each has room for two sums of whole
+    rows. With rows of 2048 bfloat16 numbers and top_k 8 they were faster by a tenth, with 4096 and
+    top_k 2 as fast, with 7168 and top_k 8, for which there is no room, slower. Small chunks took
+    0.79 of the time with 128 tokens, and as long with 2, and with 512, whose blocks fill a GPU.
+    """
+    sizes = problem.sizes
+    needed = _sum_bytes(sizes["top_k"], problem.types.itemsize) * sizes["d"]
+    if sizes["t"] >= MANY_TOKENS and 2 * needed <= SMEM_BYTES:
+        return Config(warpgroups=2)
+    return Config(chunk=FEW_CHUNK) if sizes["t"] <= FEW_TOKENS else Config()
+
+
+def _sum_bytes(top_k: int, itemsize: int) -> int:
+    """Of an element of two sums: their rows, and what they are stored from."""
+    return 2 * top_k * itemsize + 2 * 4
 
 
 def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES) -> Piece:
@@ -74,7 +99,7 @@ def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES) -> Pie
     for parts in range(row.parts, 0, -1):
         piece = Piece.of(parts, row.columns, itemsize)
         elements = piece.padded * row.columns
-        fits = (2 * top_k * itemsize + 2 * 4) * elements <= room
+        fits = _sum_bytes(top_k, itemsize) * elements <= room
         if row.parts % parts == 0 and fits and elements <= MOST_ELEMENTS:
             return piece
     raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
@@ -96,7 +121,8 @@ def combine(
     row = Row.of(width, rows.dtype.itemsize)
     if row is None:
         raise ValueError(f"rows of {width} {rows.dtype} cannot be copied.")  # `obstacle` says so.
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, config.warpgroups)
+    cut = config.chunk, config.num_blocks, config.warpgroups, config.flat
+    chunks = Chunks.of(team, tokens, *cut)
     inbox = _sums(rows, weights, positions, row, chunks, wire_dtype, config, interpret)
     return added_up(inbox.reshape(team.size, tokens, width), positions, rows.dtype)
 
@@ -183,7 +209,7 @@ KERNEL = Kernel(
     Config=Config,
     run=_run,
     obstacle=_obstacle,
-    default=lambda problem: Config(),
+    default=default_config,
     candidates=Config.candidates,
     untried=True,
 )

@@ -33,7 +33,9 @@ from stretto.kernels.collectives.token_tables import (
     Chunks,
     Row,
     Tables,
+    check_chunk,
     everyones,
+    load,
     of_device,
 )
 from stretto.kernels.operation import Call, Kernel
@@ -43,6 +45,7 @@ from stretto.kernels.problem.scales import FP8
 
 SMEM_BYTES = 200_000
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
+FEW_CHOICES = 4096  # Of all devices, of which the kernel makes the tables sooner than XLA.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 
@@ -52,28 +55,26 @@ class Config:
 
     Attributes:
       num_blocks: blocks that pull; as many as the device has multiprocessors at most.
-      chunk: tokens whose tables are read at once; a multiple of 8.
+      chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
+        that more blocks have some.
       slots: tokens of a block on their way at once, where they fit into shared memory.
-      warpgroups: of a block, which pull apart from each other, in an equal share of the slots.
+      flat: tokens and tables are loaded by flat copies (`token_tables.load`).
+      tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
+        whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
     """
 
     num_blocks: int = ALL_BLOCKS
     chunk: int = 64
     slots: int = 24
-    warpgroups: int = 1
+    flat: bool = False
+    tables: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
         del problem
-        if self.chunk % 8 or not 8 <= self.chunk <= 256:
-            raise ValueError(f"chunk={self.chunk} must be a multiple of 8 from 8 to 256.")
+        check_chunk(self.chunk)
         if not 2 <= self.slots <= MOST_SLOTS:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
-        if not 1 <= self.warpgroups <= self.slots // 2:
-            raise ValueError(
-                f"warpgroups={self.warpgroups} must be between 1 and {self.slots // 2}, for two"
-                f" of slots={self.slots} each."
-            )
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -84,8 +85,14 @@ class Config:
         yield Config()
         for num_blocks, slots in ((ALL_BLOCKS, 12), (64, 32), (32, 32)):
             yield Config(num_blocks=num_blocks, slots=slots)
-        for warpgroups in (2, 4):
-            yield Config(slots=32, warpgroups=warpgroups)
+        yield Config(flat=True)
+        yield Config(tables=True)
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration for a problem that no table has: of few tokens with the tables."""
+    choices = problem.sizes["t"] * problem.sizes["top_k"]
+    return Config(tables=choices <= FEW_CHOICES)
 
 
 def dispatch(
@@ -104,9 +111,8 @@ def dispatch(
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     top_k = positions.shape[1]
     room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
-    warpgroups = max(1, min(config.warpgroups, room // 2))
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, warpgroups)
-    slots = max(2, min(config.slots // warpgroups, chunks.tokens, room // warpgroups))
+    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, flat=config.flat)
+    slots = max(2, min(config.slots, chunks.tokens, room))
     table = chunks.padded(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
@@ -137,8 +143,11 @@ def dispatch(
                 of_device(
                     sources,
                     offset,
-                    lambda ref: plgpu.copy_gmem_to_smem(
-                        ref.at[first + token], buffers.at[slot, parts], arrived.at[slot]
+                    lambda ref: load(
+                        ref.at[first + token],
+                        buffers.at[slot, parts],
+                        arrived.at[slot],
+                        flat=config.flat,
                     ),
                 )
 
@@ -181,12 +190,11 @@ def dispatch(
         team=team,
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
         num_blocks=chunks.num_blocks,
-        num_threads=warpgroups,
         scratch=dict(
             table=chunks.scratch(table.shape[1], jnp.int32),
-            table_arrived=plgpu.Barrier(num_barriers=warpgroups * TABLE_SLOTS),
-            buffers=plgpu.SMEM((warpgroups * slots, row.padded, row.columns), x.dtype),
-            arrived=plgpu.Barrier(num_barriers=warpgroups * slots),
+            table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
+            buffers=plgpu.SMEM((slots, row.padded, row.columns), x.dtype),
+            arrived=plgpu.Barrier(num_barriers=slots),
         ),
         interpret=interpret,
     )
@@ -234,7 +242,7 @@ KERNEL = Kernel(
     Config=Config,
     run=_run,
     obstacle=_obstacle,
-    default=lambda problem: Config(),
+    default=default_config,
     candidates=Config.candidates,
     untried=True,
 )

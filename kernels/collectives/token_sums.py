@@ -38,9 +38,13 @@ from stretto.kernels.collectives.token_tables import (
     Row,
     Tables,
     everyones,
+    load,
     of_device,
 )
 from stretto.kernels.problem.routing import NONE
+
+FEW_ELEMENTS = 2**20
+"""Of the sums of all devices: so few take less time than a kernel's launch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +218,11 @@ class Sums:
 
             @pl.when(here)
             def _(j=j, number=number):
-                plgpu.copy_gmem_to_smem(
+                load(
                     self.rows.at[number, self._window(n, part)],
                     self.buffers.at[stage, j, pl.ds(0, self.how.piece.parts)],
                     self.loaded[j].at[stage],
+                    flat=self.how.chunks.flat,
                 )
 
     def _enter_round(self, ready: Callable[[Int], None], n: Int, token: Int) -> None:
@@ -286,6 +291,15 @@ def added_up(inbox: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
     devices = inbox.shape[0]
     total = jnp.zeros(inbox.shape[1:], jnp.float32)
     for device in range(devices):
-        has = jnp.any((positions != NONE) & (positions % devices == device), axis=1)
+        here = (positions != NONE) & (positions % devices == device)
+        has = _any_of_few(here) if inbox.size <= FEW_ELEMENTS else jnp.any(here, axis=1)
         total += jnp.where(has[:, None], inbox[device].astype(jnp.float32), 0)
     return total.astype(dtype)
+
+
+def _any_of_few(here: jax.Array) -> jax.Array:
+    """`jnp.any` along rows, which XLA computes for each element of the sum, without a kernel."""
+    found = here[:, 0]
+    for j in range(1, here.shape[1]):
+        found |= here[:, j]
+    return found

@@ -25,6 +25,8 @@ from stretto.kernels.problem.routing import NONE
 MAX_COLUMNS = 256  # of the copy engine
 ALIGNED_BYTES = 16  # of the copy engine
 REGISTER_BYTES = 1024  # that a warpgroup loads at once, 8 bytes a thread
+ALIGNED_TOKENS = 8
+"""Of a chunk in shared memory, so that the next one begins where the copy engine writes."""
 TABLE_SLOTS = 3
 """One is filled while rows of a second are fetched and rows of a third are still in use."""
 
@@ -75,6 +77,7 @@ class Chunks:
       num_blocks: of the kernel.
       rounds: how often each block walks through its chunks.
       warpgroups: of a block that walk through chunks; with several there is one round.
+      flat: what is loaded is (`load`).
     """
 
     team: Team
@@ -83,16 +86,33 @@ class Chunks:
     num_blocks: int
     rounds: int = 1
     warpgroups: int = 1
+    flat: bool = False
 
     @classmethod
-    def of(cls, team: Team, tokens: int, most: int, num_blocks: int, warpgroups: int = 1) -> Chunks:
+    def of(
+        cls,
+        team: Team,
+        tokens: int,
+        most: int,
+        num_blocks: int,
+        warpgroups: int = 1,
+        flat: bool = False,
+    ) -> Chunks:
         """Chunks of `tokens` tokens a device, small enough for every warpgroup to have one."""
         blocks = min(num_blocks, kernel.num_multiprocessors())
-        fair = ceil_div(ceil_div(team.size * tokens, blocks * warpgroups), 8) * 8
+        fair = ceil_div(team.size * tokens, blocks * warpgroups)
+        fair = ceil_div(fair, ALIGNED_TOKENS) * ALIGNED_TOKENS
         size = min(most, fair)
         number = ceil_div(tokens, size)
         blocks = min(blocks, number * team.size)
-        return cls(team=team, tokens=size, number=number, num_blocks=blocks, warpgroups=warpgroups)
+        return cls(
+            team=team,
+            tokens=size,
+            number=number,
+            num_blocks=blocks,
+            warpgroups=warpgroups,
+            flat=flat,
+        )
 
     @property
     def _warpgroup(self) -> Int:
@@ -154,7 +174,24 @@ class Chunks:
 
     def scratch(self, width: int, dtype: Any) -> Any:
         """Shared memory for the chunks of a padded table."""
-        return plgpu.SMEM((self.warpgroups * TABLE_SLOTS, self.tokens, width), dtype)
+        tokens = schedule.ceil_div(self.tokens, ALIGNED_TOKENS) * ALIGNED_TOKENS
+        return plgpu.SMEM((self.warpgroups * TABLE_SLOTS, tokens, width), dtype)
+
+
+def check_chunk(chunk: int) -> None:
+    """Raises ValueError unless so many tokens can be a chunk."""
+    if chunk not in (1, 2, 4) and (chunk % ALIGNED_TOKENS or not 8 <= chunk <= 256):
+        raise ValueError(f"chunk={chunk} must be 1, 2, 4 or a multiple of 8 from 8 to 256.")
+
+
+def load(source: Any, target: Any, barrier: Any, *, flat: bool) -> None:
+    """Starts to load what is contiguous and within its array, in shared memory as well.
+
+    `flat` makes it a copy of so many bytes, which needs no descriptor of the array: the host makes
+    one for each array and peer at every launch.
+    """
+    mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if flat else None
+    plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=mode)
 
 
 def everyones(ref: Any, team: Team) -> list[Any]:
@@ -199,10 +236,17 @@ class Tables:
                 of_device(
                     refs,
                     offset,
-                    lambda ref, target=target: plgpu.copy_gmem_to_smem(
-                        ref.at[window], target.at[slot], self.arrived.at[slot]
+                    lambda ref, target=target: load(
+                        ref.at[window],
+                        self._of_chunk(target.at[slot]),
+                        self.arrived.at[slot],
+                        flat=self.chunks.flat,
                     ),
                 )
+
+    def _of_chunk(self, slot: Any) -> Any:
+        tokens = self.chunks.tokens
+        return slot if tokens % ALIGNED_TOKENS == 0 else slot.at[pl.ds(0, tokens)]
 
     def enter(self, n: Int) -> None:
         """Returns once chunk `n` is loaded, and starts the next load; called once for each."""

@@ -51,12 +51,12 @@ def check_routing(
     if checks.is_symbolic(x, expert_index):
         return
     rows = room_for(tokens, top_k, devices, capacity)
-    places = max(rows * devices, tokens * top_k * (num_experts + 1) // 2)
+    places = rows * devices
     if places >= 2**31:
         raise ValueError(
-            f"{op}: {tokens} tokens of top_k={top_k} for num_experts={num_experts} on {devices}"
-            f" devices need tables of {places} places, and 2^31 is the limit; pass fewer tokens at"
-            " once, or a smaller capacity."
+            f"{op}: {tokens} tokens of top_k={top_k} on {devices} devices may go to {places} rows"
+            " of all devices, and 2^31 is the limit; pass fewer tokens at once, or a smaller"
+            " capacity."
         )
 
 

@@ -14,6 +14,7 @@ from stretto.kernels.operation import Axes, Call, Examples, Operation
 from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations import expert_rules as rules
+from stretto.kernels.operations import routed
 from stretto.kernels.operations.expert_checks import (
     COMBINE,
     check_combine,
@@ -77,8 +78,8 @@ def expert_dispatch(
 
     Raises:
       ValueError: operands that do not fit each other, `num_experts` that is no multiple of the
-        devices, a capacity below 1, tables of more than 2^31 places, an unknown axis or backend, a
-        call outside `shard_map`, or a backend that cannot serve.
+        devices, a capacity below 1, more than 2^31 rows of all devices, an unknown axis or
+        backend, a call outside `shard_map`, or a backend that cannot serve.
 
     Memory: rows take `capacity * d` elements on each device: by default D * top_k times x. XLA's
     implementation also gathers all tokens, D times x.
@@ -90,11 +91,13 @@ def expert_dispatch(
     check_routing(DISPATCH, x, expert_index, num_experts, capacity, devices)
     tokens, top_k = expert_index.shape
     rows = room_for(tokens, top_k, devices, capacity)
-    routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
     options = rules.DispatchOptions(rows=rows)
     sizes = dict(t=devices * tokens, d=x.shape[1], top_k=top_k, num_experts=num_experts)
     types = Types(lhs=str(x.dtype), rhs="int32", out=str(x.dtype))
     call = decide(EXPERT_DISPATCH, sizes, types, axes, options, backend=backend, config=config)
+    if call is not None and routed.is_served(x, expert_index, call.config, axes, rows):
+        return routed.dispatch(EXPERT_COMBINE, x, expert_index, call, num_experts=num_experts)
+    routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
     return _served(EXPERT_DISPATCH, (x, routing.positions), axes, options, call), routing
 
 

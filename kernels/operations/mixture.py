@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels.operation import Axes, Examples, Operation
-from stretto.kernels.operations import expert_checks, expert_rules, mixture_rules
+from stretto.kernels.operation import Axes, Call, Examples, Operation
+from stretto.kernels.operations import expert_checks, expert_rules, mixture_rules, routed
 from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations.mixture_steps import Operands, Options
@@ -97,17 +97,12 @@ def mixture_of_experts(
     gated = check_matrices(OP, x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
     rows = expert_checks.room_for(tokens, top_k, devices, capacity)
-    tables = route(expert_index, axes, num_experts=num_experts, rows=rows)
-    routing = Routing(*(checkpoint_name(table, "dispatched") for table in tables))
     options = Options(
         rows=rows,
         wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
         activation=activation or (swiglu if gated else jax.nn.gelu),
         gated=gated,
         matmuls=backend,
-    )
-    operands = Operands(
-        x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out
     )
     columns = sum(side.shape[2] for side in sides)
     sizes = dict(
@@ -127,12 +122,34 @@ def mixture_of_experts(
         config=config,
         obstacle="the activation uses a traced value from outside." if uses_traced else None,
     )
+    dispatched, tables = _routed(x, expert_index, axes, rows, num_experts, call)
+    routing = Routing(*(checkpoint_name(table, "dispatched") for table in tables))
+    operands = Operands(
+        *(x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out),
+        dispatched=dispatched,
+    )
     if uses_traced:  # Its derivative is JAX's, step by step.
         call = expert_rules.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA)
         return perform(operands, call, mixture_rules.apply), routing
     if call is None:
         return reference(operands, axes, options), routing
     return perform(operands, call), routing
+
+
+def _routed(
+    x: jax.Array,
+    expert_index: jax.Array,
+    axes: Axes,
+    rows: int,
+    num_experts: int,
+    call: Call | None,
+) -> tuple[Any, Routing]:
+    """(rows of x if the kernel that makes the tables sends them, the tables)."""
+    if call is not None and not call.config.under_product:
+        config = call.config.dispatch
+        if routed.is_served(x, expert_index, config, axes, rows):
+            return routed.made(x, expert_index, call, config, num_experts=num_experts)
+    return None, route(expert_index, axes, num_experts=num_experts, rows=rows)
 
 
 def _uses_traced_values(options: Options, rows: int, sides: tuple[Any, ...]) -> bool:

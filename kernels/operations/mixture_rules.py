@@ -48,8 +48,10 @@ class Config:
         H200s it saved a tenth of a layer's forward pass (docs/models/experts.md).
       any_activation: also with biases, or of experts that are not gated. That is compiled and
         simulated, and was never run on hardware.
-      unused_rows: the products hold zeros in rows of no expert. Without, those rows are not
-        stored, as the kernels that move tokens do not read them; simulated, never run on hardware.
+      unused_rows: the products hold zeros in rows of no expert. By default those rows are not
+        stored, as the kernels that move tokens do not read them.
+      unused_rows_of_derivatives: the same where a derivative is wanted. Without, that is compiled
+        and simulated, and was never run on hardware.
       product: of the kernel that does either, or both.
       combine_under_product: combine under the grouped matmul that makes the rows, likewise.
       last: of the kernel that does so.
@@ -58,7 +60,8 @@ class Config:
     under_product: bool = False
     activation_in_product: bool = True
     any_activation: bool = False
-    unused_rows: bool = True
+    unused_rows: bool = False
+    unused_rows_of_derivatives: bool = True
     combine_under_product: bool = False
     product: dispatch_matmul.Config = dataclasses.field(default_factory=dispatch_matmul.Config)
     last: matmul_combine.Config = dataclasses.field(default_factory=matmul_combine.Config)
@@ -80,7 +83,8 @@ class Config:
         yield Config()
         yield Config(activation_in_product=False)
         yield Config(any_activation=True)
-        yield Config(unused_rows=False)
+        yield Config(unused_rows=True)
+        yield Config(unused_rows_of_derivatives=False)
         for product in dispatch_matmul.Config.candidates(problem):
             yield Config(under_product=True, product=product)
         for last in matmul_combine.Config.candidates(problem):
@@ -100,7 +104,7 @@ def apply(operands: Operands, call: Call) -> jax.Array:
 
 def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
     """The layer; what the derivative needs are the dispatched rows and the first product."""
-    layer = Layer(operands, call)
+    layer = Layer(operands, call, differentiated=True)
     rows, zs = layer.first()
     rows = checkpoint_name(rows, "dispatched")
     zs = tuple(checkpoint_name(z, "experts") for z in zs)
@@ -109,12 +113,14 @@ def forward(operands: Operands, call: Call) -> tuple[jax.Array, Any]:
 
 def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
     """The tangent of the composition; its kernels have derivatives themselves."""
-    operands, _, _ = residuals
+    operands = residuals[0]._replace(dispatched=None)  # The rows' tangent is that of x.
+    dots = dots._replace(dispatched=None)
     if call.config is not None:
         plain = dataclasses.replace(
             call.config,
             under_product=False,
             activation_in_product=False,
+            unused_rows=call.config.unused_rows_of_derivatives,
             combine_under_product=False,
         )
         call = dataclasses.replace(call, config=plain)
@@ -124,7 +130,7 @@ def tangent(call: Call, residuals: Any, dots: Operands) -> jax.Array:
 def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
     """The cotangents, by the table above."""
     operands, rows, zs = residuals
-    layer = Layer(operands, call)
+    layer = Layer(operands, call, differentiated=True)
     dtype = operands.x.dtype
     dy, g = layer.dispatch_into(bar.astype(dtype), operands.w_out, rhs_transposed=True)
     g = layer.defined(g.astype(jnp.float32))
@@ -155,6 +161,8 @@ def backward(call: Call, residuals: Any, bar: jax.Array) -> Operands:
         w_out=layer.contracted(weighted, dy, operands.w_out),
         b_in=b_in,
         b_out=b_out,
+        # Their cotangent is in that of x.
+        dispatched=None if operands.dispatched is None else jnp.zeros_like(operands.dispatched),
     )
 
 
@@ -191,7 +199,10 @@ KERNEL = Kernel(
     Config=Config,
     run=apply,
     obstacle=_obstacle,
-    default=lambda problem: Config(),
+    default=lambda problem: Config(
+        dispatch=dispatch_kernel.default_config(problem),
+        combine=combine_kernel.default_config(problem),
+    ),
     candidates=Config.candidates,
     untried=True,
 )

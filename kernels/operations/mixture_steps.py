@@ -21,7 +21,11 @@ from stretto.kernels.xla import experts as xla
 
 
 class Operands(NamedTuple):
-    """Of a layer, as `mixture_of_experts` has them; `w_in` and `b_in` are tuples."""
+    """Of a layer, as `mixture_of_experts` has them; `w_in` and `b_in` are tuples.
+
+    Attributes:
+      dispatched: the rows of x, where the kernel that made the tables has sent them; else None.
+    """
 
     x: Any
     positions: Any
@@ -31,6 +35,7 @@ class Operands(NamedTuple):
     w_out: Any
     b_in: Any
     b_out: Any
+    dispatched: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +59,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The steps of one call."""
+    """The steps of one call, or of one of its derivatives."""
 
     operands: Operands
     call: Call
+    differentiated: bool = False
+
+    def dispatched(self) -> jax.Array:
+        """The rows of x, `[rows, d]`."""
+        rows = self.operands.dispatched
+        return self.dispatch(self.operands.x) if rows is None else rows
 
     def dispatch(self, x: jax.Array) -> jax.Array:
         """`[tokens, d]` -> `[rows, d]`."""
@@ -158,7 +169,10 @@ class Layer:
     @property
     def _has_unused_rows(self) -> bool:
         """Whether products hold zeros in rows of no expert."""
-        return self.call.config is None or self.call.config.unused_rows
+        config = self.call.config
+        if config is None:
+            return True
+        return config.unused_rows_of_derivatives if self.differentiated else config.unused_rows
 
     def defined(self, x: jax.Array) -> jax.Array:
         """`[rows, columns]` with zeros where a row is of no expert.
@@ -186,7 +200,10 @@ class Layer:
     def first(self) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The dispatched rows, and their products with w_in, without biases."""
         side, *others = self.operands.w_in
-        rows, z = self.dispatch_into(self.operands.x, side)
+        if self.operands.dispatched is None:
+            rows, z = self.dispatch_into(self.operands.x, side)
+        else:
+            rows, z = self.dispatched(), self.product(self.dispatched(), side)
         return rows, (z, *(self.product(rows, other) for other in others))
 
     def activated(self) -> jax.Array:
@@ -197,10 +214,10 @@ class Layer:
         x, sides = operands.x, operands.w_in
         how: dict[str, Any] = dict(gated=options.gated, tiles=config.product.tiles)
         activated = Activated.of(sides, operands.b_in, options.activation, **how)
-        if self._dispatches_under_product(x, sides[0]):
+        if operands.dispatched is None and self._dispatches_under_product(x, sides[0]):
             return self._dispatch_matmul(x, activated)[1]
         return group_activation.activated_product(
-            self.dispatch(x), operands.group_sizes, activated, interpret=self.call.interpret
+            self.dispatched(), operands.group_sizes, activated, interpret=self.call.interpret
         )
 
     def activates_in_product(self) -> bool:

@@ -192,6 +192,11 @@ def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
 
 
 @pytest.mark.slow
+def test_few_tokens_of_experts(tmp_path):
+    check(compile_case("few tokens of experts", tmp_path), warpgroups=1, local=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["dispatch under", "activation in", "combine under"])
 def test_a_step_of_experts_with_a_product(step, tmp_path):
     for program in compile_case(f"{step} a product", tmp_path):

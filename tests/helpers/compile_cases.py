@@ -38,7 +38,7 @@ from stretto.distributed.devices import clique
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
-from stretto.kernels.collectives import summed_norm_by_heap
+from stretto.kernels.collectives import combine, dispatch, summed_norm_by_heap
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import (
@@ -408,6 +408,26 @@ def example(name: str, *, derivatives: bool = False) -> Iterator[Program]:
         return [x for x in pull(out) if x.dtype != jax.dtypes.float0]
 
     yield name, *on_one(pulled if derivatives else call, mesh, shapes)
+
+
+def few_tokens_of_experts() -> Iterator[Program]:
+    """The dispatch that makes the tables, and the combine of small chunks."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, top_k, experts, d = 64, 8, 128, 2048
+    entries = (tokens, top_k)
+
+    def sent(x, index):
+        config = dispatch.Config(tables=True)
+        return st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
+
+    def combined(rows, weights, positions):
+        config = combine.Config(chunk=4)
+        return st.expert_combine(rows, weights, positions, "x", config=config)
+
+    x, index = ((tokens, d), jnp.bfloat16), (entries, jnp.int32)
+    yield "tables in the dispatch", *on_one(sent, mesh, [x, index])
+    rows = (4 * tokens * top_k, d), jnp.bfloat16
+    yield "combine", *on_one(combined, mesh, [rows, (entries, jnp.float32), index])
 
 
 def dispatch_under_a_product() -> Iterator[Program]:
@@ -874,6 +894,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
+    "few tokens of experts": few_tokens_of_experts,
     "dispatch under a product": dispatch_under_a_product,
     "activation in a product": activation_in_a_product,
     "combine under a product": combine_under_a_product,

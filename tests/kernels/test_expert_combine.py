@@ -12,7 +12,10 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, token_sums, token_tables
+from stretto.kernels.collectives import combine, dispatch, token_sums, token_tables
+from stretto.kernels.operations import mixture_rules
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 
 def operands(devices: int, seed: int, name: str, width: int = 64):
@@ -42,13 +45,14 @@ def test_sums_by_xla(devices, name):
 
 
 @pytest.mark.parametrize(
-    ("devices", "seed", "width", "wire"),
-    [(4, 1, 192, F32)]
-    + [pytest.param(d, s, 64, None, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
+    ("devices", "seed", "width", "wire", "chunk"),
+    [(4, 1, 192, F32, 32), (2, 1, 64, None, 1)]
+    + [slow(d, s, 64, None, (32, 2)[s % 2]) for d in (2, 4, 8) for s in range(20)],
 )
-def test_sums_by_the_kernel(devices, seed, width, wire):
+def test_sums_by_the_kernel(devices, seed, width, wire, chunk):
     with st.simulate(seed=seed, core_count=3) as report:
-        program = combined(devices, wire_dtype=wire)
+        config = combine.Config(chunk=chunk, flat=chunk < 8)
+        program = combined(devices, wire_dtype=wire, config=config)
         for name in ("any", "zipf", "none", "none to a device"):
             *arrays, wanted = operands(devices, seed, name, width)
             out = np.asarray(program(*given(*arrays)), np.float32)
@@ -56,11 +60,8 @@ def test_sums_by_the_kernel(devices, seed, width, wire):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(
-    ("warpgroups", "cores", "width"), [(2, 2, 64), slow(4, 1, 64), slow(2, 2, 192), slow(3, 2, 72)]
-)
-def test_sums_by_several_warpgroups(warpgroups, cores, width):
-    """Of tokens in five chunks a device, also of rows that are padded in shared memory."""
+def by_warpgroups(warpgroups: int, width: int, **settings):
+    """Sums of tokens in five chunks a device, those that are right, and the report."""
     tokens, top_k, devices = 40, 3, 2
     draw = np.random.default_rng(width)
     count = devices * tokens * top_k
@@ -72,11 +73,34 @@ def test_sums_by_several_warpgroups(warpgroups, cores, width):
         if place >= 0:
             wanted[t] += weights[t, j] * rows[place % devices * (count // 2) + place // devices]
     config = combine.Config(warpgroups=warpgroups, stages=2, chunk=8)
-    with st.simulate(core_count=cores) as report:
+    with st.simulate(**settings) as report:
         out = combined(devices, config=config)(*given(rows, weights, positions.astype(np.int32)))
         out = np.asarray(out, np.float32)
+    return out, np.asarray(jnp.asarray(wanted, BF16), np.float32), report
+
+
+@pytest.mark.parametrize(
+    ("warpgroups", "cores", "width"), [(2, 2, 64), slow(4, 1, 64), slow(2, 2, 192), slow(3, 2, 72)]
+)
+def test_sums_by_several_warpgroups(warpgroups, cores, width):
+    """Also of rows that are padded in shared memory."""
+    out, wanted, report = by_warpgroups(warpgroups, width, core_count=cores)
     assert report.ok and report.launches == 1, str(report)
-    np.testing.assert_array_equal(out, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+    np.testing.assert_array_equal(out, wanted)
+
+
+def test_warpgroups_have_slots_of_their_own(monkeypatch, traces_apart):
+    monkeypatch.setattr(token_tables.Chunks, "slot", lambda _, number, slots: number % slots)
+    settings = dict(core_count=2, on_finding="record")
+    found = False
+    for seed in range(3):
+        try:
+            found |= not by_warpgroups(2, 64, seed=seed, **settings)[2].ok
+        except SimulationError:
+            found = True
+        if found:
+            break
+    assert found
 
 
 def test_the_same_bits_every_run_and_everywhere():
@@ -121,6 +145,31 @@ def test_derivatives():
     for found in (fused, gradients("xla")(*xs)):
         np.testing.assert_array_equal(np.asarray(found[0]).reshape(rows_bar.shape), rows_bar)
         np.testing.assert_array_equal(found[1], weights_bar)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "d", "top_k", "tables", "to_combine"),
+    [
+        (16384, 2048, 8, False, dict(warpgroups=2)),
+        (16384, 4096, 2, False, dict(warpgroups=2)),
+        (16384, 7168, 8, False, {}),  # Two sums of whole rows do not fit.
+        (512, 2048, 8, True, {}),
+        (128, 2048, 8, True, dict(chunk=2)),
+    ],
+)
+def test_defaults_of_few_and_many_tokens(tokens, d, top_k, tables, to_combine):
+    """Also those of a layer."""
+    types = Types(lhs="bfloat16", rhs="float32", out="bfloat16")
+    sizes = dict(t=tokens, d=d, top_k=top_k, rows=tokens * top_k)
+    machine = Machine.of_kind("gpu", "NVIDIA H200")
+    problem = Problem(
+        operation="expert_combine", sizes=sizes, types=types, devices=2, machine=machine
+    )
+    there, back = dispatch.Config(tables=tables), combine.Config(**to_combine)
+    assert dispatch.KERNEL.default(problem) == there
+    assert combine.KERNEL.default(problem) == back
+    layer = mixture_rules.Config(dispatch=there, combine=back)
+    assert mixture_rules.KERNEL.default(problem) == layer
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from expert_cases import EXPERTS, TOKENS, Without, dispatched, entries, on_devices, routings
 from fused_cases import BF16, F32, whole_numbers
+from jax import export
 from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import dispatch, token_tables
+from stretto.kernels.collectives import combine, dispatch, routed_dispatch, token_tables
+from stretto.kernels.xla import routing as routing_tables
 from stretto.kernels.xla.routing import _fit
 
 D = 64
@@ -38,8 +42,12 @@ def check(devices, index, x, rows, routing):
     np.testing.assert_array_equal(routing.positions, positions)
 
 
-@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
-def test_rows_by_xla(devices):
+@pytest.mark.parametrize(("devices", "block"), [slow(1, None), (2, None), slow(4, None), (4, 4)])
+def test_rows_by_xla(monkeypatch, devices, block):
+    """By comparisons of all entries, or by blocks of so many, as where there are many."""
+    if block is not None:
+        monkeypatch.setattr(routing_tables, "MOST_COMPARISONS", 0)
+        monkeypatch.setattr(routing_tables, "BLOCK", block)
     x = tokens(devices)
     program = dispatched(devices, backend="xla")
     for index in routings(devices, 0).values():
@@ -47,14 +55,24 @@ def test_rows_by_xla(devices):
 
 
 @pytest.mark.parametrize(
-    ("devices", "seed"),
-    [(4, 1)] + [pytest.param(d, s, marks=pytest.mark.slow) for d in (2, 4, 8) for s in range(20)],
+    ("devices", "seed", "config"),
+    [
+        (4, 1, {}),
+        (2, 2, dict(chunk=1, flat=True)),
+        (2, 3, dict(tables=True)),
+        slow(1, 0, dict(tables=True)),
+    ]
+    + [
+        slow(devices, seed, ({}, dict(chunk=2), dict(tables=True))[seed % 3])
+        for devices in (2, 4, 8)
+        for seed in range(20)
+    ],
 )
-def test_rows_by_the_kernel(devices, seed):
+def test_rows_by_the_kernel(devices, seed, config):
     """Also when a second call has other routings than the first."""
     x, cases = tokens(devices, seed), routings(devices, seed)
     with st.simulate(seed=seed, core_count=3) as report:
-        program = dispatched(devices)
+        program = dispatched(devices, config=dispatch.Config(**config))
         found = [
             jax.tree.map(np.asarray, program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
             for index in cases.values()
@@ -62,44 +80,6 @@ def test_rows_by_the_kernel(devices, seed):
     assert report.ok, str(report)
     for index, out in zip(cases.values(), found, strict=True):
         check(devices, index, x, *out)
-
-
-MANY = 40  # Tokens of a device, five chunks.
-
-
-def by_warpgroups(devices: int, warpgroups: int, seed: int, **settings):
-    """What several warpgroups of every block dispatch: (index, x, rows, routing) and the report."""
-    index = np.random.default_rng(seed).integers(-1, EXPERTS, (devices * MANY, 3))
-    x = whole_numbers(seed, devices * MANY, D)
-    config = dispatch.Config(warpgroups=warpgroups, slots=2 * warpgroups, chunk=8)
-    with st.simulate(seed=seed, **settings) as report:
-        program = dispatched(devices, config=config)
-        given = jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)
-        found = jax.tree.map(np.asarray, program(*given))
-    return (index, x, *found), report
-
-
-@pytest.mark.parametrize(
-    ("devices", "warpgroups", "cores"), [(2, 2, 2), slow(2, 4, 1), slow(4, 3, 2)]
-)
-def test_rows_by_several_warpgroups(devices, warpgroups, cores):
-    """Of blocks whose number the devices divide, and of others."""
-    found, report = by_warpgroups(devices, warpgroups, 0, core_count=cores)
-    assert report.ok and report.launches == 1, str(report)
-    check(devices, *found)
-
-
-def test_warpgroups_have_slots_of_their_own(monkeypatch, traces_apart):
-    monkeypatch.setattr(token_tables.Chunks, "slot", lambda _, number, slots: number % slots)
-    found = False
-    for seed in range(3):
-        try:
-            found |= not by_warpgroups(2, 2, seed, core_count=2, on_finding="record")[1].ok
-        except SimulationError:
-            found = True
-        if found:
-            break
-    assert found
 
 
 @pytest.mark.parametrize(
@@ -113,7 +93,8 @@ def test_rows_that_are_no_multiple_of_what_the_copy_engine_writes(width, dtype):
     x = whole_numbers(0, 2 * TOKENS, width)
     index = routings(2, 0)["one choice"]
     with st.simulate(core_count=3) as report:
-        rows, routing = dispatched(2)(jnp.asarray(x, dtype), jnp.asarray(index, jnp.int32))
+        program = dispatched(2, config=dispatch.Config(tables=dtype == BF16))
+        rows, routing = program(jnp.asarray(x, dtype), jnp.asarray(index, jnp.int32))
         found = np.asarray(rows, np.float32).reshape(2, -1, width)
     assert rows.dtype == dtype
     assert report.ok and report.launches == 1, str(report)
@@ -159,23 +140,37 @@ def test_groups_are_cut_off_at_one_limit(seed):
     assert limits.size == 0 or (limits.max() - limits.min() <= 1 and cut.max() <= limits.min() + 1)
 
 
-def test_derivative():
+def test_tables_by_the_kernel_only_of_few_tokens_that_all_fit(monkeypatch):
+    x, index = jnp.zeros((2 * TOKENS, D), BF16), jnp.zeros((2 * TOKENS, 3), jnp.int32)
+
+    def kernels(**options):
+        program = dispatched(2, config=dispatch.Config(tables=True), backend="simulator", **options)
+        return re.findall(r"expert_dispatch\w*", str(program.trace(x, index).jaxpr))
+
+    assert "expert_dispatch_with_tables" in kernels()
+    assert "expert_dispatch_with_tables" not in kernels(capacity=2 * 3 * TOKENS - 1)
+    monkeypatch.setattr(routed_dispatch, "MOST_ENTRIES", 255)  # 128 of each device.
+    assert "expert_dispatch_with_tables" not in kernels()
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_derivative(tables):
     """A token gets the sum of its rows' cotangents; what the rows beyond hold does not matter."""
     devices = 2
     x, index = tokens(devices), jnp.asarray(routings(devices, 3)["any"], jnp.int32)
 
-    def squared(backend):
+    def squared(**options):
         def body(x, index):
-            rows, routing = st.expert_dispatch(x, index, "x", num_experts=EXPERTS, backend=backend)
+            rows, routing = st.expert_dispatch(x, index, "x", num_experts=EXPERTS, **options)
             filled = jnp.arange(rows.shape[0]) < routing.group_sizes.sum()
             return jnp.sum(jnp.where(filled[:, None], rows, 0).astype(F32) ** 2)[None]
 
         return jax.grad(lambda x: jnp.sum(on_devices(body, devices, 2)(x, index)))
 
     count = ((index >= 0) & (index < EXPERTS)).sum(axis=1)[:, None]
-    np.testing.assert_array_equal(squared("xla")(jnp.asarray(x)), 2 * x * count)
+    np.testing.assert_array_equal(squared(backend="xla")(jnp.asarray(x)), 2 * x * count)
     with st.simulate(core_count=3) as report:
-        found = np.asarray(jax.jit(squared("auto"))(jnp.asarray(x)))
+        found = np.asarray(jax.jit(squared(config=dispatch.Config(tables=tables)))(jnp.asarray(x)))
     assert report.ok, str(report)
     np.testing.assert_array_equal(found, 2 * x * count)
 
@@ -202,6 +197,62 @@ def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
         except SimulationError:
             found = True
     assert found
+
+
+def test_a_number_of_tokens_that_is_known_when_the_program_runs():
+    (tokens,) = export.symbolic_shape("t", constraints=["mod(t, 2) == 0"])
+    given = [
+        jax.ShapeDtypeStruct((tokens, width), dtype) for width, dtype in ((D, BF16), (3, "i4"))
+    ]
+    assert export.export(dispatched(2))(*given).nr_devices == 2
+
+
+class WithoutBarrier:
+    """`plgpu` that waits for one kind of barriers only: an array's, or single ones."""
+
+    def __init__(self, module, arrays):
+        self.module, self.arrays = module, arrays
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+    def barrier_wait(self, barrier):
+        if hasattr(barrier, "transforms") == self.arrays:
+            self.module.barrier_wait(barrier)
+
+
+@pytest.mark.parametrize(
+    ("without", "which"),
+    [
+        (WithoutBarrier, True),
+        (WithoutBarrier, False),
+        (Without, "commit_smem"),
+        (Without, "commit_smem_to_gmem_group"),
+    ],
+)
+def test_each_wait_of_the_kernel_with_tables_is_needed(monkeypatch, traces_apart, without, which):
+    """The last wait is also needed, by a kernel of one device."""
+    monkeypatch.setattr(routed_dispatch, "plgpu", without(routed_dispatch.plgpu, which))
+    x, index = tokens(2), routings(2, 0)["zipf"]
+    program = dispatched(2, config=dispatch.Config(tables=True), backend="simulator")
+    found = False
+    for seed in range(3):
+        try:
+            with st.simulate(seed=seed, core_count=2, on_finding="record") as report:
+                jax.block_until_ready(program(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32)))
+            found |= not report.ok
+        except SimulationError:
+            found = True
+        if found:
+            break
+    assert found
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 12, 264])
+def test_chunks_that_cannot_be(chunk):
+    for config in (dispatch.Config(chunk=chunk), combine.Config(chunk=chunk)):
+        with pytest.raises(ValueError, match=f"chunk={chunk} must be 1, 2, 4 or a multiple of 8"):
+            config.check()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from selection import slow
 
 import stretto as st
+from stretto.kernels.collectives import dispatch
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.problem.activations import ClampedSwiglu
 from stretto.kernels.problem.routing import Routing
@@ -127,21 +128,27 @@ def test_forward_mode():
 
 
 @pytest.mark.parametrize(
-    ("backward", "unused_rows", "biases"),
+    ("backward", "unused_rows", "biases", "tables"),
     [
-        (False, False, False),
-        slow(False, True, False),
-        slow(True, True, False),
-        slow(True, False, True),  # Sums of the biases' derivatives go over all rows.
+        (False, False, False, True),
+        slow(False, True, False, False),
+        slow(True, True, False, False),
+        slow(True, True, False, True),
+        slow(True, False, True, False),  # Sums of the biases' derivatives go over all rows.
     ],
 )
-def test_kernels_give_what_xla_gives(backward, unused_rows, biases):
+def test_kernels_give_what_xla_gives(backward, unused_rows, biases, tables):
     """In the simulator, which fills memory with NaN: moves are the same, products round alike."""
     index = jnp.asarray(routings(2, 2)["any"], jnp.int32)
     given = operands(2, BF16, biases=biases)
 
     def program(backend):
-        config = None if backend == "xla" else mixture_rules.Config(unused_rows=unused_rows)
+        config = mixture_rules.Config(
+            unused_rows=unused_rows,
+            unused_rows_of_derivatives=unused_rows,
+            dispatch=dispatch.Config(tables=tables),
+        )
+        config = None if backend == "xla" else config
         call = layer(2, biases, backend=backend, config=config)
 
         def out(*xs):
@@ -158,6 +165,8 @@ def test_kernels_give_what_xla_gives(backward, unused_rows, biases):
         fused = jax.tree.map(np.asarray, program("simulator")(*given))
     assert report.ok, str(report)
     assert biases or report.launches == (2 + 2 + 2 + 4 if backward else 4)
+    traced = program("simulator").trace(*given).jaxpr
+    assert tables == ("expert_dispatch_with_tables" in str(traced))
     for x, y in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=0.05, atol=0.02)
 

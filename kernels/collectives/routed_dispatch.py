@@ -1,0 +1,280 @@
+"""Kernel of `expert_dispatch` of few tokens that makes the tables as well, in the same launch.
+
+Every block reads the choices of all devices' tokens. A row is the number of entries that come before
+it, so each block counts them for its own tokens by comparisons, and nothing else has to be exchanged.
+It starts to load its tokens before it counts. The order of rows is that of `kernels/xla/routing.py`.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `rows` | its device | | | the tokens of its experts |
+| `entries_arrived` | the copy engine | the block | each device | what all tokens chose is there |
+| `arrived[i]` | the copy engine | the block | 1 | the block's token `i` is there |
+| `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens and choices have been read |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import kernel, schedule
+from stretto.distributed.schedule import Int, ceil_div
+from stretto.distributed.team import Team
+from stretto.kernels.collectives.token_tables import Chunks, Row, everyones, load, of_device
+from stretto.kernels.problem.routing import NONE
+
+MOST_ENTRIES = 4096
+"""Of all devices: each thread holds 32 of them in registers."""
+SMEM_BYTES = 180_000
+LANES = 128
+COUNTS = 4
+"""Of entries of an expert that one store writes: the copy engine's 16 bytes."""
+
+
+def obstacle(
+    tokens: int, top_k: int, devices: int, *, width: int, itemsize: int, rows: int
+) -> str | None:
+    """Why a kernel for the tokens of a device cannot make the tables too, None if it can."""
+    entries = devices * ceil_div(tokens * top_k, LANES) * LANES
+    if entries > MOST_ENTRIES:
+        return f"it compares {MOST_ENTRIES} choices of all devices at most, not {entries}."
+    if rows < devices * tokens * top_k:
+        return f"rows may be dropped: capacity={rows} is less than {devices * tokens * top_k}."
+    row = Row.of(width, itemsize)
+    blocks = kernel.most_blocks_beside_others()
+    own = ceil_div(devices * tokens, min(devices * tokens, blocks))
+    if row is None or own * (row.padded_bytes(itemsize) + 4 * LANES) > SMEM_BYTES:
+        return f"{own} rows of {width} do not fit into the shared memory of a block."
+    return None
+
+
+def dispatch(
+    x: jax.Array,
+    expert_index: jax.Array,
+    team: Team,
+    *,
+    num_experts: int,
+    rows: int,
+    num_blocks: int,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[tokens, d]`, int32 `[tokens, top_k]` -> rows, positions, and how many chose what.
+
+    The last is int32 `[num_experts + 1]`, of all devices: each expert, and what is out of range.
+    Rows of no token are not written.
+    """
+    tokens, width = x.shape
+    top_k = expert_index.shape[1]
+    row = Row.of(width, x.dtype.itemsize)
+    if row is None:
+        raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
+    blocks = min(team.size * tokens, num_blocks, kernel.most_blocks_beside_others())
+    how = _How(
+        team=team,
+        row=row,
+        tokens=tokens,
+        top_k=top_k,
+        parts=ceil_div(tokens * top_k, LANES),
+        num_experts=num_experts,
+        num_blocks=blocks,
+    )
+
+    def body(x_ref, index_ref, rows_ref, positions_ref, counts_ref, **scratch):
+        results = dict(rows=rows_ref, positions=positions_ref, counts=counts_ref)
+        _Block(how=how, x=x_ref, index=index_ref, **results, **scratch).run()
+
+    index = expert_index.reshape(-1)
+    index = jnp.pad(index, (0, how.parts * LANES - index.size), constant_values=NONE)
+    out, positions, counts = kernel.launch(
+        body,
+        x.reshape(tokens, row.parts, row.columns),
+        index.reshape(how.parts, LANES),
+        name="expert_dispatch_with_tables",
+        team=team,
+        out_type=[
+            jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype),
+            jax.ShapeDtypeStruct((tokens, Chunks.padded_width(top_k)), jnp.int32),
+            jax.ShapeDtypeStruct((how.stores_of_counts, COUNTS), jnp.int32),
+        ],
+        num_blocks=blocks,
+        scratch=how.scratch(x.dtype),
+        interpret=interpret,
+    )
+    return out.reshape(rows, width), positions[:, :top_k], counts.reshape(-1)[: num_experts + 1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _How:
+    """What is known before there is any memory.
+
+    Attributes:
+      parts: of `LANES` entries, that the choices of a device's tokens fill.
+    """
+
+    team: Team
+    row: Row
+    tokens: int
+    top_k: int
+    parts: int
+    num_experts: int
+    num_blocks: int
+
+    @property
+    def entries(self) -> int:
+        """Of all devices, with those that fill up parts."""
+        return self.team.size * self.parts * LANES
+
+    @property
+    def stores_of_counts(self) -> int:
+        return ceil_div(self.num_experts + 1, COUNTS)
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        own = ceil_div(self.team.size * self.tokens, self.num_blocks)
+        stores = ceil_div(self.stores_of_counts, self.num_blocks)
+        return dict(
+            entries=plgpu.SMEM((self.team.size * self.parts, LANES), jnp.int32),
+            entries_arrived=plgpu.Barrier(num_arrivals=self.team.size),
+            buffers=plgpu.SMEM((own, self.row.padded, self.row.columns), dtype),
+            arrived=plgpu.Barrier(num_barriers=own),
+            numbers=plgpu.SMEM((own + stores, LANES), jnp.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A block, in the kernel.
+
+    Attributes:
+      numbers: shared memory of what it stores: a token's positions, some counts, each in a slot of
+        its own.
+    """
+
+    how: _How
+    x: Any
+    index: Any
+    rows: Any
+    positions: Any
+    counts: Any
+    entries: Any
+    entries_arrived: Any
+    buffers: Any
+    arrived: Any
+    numbers: Any
+
+    def run(self) -> None:
+        how = self.how
+        block, own = kernel.block_id(), self.buffers.shape[0]
+        total = how.team.size * how.tokens
+        for offset, ref in enumerate(everyones(self.index, how.team)):
+            first = how.team.neighbour(offset) * how.parts
+            target = self.entries.at[pl.ds(first, how.parts)]
+            load(ref, target, self.entries_arrived, flat=True)
+        sources = everyones(self.x, how.team)
+        for i in range(own):
+            pl.when(block + i * how.num_blocks < total)(lambda i=i: self._fetch(sources, i))
+        plgpu.barrier_wait(self.entries_arrived)
+        keys = self._keys()
+        tokens = schedule.share(total, block, how.num_blocks)
+        lax.fori_loop(0, tokens, lambda i, _: self._send(keys, i), None)
+        stores = schedule.share(how.stores_of_counts, block, how.num_blocks)
+        lax.fori_loop(0, stores, lambda i, _: self._count(keys, i, own + i), None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _place(self, i: Int) -> tuple[Int, Int]:
+        """(whose, which) the block's token `i` is; whose as an offset on the ring."""
+        number = kernel.block_id() + i * self.how.num_blocks
+        token = schedule.div(number, self.how.team.size)
+        return number - token * self.how.team.size, token
+
+    def _fetch(self, sources: list[Any], i: int) -> None:
+        offset, token = self._place(i)
+        target = self.buffers.at[i, pl.ds(0, self.how.row.parts)]
+        of_device(
+            sources,
+            offset,
+            lambda ref: load(ref.at[token], target, self.arrived.at[i], flat=True),
+        )
+
+    def _keys(self) -> jax.Array:
+        """Of each entry `expert * entries + number`, in the order of rows; of none -1."""
+        layout = plgpu.Layout.WG_STRIDED(self.entries.shape, 1)
+        entry = plgpu.layout_cast(self.entries[...], layout)
+        part, lane = (
+            plgpu.broadcasted_iota(jnp.int32, self.entries.shape, axis, layout=layout)
+            for axis in range(2)
+        )
+        stray = self.how.num_experts
+        kind = jnp.where(entry >= 0, jnp.where(entry < stray, entry, stray), stray)
+        return jnp.where(entry == NONE, -1, kind * self.how.entries + part * LANES + lane)
+
+    def _between(self, keys: jax.Array, low: Int, high: Int) -> jax.Array:
+        """How many keys are at least `low` and below `high`, which is not below `low`."""
+        return jnp.sum(jnp.where(keys < high, 1, 0) - jnp.where(keys < low, 1, 0))
+
+    def _send(self, keys: jax.Array, i: Int) -> None:
+        """Stores a token to its rows here, and at its owner also its positions."""
+        how, me = self.how, self.how.team.device_id()
+        offset, token = self._place(i)
+        whose = schedule.rem(me + offset, how.team.size)
+        first = whose * (how.parts * LANES) + token * how.top_k
+        own, found, positions = how.num_experts // how.team.size, [], []
+        for j in range(how.top_k):
+            number = first + j
+            part = schedule.div(number, LANES)
+            entry = self.entries[part, number - part * LANES]
+            goes = (entry >= 0) & (entry < how.num_experts)
+            device = schedule.div(entry, own)
+            low = device * (own * how.entries)
+            row = self._between(keys, low, entry * how.entries + number)
+            found.append((goes & (device == me), row))
+            positions.append(lax.select(goes, row * how.team.size + device, jnp.int32(NONE)))
+
+        columns = self.positions.shape[1]
+        store = lambda: self._store(i, positions, self.positions.at[token], columns)  # noqa: E731
+        pl.when(offset == 0)(store)
+        plgpu.barrier_wait(self.arrived.at[i])
+        for here, row in found:
+
+            @pl.when(here)
+            def _(row=row):
+                plgpu.copy_smem_to_gmem(
+                    self.buffers.at[i, pl.ds(0, how.row.parts)],
+                    self.rows.at[row],
+                    commit_group=False,
+                )
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def _count(self, keys: jax.Array, i: Int, slot: Int) -> None:
+        """Stores how many entries each of some experts has."""
+        number = kernel.block_id() + i * self.how.num_blocks
+        expert = number * COUNTS
+        counts = [
+            self._between(
+                keys, (expert + j) * self.how.entries, (expert + j + 1) * self.how.entries
+            )
+            for j in range(COUNTS)
+        ]
+        self._store(slot, counts, self.counts.at[number], COUNTS)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _store(self, slot: Int, numbers: list[jax.Array], target: Any, columns: int) -> None:
+        """Starts to store numbers, and 0 beyond them."""
+        layout = plgpu.Layout.WG_STRIDED((LANES,), 1)
+        lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout)
+        row = plgpu.layout_cast(jnp.zeros((LANES,), jnp.int32), layout)
+        for j, number in enumerate(numbers):
+            row = jnp.where(lane == j, number, row)
+        self.numbers[slot] = row
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            self.numbers.at[slot, pl.ds(0, columns)], target, commit_group=False
+        )

@@ -1,0 +1,101 @@
+"""The dispatch of few tokens by one kernel, which makes the tables as well."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stretto.distributed.devices.axes import axis_size
+from stretto.distributed.primitives.linear import linear
+from stretto.distributed.team import Team
+from stretto.kernels.collectives import routed_dispatch
+from stretto.kernels.collectives.dispatch import Config
+from stretto.kernels.operation import Axes, Call, Operation
+from stretto.kernels.operations import expert_rules as rules
+from stretto.kernels.operations.perform import perform, run
+from stretto.kernels.problem.routing import Routing
+
+
+def is_served(x: jax.Array, expert_index: jax.Array, config: Config, axes: Axes, rows: int) -> bool:
+    """Whether the configuration wants it and such operands are served."""
+    tokens, top_k = expert_index.shape
+    return config.tables and not routed_dispatch.obstacle(
+        tokens,
+        top_k,
+        axis_size(axes),
+        width=x.shape[1],
+        itemsize=x.dtype.itemsize,
+        rows=rows,
+    )
+
+
+def dispatch(
+    combine: Operation, x: jax.Array, expert_index: jax.Array, call: Call, *, num_experts: int
+) -> tuple[jax.Array, Routing]:
+    """The rows and the tables; differentiable by x, as the dispatch whose tables are given.
+
+    `combine` is the operation that the derivative needs.
+    """
+    rows, routing = made(x, expert_index, call, call.config, num_experts=num_experts)
+    operands = x, routing.positions, rows
+    return perform(operands, call, functools.partial(_of_x, combine)), routing
+
+
+def made(
+    x: jax.Array, expert_index: jax.Array, call: Call, config: Config, *, num_experts: int
+) -> tuple[jax.Array, Routing]:
+    """The rows, whose derivative is left to the caller, and the tables.
+
+    `call` is of an operation whose options have `rows`.
+    """
+
+    def by(operands: Any, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, index = operands
+        return routed_dispatch.dispatch(
+            x,
+            index,
+            Team.along(call.axes),
+            num_experts=num_experts,
+            rows=call.options.rows,
+            num_blocks=config.num_blocks,
+            interpret=call.interpret,
+        )
+
+    operands = lax.stop_gradient(x), expert_index.astype(jnp.int32)
+    rows, positions, counts = perform(operands, call, by)
+    devices = axis_size(call.axes)
+    own = num_experts // devices
+    me = lax.axis_index(call.axes) if devices > 1 else 0
+    return rows, Routing(
+        positions=positions,
+        group_sizes=lax.dynamic_slice_in_dim(counts, me * own, own),
+        tokens_per_expert=counts[:num_experts],
+        dropped=jnp.int32(0),
+        out_of_range=counts[num_experts],
+    )
+
+
+def _of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:
+    """The rows of (x, positions, rows), as what the dispatch of x to the positions is."""
+
+    @jax.custom_jvp
+    def dispatched(x: jax.Array, positions: jax.Array, rows: jax.Array) -> jax.Array:
+        del x, positions
+        return rows
+
+    @dispatched.defjvp
+    def _jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        _, positions, rows = primals
+        dots = linear(
+            lambda positions, dot: run((dot, positions), call),
+            lambda positions, bar: rules.dispatch_backward(combine, call, positions, bar)[0],
+            positions,
+            tangents[0],
+        )
+        return rows, dots
+
+    return dispatched(*operands)
