@@ -32,6 +32,8 @@ from stretto.kernels.fused import matmul_combine
 from stretto.kernels.fused.cut_rows import cut
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.operations.expert_checks import room_for
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.xla.routing import route
 
 SMALL = TileConfig(tile_n=64, num_stages=2, store_buffers=1)
@@ -299,7 +301,13 @@ def test_configurations_that_cannot_be_built(changes, message):
 
 def test_nothing_takes_it_by_default():
     """It was never run on hardware; the tuner tries it, on Hopper."""
-    assert not mixture_rules.KERNEL.default(None).combine_under_product
+    sizes = dict(t=8192, d=2048, f=768, experts=128, top_k=8)
+    types = Types(lhs="bfloat16", rhs="bfloat16", out="bfloat16")
+    machine = Machine.of_kind("gpu", "NVIDIA H200")
+    problem = Problem(
+        operation="mixture_of_experts", sizes=sizes, types=types, devices=2, machine=machine
+    )
+    assert not mixture_rules.KERNEL.default(problem).combine_under_product
     tried = list(mixture_rules.Config.candidates())
     assert any(config.combine_under_product and config.under_product for config in tried)
     for config in tried:
