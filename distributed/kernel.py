@@ -306,7 +306,7 @@ def _leaves_room(num_blocks: int) -> bool:
 def most_blocks_beside_others() -> int:
     """Blocks of a kernel beside which something else can run: a sixteenth of a device is free."""
     count = _multiprocessors_of_device()
-    return count - max(1, count // 16)
+    return max(1, count - max(1, count // 16))
 
 
 def _check_widths(name: str, *groups: Sequence[Any]) -> None:

@@ -38,12 +38,23 @@ COUNTS = 4
 
 
 def obstacle(
-    tokens: int, top_k: int, devices: int, *, width: int, itemsize: int, rows: int
+    tokens: int,
+    top_k: int,
+    devices: int,
+    *,
+    num_experts: int,
+    width: int,
+    itemsize: int,
+    rows: int,
 ) -> str | None:
     """Why a kernel for the tokens of a device cannot make the tables too, None if it can."""
     entries = devices * ceil_div(tokens * top_k, LANES) * LANES
     if entries > MOST_ENTRIES:
         return f"it compares {MOST_ENTRIES} choices of all devices at most, not {entries}."
+    if top_k > LANES:
+        return f"it stores {LANES} positions of a token at most, not top_k={top_k}."
+    if (num_experts + 1) * entries >= 2**31:
+        return f"its keys count experts times choices, and num_experts={num_experts} is too many."
     if rows < devices * tokens * top_k:
         return f"rows may be dropped: capacity={rows} is less than {devices * tokens * top_k}."
     row = Row.of(width, itemsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,8 +56,8 @@ def obstacle(
     """
     if segments:
         return "the kernel is not built for segment ids."
-    if not scale > 0:
-        return f"the kernel needs a scale above 0, not {scale}."
+    if not 0 < scale < math.inf:
+        return f"the kernel needs a finite scale above 0, not {scale}."
     sequence = sequence_of(mask, layout, devices)
     return attention_config.obstacle(q, k.shape[1], sequence.chunks, config.tiles)
 

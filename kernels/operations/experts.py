@@ -89,13 +89,16 @@ def expert_dispatch(
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)
     check_routing(DISPATCH, x, expert_index, num_experts, capacity, devices)
+    num_experts = int(num_experts)  # Of numpy, too.
     tokens, top_k = expert_index.shape
     rows = room_for(tokens, top_k, devices, capacity)
     options = rules.DispatchOptions(rows=rows)
     sizes = dict(t=devices * tokens, d=x.shape[1], top_k=top_k, num_experts=num_experts)
     types = Types(lhs=str(x.dtype), rhs="int32", out=str(x.dtype))
     call = decide(EXPERT_DISPATCH, sizes, types, axes, options, backend=backend, config=config)
-    if call is not None and routed.is_served(x, expert_index, call.config, axes, rows):
+    if call is not None and routed.is_served(
+        x, expert_index, call.config, axes, num_experts=num_experts, rows=rows
+    ):
         return routed.dispatch(EXPERT_COMBINE, x, expert_index, call, num_experts=num_experts)
     routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
     return _served(EXPERT_DISPATCH, (x, routing.positions), axes, options, call), routing

@@ -147,7 +147,7 @@ def _routed(
     """(rows of x if the kernel that makes the tables sends them, the tables)."""
     if call is not None and not call.config.under_product:
         config = call.config.dispatch
-        if routed.is_served(x, expert_index, config, axes, rows):
+        if routed.is_served(x, expert_index, config, axes, num_experts=num_experts, rows=rows):
             return routed.made(x, expert_index, call, config, num_experts=num_experts)
     return None, route(expert_index, axes, num_experts=num_experts, rows=rows)
 

@@ -13,7 +13,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.fused import dispatch_matmul, group_activation, matmul_combine
 from stretto.kernels.fused.group_activation import Activated
 from stretto.kernels.operation import Call
-from stretto.kernels.operations import experts
+from stretto.kernels.operations import experts, routed
 from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other
 from stretto.kernels.operations.grouped_matmul import product_of_groups
 from stretto.kernels.operations.perform import run
@@ -67,13 +67,19 @@ class Layer:
 
     def dispatched(self) -> jax.Array:
         """The rows of x, `[rows, d]`."""
-        rows = self.operands.dispatched
-        return self.dispatch(self.operands.x) if rows is None else rows
+        operands, rows = self.operands, self.operands.dispatched
+        if rows is None:
+            return self.dispatch(operands.x)
+        call = self._part(experts.EXPERT_DISPATCH, self._of_dispatch, "dispatch")
+        return routed.of_x(experts.EXPERT_COMBINE, (operands.x, operands.positions, rows), call)
+
+    @property
+    def _of_dispatch(self) -> DispatchOptions:
+        return DispatchOptions(rows=self.call.options.rows)
 
     def dispatch(self, x: jax.Array) -> jax.Array:
         """`[tokens, d]` -> `[rows, d]`."""
-        options = DispatchOptions(rows=self.call.options.rows)
-        call = self._part(experts.EXPERT_DISPATCH, options, "dispatch")
+        call = self._part(experts.EXPERT_DISPATCH, self._of_dispatch, "dispatch")
         return run((x, self.operands.positions), call)
 
     def dispatch_into(
@@ -203,7 +209,8 @@ class Layer:
         if self.operands.dispatched is None:
             rows, z = self.dispatch_into(self.operands.x, side)
         else:
-            rows, z = self.dispatched(), self.product(self.dispatched(), side)
+            rows = self.dispatched()
+            z = self.product(rows, side)
         return rows, (z, *(self.product(rows, other) for other in others))
 
     def activated(self) -> jax.Array:

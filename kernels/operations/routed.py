@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed.devices.axes import axis_size
+from stretto.distributed.devices.axes import axis_size, varying_axes
 from stretto.distributed.primitives.linear import linear
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import routed_dispatch
@@ -18,15 +18,30 @@ from stretto.kernels.operation import Axes, Call, Operation
 from stretto.kernels.operations import expert_rules as rules
 from stretto.kernels.operations.perform import perform, run
 from stretto.kernels.problem.routing import Routing
+from stretto.kernels.xla.routing import as_int32
 
 
-def is_served(x: jax.Array, expert_index: jax.Array, config: Config, axes: Axes, rows: int) -> bool:
-    """Whether the configuration wants it and such operands are served."""
+def is_served(
+    x: jax.Array,
+    expert_index: jax.Array,
+    config: Config,
+    axes: Axes,
+    *,
+    num_experts: int,
+    rows: int,
+) -> bool:
+    """Whether the configuration wants it and such operands are served.
+
+    Tables would be typed as x is: not where x varies over axes that the choices do not vary over.
+    """
+    if not varying_axes(x) <= varying_axes(expert_index) | frozenset(axes):
+        return False
     tokens, top_k = expert_index.shape
     return config.tables and not routed_dispatch.obstacle(
         tokens,
         top_k,
         axis_size(axes),
+        num_experts=num_experts,
         width=x.shape[1],
         itemsize=x.dtype.itemsize,
         rows=rows,
@@ -42,7 +57,7 @@ def dispatch(
     """
     rows, routing = made(x, expert_index, call, call.config, num_experts=num_experts)
     operands = x, routing.positions, rows
-    return perform(operands, call, functools.partial(_of_x, combine)), routing
+    return perform(operands, call, functools.partial(of_x, combine)), routing
 
 
 def made(
@@ -65,7 +80,7 @@ def made(
             interpret=call.interpret,
         )
 
-    operands = lax.stop_gradient(x), expert_index.astype(jnp.int32)
+    operands = lax.stop_gradient(x), as_int32(expert_index, num_experts)
     rows, positions, counts = perform(operands, call, by)
     devices = axis_size(call.axes)
     own = num_experts // devices
@@ -79,7 +94,7 @@ def made(
     )
 
 
-def _of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:
+def of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:
     """The rows of (x, positions, rows), as what the dispatch of x to the positions is."""
 
     @jax.custom_jvp
@@ -89,13 +104,14 @@ def _of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:
 
     @dispatched.defjvp
     def _jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        _, positions, rows = primals
+        positions = primals[1]
         dots = linear(
             lambda positions, dot: run((dot, positions), call),
             lambda positions, bar: rules.dispatch_backward(combine, call, positions, bar)[0],
             positions,
             tangents[0],
         )
-        return rows, dots
+        # By the function again: where derivatives are differentiated, the rows depend on x.
+        return dispatched(*primals), dots
 
     return dispatched(*operands)

@@ -141,13 +141,15 @@ def check_integer(op: str, what: str, value: Any) -> Any:
     """
     if export.is_symbolic_dim(value):
         return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(
-            f"{op}: {what}={value!r:.60} is of type {type(value).__name__}; it must be an integer"
-            " that is known when the program is traced."
-        ) from None
+    if not isinstance(value, bool):  # Of which Python would make 0 or 1.
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ValueError(
+        f"{op}: {what}={value!r:.60} is of type {type(value).__name__}; it must be an integer"
+        " that is known when the program is traced."
+    )
 
 
 def is_symbolic(*arrays: Any) -> bool:

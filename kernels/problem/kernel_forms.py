@@ -75,7 +75,8 @@ def _rounded_gelu(x: jax.Array) -> jax.Array:
     a = jnp.abs(x)
     v = (0.023160591 * a + 0.051495254) * a + 0.32771535
     power = 5.5518099 - (v * a + 19.99492) * v
-    return jnp.maximum(x, 0) - a * jnp.exp2(power)
+    # Infinity times the 0 that the fraction is there would be no number.
+    return jnp.maximum(x, 0) - jnp.minimum(a, 1e4) * jnp.exp2(power)
 
 
 EXACT: Mapping[str, Function] = MappingProxyType(

@@ -33,7 +33,7 @@ def route(expert_index: jax.Array, axes: tuple, *, num_experts: int, rows: int) 
     """
     devices = axis_size(axes)
     me = lax.axis_index(axes) if devices > 1 else jnp.int32(0)
-    entries = expert_index.astype(jnp.int32).reshape(-1)
+    entries = as_int32(expert_index, num_experts).reshape(-1)
     fit = not checks.is_symbolic(expert_index) and rows >= devices * entries.size
     if fit and devices * entries.size**2 <= MOST_COMPARISONS:
         return _of_few(entries, expert_index.shape, axes, num_experts, devices, me)
@@ -49,7 +49,9 @@ def route(expert_index: jax.Array, axes: tuple, *, num_experts: int, rows: int) 
         fits &= ranks < kept[me][expert]
     own = num_experts // devices
     return Routing(
-        positions=_positions(row, fits, lax.div(expert, own), devices).reshape(expert_index.shape),
+        positions=_positions(row, fits, _device_of(expert, own), devices).reshape(
+            expert_index.shape
+        ),
         group_sizes=jnp.sum(
             lax.dynamic_slice_in_dim(kept, me * own, own, axis=1), axis=0, dtype=jnp.int32
         ),
@@ -68,7 +70,7 @@ def _of_few(
     own = num_experts // devices
     this = me * entries.size + jnp.arange(entries.size, dtype=jnp.int32)[:, None]
     expert = entries[:, None]
-    device = lax.div(expert, own)
+    device = _device_of(expert, own)
     before = (everyones < expert) | ((everyones == expert) & (number < this))
     row = jnp.sum((everyones >= device * own) & before, axis=1, dtype=jnp.int32)
     is_one = _is_one(entries, num_experts)
@@ -82,6 +84,22 @@ def _of_few(
             ~_is_one(everyones, num_experts) & (everyones != NONE), dtype=jnp.int32
         ),
     )
+
+
+def as_int32(expert_index: jax.Array, num_experts: int) -> jax.Array:
+    """The choices in int32; those that it cannot hold are out of range there, too."""
+    kind = jnp.iinfo(expert_index.dtype)
+    if kind.max > jnp.iinfo(jnp.int32).max:
+        valid = expert_index < num_experts
+        if kind.min < 0:
+            valid &= expert_index >= NONE
+        expert_index = jnp.where(valid, expert_index, num_experts)
+    return expert_index.astype(jnp.int32)
+
+
+def _device_of(expert: jax.Array, own: int) -> jax.Array:
+    """The device that has an expert, of `own` each; int32 where numbers have 64 bits, too."""
+    return lax.div(expert, jnp.int32(own))
 
 
 def _gathered(x: jax.Array, axes: tuple) -> jax.Array:
@@ -161,5 +179,5 @@ def _starts(kept: jax.Array, devices: int, me: jax.Array) -> jax.Array:
     this = expert[:, None, None]
     own = num_experts // devices
     before = (expert < this) | ((expert == this) & (sender < me))
-    before &= lax.div(expert, own) == lax.div(this, own)
+    before &= _device_of(expert, own) == _device_of(this, own)
     return jnp.sum(jnp.where(before, kept, 0), axis=(1, 2), dtype=jnp.int32)

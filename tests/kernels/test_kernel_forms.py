@@ -94,8 +94,9 @@ def test_values_without_an_end(name):
     ends = np.array([np.inf, -np.inf, np.nan, 3e38, -3e38], np.float32)
     got, want = (values(name, forms, ends) for forms in (kernel_forms.EXACT, {}))
     np.testing.assert_array_equal(got, want)
-    large = values(name, kernel_forms.ROUNDED, ends)[3:]
-    np.testing.assert_array_equal(large, want[3:])
+    rounded = values(name, kernel_forms.ROUNDED, ends)
+    kept = [0, 2, 3, 4]  # Of minus infinity JAX's `gelu` is no number; the form has the limit, 0.
+    np.testing.assert_array_equal(rounded[kept], want[kept])
 
 
 def test_forms_stand_where_functions_are_called():

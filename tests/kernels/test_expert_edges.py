@@ -1,0 +1,131 @@
+"""Experts at their edges: types of indices, sizes, meshes, derivatives of derivatives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F32
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import stretto as st
+from stretto.distributed import kernel
+from stretto.kernels.collectives import dispatch, routed_dispatch
+from stretto.kernels.operations import mixture_rules
+from stretto.kernels.problem.routing import Routing
+
+TABLES = dispatch.Config(tables=True)
+OUT = P("x"), Routing(P("x"), P("x"), P(), P(), P())
+
+
+def program(num_experts, **options):
+    """`expert_dispatch` on two devices."""
+    call = lambda x, index: st.expert_dispatch(x, index, "x", num_experts=num_experts, **options)  # noqa: E731
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    return jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=OUT, check_vma=False)
+
+
+@pytest.mark.parametrize("tokens", [1, 2000])
+def test_indices_of_64_bits(tokens):
+    """What 32 bits cannot hold is out of range, and counted."""
+    with jax.enable_x64(True):
+        index = np.arange(4 * tokens).reshape(2 * tokens, 2) % 4
+        index[0, 0] = 2**32 + 1
+        x = jnp.ones((2 * tokens, 16), F32)
+        for given in (index, index.astype(np.uint64)):
+            _, routing = program(4, backend="xla")(x, jnp.asarray(given))
+            assert routing.out_of_range == 1
+            assert routing.tokens_per_expert.sum() == 4 * tokens - 1
+        routing = program(4, backend="xla")(x, jnp.asarray(index % 4, jnp.int32))[1]
+        assert routing.out_of_range == 0
+
+
+def test_more_choices_than_the_tables_kernel_stores():
+    index = np.arange(2 * 129).reshape(2, 129) % 2
+    x = jnp.ones((2, 16), F32)
+    with st.simulate(core_count=2) as report:
+        _, routing = program(2, backend="simulator", config=TABLES)(x, jnp.asarray(index))
+        assert routing.tokens_per_expert.sum() == index.size
+    assert report.ok
+    sizes = dict(width=16, itemsize=4, rows=4096)
+    assert "at most, not top_k=129" in str(
+        routed_dispatch.obstacle(1, 129, 2, num_experts=2, **sizes)
+    )
+    many = routed_dispatch.obstacle(64, 8, 2, num_experts=2**22, **sizes)
+    assert "num_experts=4194304 is too many" in str(many)
+
+
+def test_tables_do_not_vary_over_axes_of_the_tokens_alone():
+    def positions(x, index):
+        return st.expert_dispatch(x, index, "x", num_experts=2, backend="simulator", config=TABLES)[
+            1
+        ].positions
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    specs = (P("x", "y"), P("x"))
+    call = jax.shard_map(positions, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    with st.simulate(core_count=2):
+        jax.eval_shape(call, jnp.ones((2, 32), F32), jnp.zeros((2, 1), jnp.int32))
+
+
+def test_a_number_of_experts_by_numpy():
+    with st.simulate(core_count=2):
+        call = program(np.int64(2), backend="simulator", config=TABLES)
+        jax.eval_shape(call, jnp.ones((2, 16), F32), jnp.zeros((2, 1), jnp.int32))
+
+
+def test_a_flag_is_no_capacity():
+    with pytest.raises(ValueError, match="capacity=True is of type bool"):
+        jax.eval_shape(program(2, capacity=True), jnp.ones((2, 16)), jnp.zeros((2, 1), jnp.int32))
+
+
+def test_a_device_of_one_multiprocessor():
+    with st.simulate(core_count=1):
+        assert kernel.most_blocks_beside_others() == 1
+
+
+def test_derivatives_of_a_dispatch_with_tables_are_differentiated():
+    x = jnp.arange(128, dtype=F32).reshape(2, 64) / 64
+    index = jnp.array([[0, 1], [1, -1]], jnp.int32)
+
+    def second(**options):
+        def loss(x):
+            rows, routing = program(2, **options)(x, index)
+            each = np.arange(rows.shape[0] // 2)
+            used = jnp.concatenate([each < routing.group_sizes[d] for d in range(2)])
+            return jnp.sum(jnp.where(used[:, None], rows, 0) ** 3)
+
+        return np.asarray(jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1])
+
+    want = second(backend="xla")
+    assert np.abs(want).max() > 1
+    with st.simulate(core_count=2):
+        np.testing.assert_allclose(second(backend="simulator", config=TABLES), want, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_derivatives_of_a_layer_with_tables_are_differentiated():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, BF16)  # noqa: E731
+    x, w_in, w_out = draw(2, 32), draw(2, 32, 64), draw(2, 32, 32)
+    index, weights = jnp.array([[0, 1], [1, -1]], jnp.int32), jnp.ones((2, 2), F32)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    def second(**options):
+        call = jax.shard_map(
+            lambda *xs: st.mixture_of_experts(*xs, "x", **options)[0],
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=P("x"),
+            check_vma=False,
+        )
+        loss = lambda x: jnp.sum(jnp.sin(call(x, index, weights, w_in, w_out).astype(F32)))  # noqa: E731
+        return np.asarray(jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1], np.float32)
+
+    want = second(backend="xla")
+    assert np.abs(want).max() > 0
+    with st.simulate(core_count=2):
+        found = second(backend="simulator", config=mixture_rules.Config(dispatch=TABLES))
+    np.testing.assert_allclose(found, want, rtol=0.05, atol=0.02 * np.abs(want).max())
