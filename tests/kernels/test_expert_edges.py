@@ -24,7 +24,7 @@ def program(num_experts, **options):
     """`expert_dispatch` on two devices."""
     call = lambda x, index: st.expert_dispatch(x, index, "x", num_experts=num_experts, **options)  # noqa: E731
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    return jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=OUT, check_vma=False)
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=OUT, check_vma=False))
 
 
 @pytest.mark.parametrize("tokens", [1, 2000])
@@ -34,12 +34,11 @@ def test_indices_of_64_bits(tokens):
         index = np.arange(4 * tokens).reshape(2 * tokens, 2) % 4
         index[0, 0] = 2**32 + 1
         x = jnp.ones((2 * tokens, 16), F32)
+        call = program(4, backend="xla")
         for given in (index, index.astype(np.uint64)):
-            _, routing = program(4, backend="xla")(x, jnp.asarray(given))
+            _, routing = call(x, jnp.asarray(given))
             assert routing.out_of_range == 1
             assert routing.tokens_per_expert.sum() == 4 * tokens - 1
-        routing = program(4, backend="xla")(x, jnp.asarray(index % 4, jnp.int32))[1]
-        assert routing.out_of_range == 0
 
 
 def test_more_choices_than_the_tables_kernel_stores():
@@ -97,7 +96,7 @@ def test_derivatives_of_a_dispatch_with_tables_are_differentiated():
             used = jnp.concatenate([each < routing.group_sizes[d] for d in range(2)])
             return jnp.sum(jnp.where(used[:, None], rows, 0) ** 3)
 
-        return np.asarray(jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1])
+        return np.asarray(jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (x + 1,))[1])(x))
 
     want = second(backend="xla")
     assert np.abs(want).max() > 1
@@ -122,7 +121,8 @@ def test_derivatives_of_a_layer_with_tables_are_differentiated():
             check_vma=False,
         )
         loss = lambda x: jnp.sum(jnp.sin(call(x, index, weights, w_in, w_out).astype(F32)))  # noqa: E731
-        return np.asarray(jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1], np.float32)
+        both = jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1])
+        return np.asarray(both(x), np.float32)
 
     want = second(backend="xla")
     assert np.abs(want).max() > 0
