@@ -323,7 +323,7 @@ def explained(q, k, **options):
         ((1, 512, 2, 96), "bfloat16", {}, "heads of size 64 and 128, not 96"),
         ((1, 256, 2, 64), "bfloat16", dict(layout="zigzag"), "kv_tokens=128 of a device"),
         ((1, 192, 2, 64), "bfloat16", {}, "tokens=96 of a device must be a multiple of 64"),
-        ((1, 512, 2, 64), "bfloat16", dict(scale=-1.0), "a scale above 0, not -1.0"),
+        ((1, 512, 2, 64), "bfloat16", dict(scale=-1.0), "a finite scale above 0, not -1.0"),
         (
             (1, 512, 2, 64),
             "bfloat16",
