@@ -87,7 +87,7 @@ class Applying:
             load(tile, jnp.int32(0), vector, self.full)
 
     def load_piece(self, tile: Tile, index: Int) -> None:
-        """Loads a piece of the matrix to its buffer, in both halves; called in the storing warp.
+        """Loads a piece of the matrix to its buffer, in both halves; called in one warp.
 
         The matrix has the result's shape and type, so a piece is loaded as it is stored.
         """
