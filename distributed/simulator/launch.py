@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator import rules  # noqa: F401  (they register themselves)
-from stretto.distributed.simulator.machine import Device, Machine
+from stretto.distributed.simulator.machine import Machine
 from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
 from stretto.distributed.simulator.refusals.limits import over_limits
 from stretto.distributed.simulator.refusals.unsupported import check_primitives
@@ -25,6 +25,7 @@ from stretto.distributed.simulator.reports.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
 from stretto.distributed.simulator.state.allocations import is_semaphore
+from stretto.distributed.simulator.state.device import Device
 from stretto.distributed.simulator.state.memory import Buffer, poison
 from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.sites import parameter_names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from stretto.distributed.simulator.state import clocks
 from stretto.distributed.simulator.state.allocations import like, shared_bytes
 from stretto.distributed.simulator.state.barriers import BarrierArray
 from stretto.distributed.simulator.state.cost_model import Clock, CostModel
+from stretto.distributed.simulator.state.device import Device
 from stretto.distributed.simulator.state.freed import inherit
 from stretto.distributed.simulator.state.mail import Mail
 from stretto.distributed.simulator.state.memory import Buffer
@@ -40,39 +40,6 @@ class Limits:
 
     resident_blocks: int = 132
     max_steps: int = 50_000_000
-
-
-class Device:
-    """One device: its memory, its blocks, and who else has touched it.
-
-    Attributes:
-      index: row-major in the mesh.
-      coords: index along each axis of the mesh.
-      buffers: global memory of the launch, by argument.
-      semaphores: by allocation key.
-      waiting_blocks: blocks that are not resident yet.
-      clock: what all its finished tasks knew.
-      start: the timeline whose first stretch is the device's start.
-      remote_touches: the last access of each timeline of another device to this one's memory.
-    """
-
-    def __init__(self, index: int, mesh: DeviceMesh):
-        self.index = index
-        self.coords = mesh.coords(index)
-        self._name = mesh.describe(index)
-        self.buffers: list[Buffer] = []
-        self.semaphores: dict[Hashable, SemaphoreArray] = {}
-        self.blocks: list[Block] = []
-        self.waiting_blocks: deque[Block] = deque()
-        self.resident = 0
-        self.clock = clocks.empty()
-        self.remote_touches: dict[int, Access] = {}
-        self.start = 0
-        self.time = 0.0
-
-    def describe(self) -> str:
-        """The device in words."""
-        return self._name
 
 
 class Machine:

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import dataclasses
 import os
-import platform
 import selectors
 import signal
 import socket
@@ -27,10 +26,11 @@ from pathlib import Path
 
 from stretto.launch import environment
 from stretto.launch.planning import network
-from stretto.launch.process.detection import detect, fingerprint
+from stretto.launch.process.detection import fingerprint
 from stretto.launch.supervision import descendants, host_checks, stillness
-from stretto.launch.supervision.child import STACKS_SIGNAL, Child, Pipe, StateChange
+from stretto.launch.supervision.child import Child, Pipe, StateChange
 from stretto.launch.supervision.gpu_checks import take_gpus
+from stretto.launch.supervision.introduction import introduction, signal_pipe
 from stretto.launch.supervision.outlet import STREAMS
 from stretto.launch.supervision.records import KINDS, parse_record
 from stretto.launch.supervision.stdin import Sink
@@ -46,7 +46,7 @@ _DAEMONS = ("orted", "prted", "hydra_pmi_proxy")
 def main() -> int:
     """Connect, serve one worker, and return this process's exit status."""
     environ = environment.current()
-    hello = _introduction(environ)  # first: who connects is expected to speak at once
+    hello = introduction(environ)  # first: who connects is expected to speak at once
     rendezvous = environment.Rendezvous.parse(environ[environment.RENDEZVOUS])
     sock = network.connect(rendezvous.addresses, rendezvous.port, _CONNECT_TIMEOUT_S)
     if sock is None:
@@ -86,7 +86,7 @@ class Agent:
         Args:
           hello: the fields of the first message.
         """
-        wakeup = _signal_pipe()
+        wakeup = signal_pipe()
         self._selector.register(wakeup, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._channel, selectors.EVENT_READ, self._on_channel)
         try:
@@ -298,39 +298,6 @@ class Agent:
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGKILL)
         return 1
-
-
-def _introduction(environ: dict[str, str]) -> Message:
-    """The place of this agent, its first message to the supervisor."""
-    launched = detect(environ)
-    index, count = (launched.process_id, launched.num_processes) if launched else (0, 1)
-    own, first = map(environ.get, (environment.AGENT_INDEX, environment.AGENT_FIRST))
-    if own or first:
-        index, count = int(own) if own else index + int(first or 0), None
-    return {
-        "index": index,
-        "count": count,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "versions": {
-            "python": platform.python_version(),
-            **host_checks.versions("stretto", "jax"),
-        },
-    }
-
-
-def _signal_pipe() -> socket.socket:
-    """A socket that becomes readable with the numbers of the signals that arrive."""
-    read_end, write_end = socket.socketpair()
-    for end in (read_end, write_end):
-        end.setblocking(False)
-    signal.set_wakeup_fd(write_end.detach())
-    # Ignored signals stay ignored in a new program: a worker asked for its stacks before it has
-    # its handler does not die of the question.
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    return read_end
 
 
 def _process_name(pid: int) -> str:
