@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import compiling, handshake, semaphores, settings, simulating
+from stretto.distributed import handshake, residency, semaphores, simulating
 from stretto.distributed.devices import clique
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.handshake import Handshake
@@ -27,8 +27,6 @@ from stretto.distributed.tools import profiling
 GRID_AXIS = "grid"
 CLUSTER_AXIS = "cluster"
 THREAD_AXIS = "warpgroup"
-# Of a CPU device that simulates one kernel outside `simulate`, which has a setting for it.
-SIMULATED_MULTIPROCESSORS = 4
 
 
 def launch(
@@ -104,7 +102,7 @@ def launch(
     scratch = dict(scratch or {})
     together = team is not None and not team.is_alone
     around = together and not waiting_warps
-    opens_itself = heap.is_wanted() and _leaves_room(num_blocks)
+    opens_itself = heap.is_wanted() and residency.leaves_room(num_blocks)
     if around:
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 
@@ -229,86 +227,6 @@ def _when(condition: jax.Array, fun: Callable[[], None]) -> None:
     lax.cond(condition, lambda: fun(), lambda: None)
 
 
-@contextlib.contextmanager
-def beside_collectives() -> Iterator[None]:
-    """Kernels traced inside it leave multiprocessors to XLA's collectives that run beside them.
-
-    A kernel's blocks wait for those of other devices, and so do a collective's. On a device that
-    the one has filled the other does not start, and two devices that began with different ones
-    wait for each other for ever.
-    """
-    token = _beside_collectives.set(True)
-    try:
-        yield
-    finally:
-        _beside_collectives.reset(token)
-
-
-_beside_collectives = contextvars.ContextVar("beside_collectives", default=False)
-
-
-def num_multiprocessors() -> int:
-    """Multiprocessors that a kernel may fill: of 132 on an H100, all that are not left free.
-
-    That many are left free that `STRETTO_FREE_MULTIPROCESSORS` says; by default none, and a
-    sixteenth inside `beside_collectives`.
-    """
-    count = _multiprocessors_of_device()
-    free = settings.free_multiprocessors()
-    if free is None:
-        free = count // 16 if _beside_collectives.get() else 0
-    return max(1, count - free)
-
-
-def num_blocks_for(tasks: int, cluster: int = 1) -> int:
-    """Blocks for a kernel that has `tasks` for them: all, or one each where those are fewer.
-
-    At least three quarters of all, because every block moves data. With
-    some multiprocessors free a kernel starts by counters, which is faster. They are whole
-    clusters of `cluster` blocks, each of which takes a task.
-
-    Raises:
-      ValueError: there are fewer multiprocessors than a cluster takes.
-    """
-    count = num_multiprocessors() // cluster
-    if not count:
-        raise ValueError(
-            f"clusters of {cluster} blocks need {cluster} multiprocessors, and a kernel may fill"
-            f" {num_multiprocessors()}; leave fewer free, or take tiles of one block."
-        )
-    return cluster * min(count, max(tasks, count * 3 // 4, 1))
-
-
-def _multiprocessors_of_device() -> int:
-    """Multiprocessors of a device of the enclosing mesh, or of the default one.
-
-    CPU devices have none; the simulator says how many blocks its devices run.
-    """
-    if simulating.is_simulating():
-        return jax.local_devices(backend="cpu")[0].core_count  # `core_count` of `simulate`.
-    if (gpus := compiling.current()) is not None:
-        return gpus.multiprocessors
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    count = device.num_cores if device is not None else getattr(jax.devices()[0], "core_count", 0)
-    return count or SIMULATED_MULTIPROCESSORS
-
-
-def _leaves_room(num_blocks: int) -> bool:
-    """Whether something else can run beside a kernel that waits for its peers to start.
-
-    XLA's collectives run beside kernels. One that has begun on a peer, and for which this device is
-    full of blocks that wait for that peer, would never end, nor would they. XLA's barrier waits in
-    one block, and the collective, which has been ready as long, begins meanwhile.
-    """
-    return num_blocks <= most_blocks_beside_others()
-
-
-def most_blocks_beside_others() -> int:
-    """Blocks of a kernel beside which something else can run: a sixteenth of a device is free."""
-    count = _multiprocessors_of_device()
-    return max(1, count - max(1, count // 16))
-
-
 def _check_widths(name: str, *groups: Sequence[Any]) -> None:
     for kind, group in zip(("operand", "result", "symmetric buffer"), groups, strict=True):
         for index, x in enumerate(group):
@@ -326,7 +244,7 @@ def _check_resident(name: str, num_blocks: int, cluster: int) -> None:
             f"kernel {name}: num_blocks={num_blocks} must be a multiple of cluster={cluster}, which"
             " must be at least 1."
         )
-    limit = num_multiprocessors()
+    limit = residency.num_multiprocessors()
     if not 1 <= num_blocks <= limit:
         raise ValueError(
             f"kernel {name}: num_blocks={num_blocks} must be between 1 and {limit}, the number of"

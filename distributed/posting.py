@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, settings
+from stretto.distributed import kernel, residency, settings
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.memory import heap
 from stretto.distributed.memory.mailbox import Site
@@ -52,7 +52,7 @@ def obstacle(team_size: int, words: int) -> str | None:
 
 def most_blocks() -> int:
     """Blocks of a kernel at most: its channels, and something else can run beside them."""
-    return min(heap.CHANNELS, kernel.most_blocks_beside_others())
+    return min(heap.CHANNELS, residency.most_blocks_beside_others())
 
 
 def words_of(elements: int, dtype: jax.typing.DTypeLike) -> int:

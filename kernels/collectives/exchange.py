@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import copies, kernel, schedule
+from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import row_layout
 from stretto.kernels.collectives.row_layout import ROW_BYTES
@@ -116,7 +116,7 @@ def _push(
     sources, rows, columns = x.shape
     piece_rows = row_layout.piece_rows(rows, config.piece_rows)
     pieces = sources * schedule.ceil_div(rows, piece_rows)
-    num_blocks = min(config.num_blocks, pieces, kernel.num_multiprocessors())
+    num_blocks = min(config.num_blocks, pieces, residency.num_multiprocessors())
 
     def body(x_ref, out_ref, *, buffers, arrived):
         from_refs, to_refs = routes(x_ref, out_ref)

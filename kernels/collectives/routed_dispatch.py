@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, schedule
+from stretto.distributed import kernel, residency, schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.token_tables import Chunks, Row, everyones, load, of_device
@@ -58,7 +58,7 @@ def obstacle(
     if rows < devices * tokens * top_k:
         return f"rows may be dropped: capacity={rows} is less than {devices * tokens * top_k}."
     row = Row.of(width, itemsize)
-    blocks = kernel.most_blocks_beside_others()
+    blocks = residency.most_blocks_beside_others()
     own = ceil_div(devices * tokens, min(devices * tokens, blocks))
     if row is None or own * (row.padded_bytes(itemsize) + 4 * LANES) > SMEM_BYTES:
         return f"{own} rows of {width} do not fit into the shared memory of a block."
@@ -85,7 +85,7 @@ def dispatch(
     row = Row.of(width, x.dtype.itemsize)
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
-    blocks = min(team.size * tokens, num_blocks, kernel.most_blocks_beside_others())
+    blocks = min(team.size * tokens, num_blocks, residency.most_blocks_beside_others())
     how = _How(
         team=team,
         row=row,

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import copies, kernel, schedule
+from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import row_layout
 from stretto.kernels.collectives.row_layout import ROW_BYTES
@@ -110,7 +110,7 @@ def _launch(
     piece_rows = row_layout.piece_rows(rows, config.piece_rows)
     stages = config.stages_for(team.size)
     pieces = schedule.ceil_div(rows, piece_rows)
-    num_blocks = min(config.num_blocks, pieces, kernel.num_multiprocessors())
+    num_blocks = min(config.num_blocks, pieces, residency.num_multiprocessors())
 
     def body(x_ref, out_ref, *, buffers, arrived, sums):
         # Every device adds the same part of everybody's operand: its own, or the only one.

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import copies, kernel, schedule
+from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.team import Team
 from stretto.kernels.problem.problem import Problem
 
@@ -119,7 +119,7 @@ def all_reduce_rms_norm(
     one_shot = team.size == 2 or x.nbytes <= ONE_SHOT_BYTES
     pieces = n // COLUMNS
     most_rows = m if one_shot else schedule.ceil_div(m, team.size)
-    num_blocks = min(config.num_blocks, most_rows, kernel.num_multiprocessors())
+    num_blocks = min(config.num_blocks, most_rows, residency.num_multiprocessors())
 
     def body(x_ref, residual_ref, weight_ref, total_ref, out_ref, **scratch):
         results = [[total_ref], [out_ref]]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import copies, kernel, schedule
+from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
@@ -99,7 +99,7 @@ class Chunks:
         flat: bool = False,
     ) -> Chunks:
         """Chunks of `tokens` tokens a device, small enough for every warpgroup to have one."""
-        blocks = min(num_blocks, kernel.num_multiprocessors())
+        blocks = min(num_blocks, residency.num_multiprocessors())
         fair = ceil_div(team.size * tokens, blocks * warpgroups)
         fair = ceil_div(fair, ALIGNED_TOKENS) * ALIGNED_TOKENS
         size = min(most, fair)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, schedule
+from stretto.distributed import kernel, residency, schedule
 from stretto.distributed.handshake import Handshake
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
@@ -103,7 +103,7 @@ def fuse(
     each = buffers if isinstance(buffers, Sequence) else [buffers]
     transfer_scratch = {key: x for one in each for key, x in one.scratch().items()}
     cluster = mainloop.config.blocks
-    num_blocks = kernel.num_blocks_for(num_tiles, cluster)
+    num_blocks = residency.num_blocks_for(num_tiles, cluster)
     num_clusters = num_blocks // cluster
     calculates = transfer_registers is not None
     warps = mainloop.warps + (team is not None and not calculates) + waits

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import num_blocks_for
+from stretto.distributed.residency import num_blocks_for
 from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team

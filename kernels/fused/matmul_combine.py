@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, schedule
+from stretto.distributed import residency, schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
@@ -165,7 +165,7 @@ def matmul_combine(
     rhs = [padding.pad_to_tiles(x, padding.COLUMNS) for x in rhs]
     rows, dtype = len(lhs[0]), lhs[0].dtype
     grouped = GroupedRows.of(rows, rhs[0], tiles, rhs_transposed)
-    blocks = kernel.num_blocks_for(grouped.num_tiles, tiles.blocks)
+    blocks = residency.num_blocks_for(grouped.num_tiles, tiles.blocks)
     chunks = Chunks.of(team, tokens, config.chunk, blocks)
     how = Summing(
         row=row,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stretto.distributed import kernel
+from stretto.distributed import residency
 from stretto.kernels.nodes.nodes import Nodes
 from stretto.kernels.xla.matmul import accumulator_dtype
 
@@ -51,7 +51,7 @@ def gather(
     """
     places = [(shift, first, end) for shift in team.shifts for first, end in pieces]
     here, results = rows, []
-    with kernel.beside_collectives():
+    with residency.beside_collectives():
         for shift, first, end in places:
             # What crosses next may start once the kernel before is done, and so beside this one.
             crossing, here, *results[-1:] = lax.optimization_barrier(
@@ -92,7 +92,7 @@ def scatter(team: Nodes, shards: Any, pieces: Pieces, work: Work) -> jax.Array:
 
     places = [(shift, first, end) for shift in team.shifts for first, end in pieces]
     own_rows = rows_for(0, 0, pieces[-1][1])
-    with kernel.beside_collectives():
+    with residency.beside_collectives():
         *sums, own = _one_after_another(work, [*(rows_for(*place) for place in places), own_rows])
         shifts = iter([shift for shift, _, _ in places])
         moved = _one_after_another(lambda part: team.move(part, next(shifts)), sums)
@@ -113,7 +113,7 @@ def reduce(team: Nodes, rows: Any, pieces: Pieces, scatter: Work, gather: Work) 
         sum.
       gather: `[p, ...]` -> `[devices * p, ...]`, the parts of all devices of a node.
     """
-    with kernel.beside_collectives():
+    with residency.beside_collectives():
         cut = [jax.tree.map(lambda x, piece=p: x[slice(*piece)], rows) for p in pieces]
         parts = _one_after_another(scatter, cut)
         sums = _one_after_another(lambda part: lax.psum(part, team.outer), parts)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import handshake, kernel, settings
+from stretto.distributed import handshake, kernel, residency, settings
 from stretto.distributed.memory import heap
 from stretto.distributed.primitives import heap_semaphores
 from stretto.distributed.semaphores import Semaphore
@@ -178,7 +178,7 @@ class TestWhen:
     @pytest.mark.parametrize(("tasks", "blocks"), [(1, 99), (99, 99), (112, 112), (9999, 132)])
     def test_few_tasks_leave_room(self, tasks, blocks):
         with st.simulate(core_count=132):
-            assert kernel.num_blocks_for(tasks) == blocks
+            assert residency.num_blocks_for(tasks) == blocks
 
     def test_without_a_heap(self):
         with st.simulate(core_count=4) as report, settings.heap(False):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import copies, kernel
+from stretto.distributed import copies, kernel, residency
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.simulator import DeadlockError, FindingError
 from stretto.distributed.team import Team
@@ -164,14 +164,14 @@ class TestLaunch:
     def test_room_is_left_for_what_runs_beside_kernels(self, monkeypatch):
         monkeypatch.delenv("STRETTO_FREE_MULTIPROCESSORS", raising=False)
         with st.simulate(core_count=32):
-            assert kernel.num_multiprocessors() == 32
-            with kernel.beside_collectives():
-                assert kernel.num_multiprocessors() == 30
+            assert residency.num_multiprocessors() == 32
+            with residency.beside_collectives():
+                assert residency.num_multiprocessors() == 30
                 monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "7")
-                assert kernel.num_multiprocessors() == 25
-            assert kernel.num_multiprocessors() == 25
+                assert residency.num_multiprocessors() == 25
+            assert residency.num_multiprocessors() == 25
             monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "32")
-            assert kernel.num_multiprocessors() == 1
+            assert residency.num_multiprocessors() == 1
 
     @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1], [1, 2, 3, 0]])
     def test_a_permuted_mesh_is_refused_before_anything_runs(self, order, simulation):

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import kernel
+from stretto.distributed import residency
 from stretto.distributed.compiling import Target, compiling_for
 from stretto.kernels.problem.machine import HOPPER, Machine
 
@@ -32,15 +32,15 @@ def explained(**options):
 
 
 def test_the_machine_is_the_target():
-    before = Machine.of_mesh(), kernel.num_multiprocessors()
+    before = Machine.of_mesh(), residency.num_multiprocessors()
     with compiling_for(H100):
         machine = Machine.of_mesh()
         assert (machine.platform, machine.kind) == ("gpu", H100.kind)
         assert (machine.architecture, machine.multiprocessors) == (HOPPER, 132)
-        assert kernel.num_multiprocessors() == 132
+        assert residency.num_multiprocessors() == 132
     with compiling_for(B200):
-        assert kernel.num_multiprocessors() == 148
-    assert (Machine.of_mesh(), kernel.num_multiprocessors()) == before
+        assert residency.num_multiprocessors() == 148
+    assert (Machine.of_mesh(), residency.num_multiprocessors()) == before
 
 
 @pytest.mark.parametrize("backend", ["auto", "pallas"])
@@ -61,4 +61,4 @@ def test_those_that_never_ran_on_such_a_gpu_say_so():
 def test_what_is_simulated_stays_so():
     with compiling_for(H100), st.simulate(core_count=3):
         assert explained().backend == "simulator"
-        assert kernel.num_multiprocessors() == 3
+        assert residency.num_multiprocessors() == 3

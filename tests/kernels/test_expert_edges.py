@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import kernel
+from stretto.distributed import residency
 from stretto.kernels.collectives import dispatch, routed_dispatch
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.problem.routing import Routing
@@ -82,7 +82,7 @@ def test_a_flag_is_no_capacity():
 
 def test_a_device_of_one_multiprocessor():
     with st.simulate(core_count=1):
-        assert kernel.most_blocks_beside_others() == 1
+        assert residency.most_blocks_beside_others() == 1
 
 
 def test_derivatives_of_a_dispatch_with_tables_are_differentiated():
