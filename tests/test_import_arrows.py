@@ -141,10 +141,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "semaphores": {"memory", "primitives", "private_jax", "settings", "team"},
         "handshake": {"memory", "semaphores", "team"},
         "kernel": {  # not the simulator: a program that does not simulate does not import it
-            *("devices", "handshake", "memory", "primitives", "semaphores", "settings"),
-            *("simulating", "compiling", "team", "tools"),
+            *("devices", "handshake", "memory", "primitives", "residency", "semaphores"),
+            *("simulating", "team", "tools"),
         },
-        "posting": {"devices", "kernel", "memory", "primitives", "settings", "team"},
+        "residency": {"compiling", "settings", "simulating"},
+        "posting": {"devices", "kernel", "memory", "primitives", "residency", "settings", "team"},
         "simulator": {
             *("errors", "memory", "primitives", "private_jax", "simulating", "sites", "targets"),
         },

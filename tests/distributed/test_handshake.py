@@ -172,7 +172,7 @@ class TestWhen:
     @pytest.mark.parametrize("core_count", [4, 132])
     def test_how_much_is_room(self, core_count):
         with st.simulate(core_count=core_count):
-            most = max(b for b in range(1, core_count + 1) if kernel._leaves_room(b))
+            most = max(b for b in range(1, core_count + 1) if residency.leaves_room(b))
         assert most == core_count - max(1, core_count // 16)
 
     @pytest.mark.parametrize(("tasks", "blocks"), [(1, 99), (99, 99), (112, 112), (9999, 132)])
