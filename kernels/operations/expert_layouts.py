@@ -48,6 +48,12 @@ def of_layer(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> tuple[P,
                 f"mixture_of_experts: the experts of {name} lie along {_names(spec[0])}; they must"
                 f" lie along {axes}, as axis_name has it. Reshard them, or pass other in_specs."
             )
+    if wrong := [side for side in sides if _names(side[2]) != _names(w_out[1])]:
+        raise ValueError(
+            f"mixture_of_experts: the columns of w_in lie along {_names(wrong[0][2])} and the rows"
+            f" of w_out along {_names(w_out[1])}; the experts' f must lie alike. Reshard one,"
+            " or pass other in_specs."
+        )
     if _names(w_out[1]) and arguments.get("b_out") is not None:
         raise NotImplementedError(
             f"mixture_of_experts: w_out's f lies along {_names(w_out[1])}, whose devices would each"

@@ -34,8 +34,9 @@ def sharded(
     Args:
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
       mesh: by default that of the operands, or the enclosing one (`jax.set_mesh`).
-      in_specs: the sharding of each operand, a spec each (for a tuple of matrices, a tuple), then
-        of the arrays that are passed by name, such as biases. By default that of their types, on a
+      in_specs: the sharding of each operand, in the order of `operation`'s parameters, a spec each
+        (for a tuple of matrices, a tuple), then of other arrays that are passed by name, such as
+        biases. By default that of their types, on a
         mesh of `AxisType.Explicit`, or of the arrays outside of `jax.jit`.
       out_specs: the sharding of the results; for the matmuls and the operations on experts, by
         default derived from the operands.
@@ -45,19 +46,19 @@ def sharded(
 
     Raises:
       ValueError: `operation` is none over a team; from the function, where a mesh or a spec is
-        missing, or the gathered operand is not sharded over the team.
+        missing, or the operands do not lie as the operation takes them: what is gathered along the
+        team, a contraction that is summed along the team in both operands, any other one along no
+        axis.
+      TypeError: from the function, for an argument that is missing or that `operation` lacks.
     """
     records = [r for r in OPERATIONS.values() if r.public is operation and r.communicates]
     if not records:
         raise ValueError(f"{operation!r} is not an operation of Stretto over a team of devices.")
     record = records[0]
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        count = list(inspect.signature(operation).parameters).index("axis_name")
-        operands, rest = arguments[:count], arguments[count:]
-        if rest:
-            (options["axis_name"],) = rest
-        name = options.get("axis_name")
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        operands, options = _apart(record, arguments, keywords)
+        count, name = len(operands), options["axis_name"]
         axes = tuple(name) if isinstance(name, tuple | list) else (name,)
         scales = {key: options.pop(key) for key in SCALES if options.get(key) is not None}
         named = [key for key, x in options.items() if _are_arrays(x)]
@@ -86,6 +87,24 @@ def sharded(
         )(*every, *scales.values())
 
     return call
+
+
+def _apart(
+    record: Operation, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(the operands, which come before the axis, lists of them as tuples; the other arguments).
+
+    Raises:
+      TypeError: an argument is missing, or the operation has none of such a name.
+    """
+    signature = inspect.signature(record.public)
+    try:
+        options = signature.bind(*arguments, **keywords).arguments
+    except TypeError as error:
+        raise TypeError(f"{record.name}: {error}.") from None
+    names = list(signature.parameters)
+    operands = [options.pop(name) for name in names[: names.index("axis_name")]]
+    return tuple(tuple(x) if isinstance(x, list) else x for x in operands), options
 
 
 def _specs_of_scales(operand: Any, spec: Any, scale: Any) -> Any:

@@ -160,6 +160,11 @@ def test_biases_by_name():
         (dict(w_out=P(None)), ValueError, r"experts of w_out lie along \(\); they must"),
         (dict(x=P(("tp", "ep"), None), index=P(("tp", "ep"))), ValueError, "must lie alike"),
         (dict(f="tp"), ValueError, r"gate and up lie in one matrix.*Pass w_in=\(gate, up\)"),
+        (
+            dict(w_in=P("ep", None, "tp"), x=P("ep"), index=P("ep"), weights=P("ep")),
+            ValueError,
+            r"columns of w_in lie along \('tp',\) and the rows of w_out along \(\)",
+        ),
         (dict(f="tp", b_out=True), NotImplementedError, "whose devices would each add b_out"),
     ],
 )

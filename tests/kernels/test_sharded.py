@@ -147,3 +147,63 @@ def test_what_is_missing_is_named():
         st.sharded(st.all_gather_matmul, mesh=mesh, in_specs=(P(),))(x, w, "tp")
     with pytest.raises(ValueError, match="not an operation of Stretto over a team"):
         st.sharded(st.grouped_matmul)
+
+
+GATHER, SCATTER, SUM = st.all_gather_matmul, st.matmul_reduce_scatter, st.matmul_all_reduce
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "specs", "message"),
+    [
+        (GATHER, {}, (P("tp", "dp"), P("dp")), r"contraction of lhs lies along \('dp',\)"),
+        (GATHER, {}, (P("tp"), P("dp", "tp")), r"contraction of rhs lies along \('dp',\)"),
+        (GATHER, dict(gather_axis="k"), (P(None, ("dp", "tp")), P("dp")), "contraction of lhs"),
+        (GATHER, dict(gather_axis="n"), (P(None, "dp"), P("dp", "tp")), "contraction of lhs"),
+        (SCATTER, {}, (P(), P()), r"along \(\) in lhs and \(\) in rhs, and .* over \('tp',\)"),
+        (SCATTER, {}, (P(None, ("dp", "tp")), P(("dp", "tp"))), r"along \('dp', 'tp'\) in lhs"),
+        (SCATTER, dict(axis_name=("dp", "tp")),
+         (P(None, ("dp", "tp")), P(("tp", "dp"))), r"\('tp', 'dp'\) in rhs"),
+        (SUM, {}, (P(), P()), "must lie along the axes of the sum in both"),
+        (SUM, {}, (P("tp"), P()), "must lie along the axes of the sum in both"),
+        (SUM, dict(rhs_transposed=True), (P(None, "tp"), P("tp")), "must lie along the axes"),
+        (SUM, {}, ((P(None, "tp"), P()), (P("tp"), P())), "must lie along the axes of the sum"),
+        (SUM, {}, ((P(None, "tp"), P("dp", "tp")), (P("tp"), P("tp"))), "they must lie alike"),
+    ],
+)  # fmt: skip
+def test_shards_that_are_not_those_of_a_product_are_refused(call, options, specs, message):
+    """Each device would compute something, and the result would be wrong."""
+    several = isinstance(specs[0], tuple) and not isinstance(specs[0], P)
+    given = [(jnp.ones((16, 16)),) * 2 if several else jnp.ones((16, 16))] * 2
+    program = st.sharded(call, mesh=mesh_of(AxisType.Auto), in_specs=specs)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(program, **{"axis_name": "tp"} | options), *given)
+
+
+def test_a_contraction_along_all_axes_of_the_sum():
+    x, w = operands(mesh_of(AxisType.Auto), P(None, None, ("dp", "tp")), P(("dp", "tp")))
+    for axes in (("dp", "tp"), ("tp", "dp")):
+        out = st.sharded(SCATTER)(x, w, axes, axis=1)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(x) @ np.asarray(w))
+
+
+def test_a_gated_epilogue_and_lists_and_operands_by_name():
+    x, w = operands(mesh_of(AxisType.Auto), P("dp", "tp"), P(None, "tp"))
+    call = functools.partial(st.sharded(GATHER), axis_name="tp", axis=1)
+    wanted = np.asarray(x) @ np.asarray(w)
+    for found in (*call(x, [w, w]), call(lhs=x, rhs=w), call(rhs=w, lhs=x)):
+        np.testing.assert_array_equal(np.asarray(found), wanted)
+    product = st.Epilogue(lambda gate, up: gate + up, gated=True)
+    np.testing.assert_array_equal(np.asarray(call(x, (w, w), epilogue=product)), 2 * wanted)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({}, "all_gather_matmul: missing .*'axis_name'"),
+        (dict(axis_name="tp", axes=1), "unexpected keyword argument 'axes'"),
+    ],
+)
+def test_arguments_that_the_operation_lacks(keywords, message):
+    x, w = operands(mesh_of(AxisType.Auto), P("dp", "tp"), P(None, "tp"))
+    with pytest.raises(TypeError, match=message):
+        st.sharded(GATHER)(x, w, **keywords)
