@@ -9,9 +9,21 @@ ALIGNED = 8
 """Rows that the first row of a swizzled tile must be a multiple of."""
 
 
+def cut_off(sizes: jax.Array, m: int) -> jax.Array:
+    """Sizes of groups of `m` rows, int32 `[g]`: negative ones as 0, larger ones than m as m.
+
+    So no sum of them overflows, and numbers that int32 cannot hold keep their meaning.
+    """
+    kind = jnp.iinfo(sizes.dtype)
+    if kind.max > jnp.iinfo(jnp.int32).max:  # m may not fit into narrower types.
+        sizes = jnp.minimum(sizes, m)
+    sizes = jnp.maximum(sizes, 0) if kind.min < 0 else sizes
+    return jnp.minimum(sizes.astype(jnp.int32), m)
+
+
 def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """First row of each group and the row after its last one, int32 `[g]`, within the `m` rows."""
-    sizes = jnp.maximum(sizes, 0).astype(jnp.int32)
+    sizes = cut_off(sizes, m)
     before = sum_before(sizes)
     return jnp.minimum(before, m), jnp.minimum(before + sizes, m)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import varying_axes
+from stretto.kernels.fused.group_tables import cut_off
 from stretto.kernels.operations import fp8_products as products
 from stretto.kernels.operations import grouped_matmul as plain
 from stretto.kernels.operations.as_bits import from_bits, to_bits
@@ -57,7 +58,7 @@ def grouped_matmul(
     checks.check_grouped_operands(op, x, w, group_sizes, rhs_transposed=False, scaled=True)
     dtype = checks.check_out_dtype(op, out_dtype, x.dtype)
     how = How(recipe=recipe, out_dtype=dtype, backend=backend, typed=bool(varying_axes(x)))
-    return _grouped(how, *typed_alike((), [x, w, group_sizes.astype(jnp.int32)]))
+    return _grouped(how, *typed_alike((), [x, w, cut_off(group_sizes, x.shape[0])]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.kernels.fused import grouped_matmul as kernel
-from stretto.kernels.fused.group_tables import bounds
+from stretto.kernels.fused.group_tables import bounds, cut_off
 from stretto.kernels.fused.grouped_contraction import contracted
 from stretto.kernels.operation import Axes, Call, Examples, Operand, Operation, Sizes
 from stretto.kernels.operations import scaled_groups, scaled_records
@@ -81,7 +81,7 @@ def grouped_matmul(
     options = GroupedOptions(
         out_dtype=checks.check_out_dtype(OP, out_dtype, default), rhs_transposed=rhs_transposed
     )
-    operands = lhs, rhs, group_sizes.astype(jnp.int32)
+    operands = lhs, rhs, cut_off(group_sizes, lhs.shape[0])
     if has_scales:
         return scaled_groups.grouped(
             SCALED,
@@ -106,7 +106,7 @@ def product_of_groups(
 ) -> jax.Array:
     """`grouped_matmul` of operands that fit; without `zeros` rows of no group are undefined."""
     options = GroupedOptions(out_dtype=lhs.dtype, rhs_transposed=rhs_transposed, zeros=zeros)
-    return _performed((lhs, rhs, group_sizes.astype(jnp.int32)), options, None, backend)
+    return _performed((lhs, rhs, cut_off(group_sizes, lhs.shape[0])), options, None, backend)
 
 
 def _sizes(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Sizes:

@@ -171,18 +171,36 @@ def test_nan_stays_in_its_group():
     assert [bool(np.isfinite(x.astype(np.float32)).all()) for x in found] == [False, True, False]
 
 
-def test_sizes_that_do_not_fit():
+MOST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "cut"),
+    [
+        ((40, -3, 100), "int32", (40, 0, 24)),
+        ((40, MOST, MOST), "int32", (40, 24, 0)),  # Their sum is above 2^31.
+        ((MOST, MOST, 5), "int32", (64, 0, 0)),
+        ((40, 3, 2**32 - 1), "uint32", (40, 3, 21)),
+        ((40, 3, 120), "int8", (40, 3, 21)),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, dtype, cut):
     """Rows beyond m are cut off; a negative size counts as none."""
     lhs, rhs = whole_numbers(0, 64, 64), whole_numbers(1, 3, 64, 64)
-    arrays = jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16)
-    wanted = product(lhs, rhs, (40, 0, 24))
+    arrays = jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16), jnp.asarray(np.array(sizes, dtype))
     call = functools.partial(st.grouped_matmul, config=SMALL, out_dtype=F32)
-    fused, _ = simulated(call, *arrays, jnp.array([40, -3, 100], jnp.int32))
-    plain = st.grouped_matmul(
-        *arrays, jnp.array([40, -3, 100], jnp.int32), out_dtype=F32, backend="xla"
-    )
+    fused, _ = simulated(call, *arrays)
+    plain = st.grouped_matmul(*arrays, out_dtype=F32, backend="xla")
     for out in (fused, plain):
-        np.testing.assert_array_equal(out, wanted)
+        np.testing.assert_array_equal(out, product(lhs, rhs, cut))
+
+
+def test_sizes_that_do_not_fit_in_8_bits():
+    """The scale of all rows sees those of groups alone."""
+    x = jnp.ones((16, 16)).at[8:].set(3)
+    recipe = st.fp8.Recipe(granularity="tensor")
+    out = st.fp8.grouped_matmul(x, jnp.ones((2, 16, 16)), jnp.array([MOST, 9]), recipe=recipe)
+    np.testing.assert_allclose(out, 16 * np.asarray(x), rtol=0.05)
 
 
 def test_a_second_call_with_fewer_rows():
