@@ -53,7 +53,8 @@ def launch(
     `team.device_id()` the device. All operands, outputs and symmetric buffers are in global memory
     and may be reached by peers through `copies.remote`. Unless `waiting_warps`: when `body`
     starts, every peer has started too, and its operands are ready to be read; when `body` ends,
-    block 0 waits for all peers (`handshake`), before any buffer is used again.
+    the launch waits for the bulk stores of each warpgroup, and block 0 for all peers (`handshake`),
+    before any buffer is used again. Without a team the body itself waits for its bulk stores.
 
     Args:
       body: the kernel. Its numbers have 32 bits by default, also under `jax_enable_x64`.
@@ -131,6 +132,8 @@ def launch(
         if not around:
             extra = dict(handshake=meeting) if waiting_warps else {}
             body(*refs, **sems, **scratch_refs, **extra)
+            if not waiting_warps:  # A team of one device: its own stores.
+                _complete_stores()
             return
         block_done = scratch_refs.pop("block_done")
         _open(meeting)
@@ -206,7 +209,7 @@ def _close(meeting: Handshake, block_done: Any) -> None:
 
     A kernel ends when its last block does, so one waiting block holds the whole kernel.
     """
-    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    _complete_stores()
     plgpu.barrier_arrive(block_done)
     is_first_thread = lax.axis_index(THREAD_AXIS) == 0
 
@@ -216,6 +219,11 @@ def _close(meeting: Handshake, block_done: Any) -> None:
 
     _when(is_first_thread, tell)
     _when(is_first_thread & (block_id() == 0), meeting.wait_at_end)
+
+
+def _complete_stores() -> None:
+    """Waits for this warpgroup's bulk stores, whose shared memory ends with the block."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
 def _compiler_params(given: plgpu.CompilerParams | None, opens_itself: bool) -> Any:

@@ -160,7 +160,10 @@ def is_symbolic(*arrays: Any) -> bool:
 def check_out_dtype(op: str, out_dtype: jax.typing.DTypeLike | None, default: Any) -> jnp.dtype:
     """`out_dtype`, or `default` where it is None; ValueError unless it is of the default's kind."""
     default = jnp.dtype(default)
-    dtype = default if out_dtype is None else jnp.dtype(out_dtype)
+    try:
+        dtype = default if out_dtype is None else jnp.dtype(out_dtype)
+    except TypeError as error:
+        raise ValueError(f"{op}: out_dtype={out_dtype!r:.60} is no type: {error}.") from None
     kinds = [jnp.floating, jnp.complexfloating, jnp.integer]
     if not any(all(jnp.issubdtype(x, kind) for x in (dtype, default)) for kind in kinds):
         raise ValueError(

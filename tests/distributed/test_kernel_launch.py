@@ -86,6 +86,11 @@ class TestLaunch:
         x = rows(3)
         np.testing.assert_array_equal(jax.jit(sharded(rotate))(x), rolled(x))
 
+    def test_stores_of_a_team_of_one_device_are_complete(self, simulation):
+        """The launch waits for them, as it does for those of several devices."""
+        x = rows(1)
+        np.testing.assert_array_equal(jax.jit(sharded(rotate, 1))(x), x)
+
     def test_outputs_keep_their_varying_type(self, simulation):
         x = rows(2)
         out = jax.jit(sharded(rotate, 2, check_vma=True))(x)
