@@ -17,7 +17,8 @@ from stretto.launch.worker import below
 def check_script(script: str) -> None:
     """Raises LaunchError if there is no such file."""
     if not Path(script).is_file():
-        raise LaunchError(f"script {script} does not exist; give the path of a Python file")
+        found = "is no file" if Path(script).exists() else "does not exist"
+        raise LaunchError(f"script {script} {found}; give the path of a Python file")
 
 
 def show(error: Exception, script: str) -> None:

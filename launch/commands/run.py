@@ -12,6 +12,7 @@ from pathlib import Path
 from stretto.launch import environment
 from stretto.launch.commands.dry_run import describe
 from stretto.launch.commands.make_job import make_job
+from stretto.launch.commands.on_cpus import check_script
 from stretto.launch.errors import CANNOT_START, LaunchError
 from stretto.launch.planning.job import Job
 from stretto.launch.planning.modules import module_file
@@ -47,17 +48,18 @@ def _check(options: RunOptions, environ: Mapping[str, str]) -> None:
         raise LaunchError("the working directory does not exist any more; cd to one that does")
     if options.module:
         module_file(options.script, Path.cwd())
-    elif not Path(options.script).is_file():
-        raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
-    for name, value, least, most in (
-        ("--timeout", options.timeout, 0, math.inf),
-        ("--start-timeout", options.start_timeout, 0, math.inf),
-        ("--grace", options.grace, -1, _LONGEST_GRACE_S),
-        ("--network-timeout", options.network_timeout, 0, _LONGEST_SILENCE_S),
-        ("--restarts", options.restarts, -1, math.inf),
+    else:
+        check_script(options.script)
+    for name, value, may_be_zero, most in (
+        ("--timeout", options.timeout, False, math.inf),
+        ("--start-timeout", options.start_timeout, False, math.inf),
+        ("--grace", options.grace, True, _LONGEST_GRACE_S),
+        ("--network-timeout", options.network_timeout, False, _LONGEST_SILENCE_S),
+        ("--restarts", options.restarts, True, math.inf),
     ):
-        if value is not None and not value > least:  # nan is not, either
-            raise LaunchError(f"{name} {value:g} must be more than {least}")
+        if value is not None and not (value > 0 or (may_be_zero and value == 0)):  # nan is neither
+            least = "at least 0" if may_be_zero else "more than 0"
+            raise LaunchError(f"{name} {value:g} must be {least}")
         if value is not None and value > most:
             raise LaunchError(f"{name} {value:g} must be at most {most}")
     for name, port in (("--port", options.port), ("--control-port", options.control_port)):

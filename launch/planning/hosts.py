@@ -37,6 +37,8 @@ def parse_hostfile(
             continue
         where = f"{source}, line {number}"
         name, count = _name_and_count(words[0], where)
+        if not name.rpartition("@")[2]:
+            raise LaunchError(f"{where}: {words[0]!r} names no host")
         name = names.first_of(name)
         for word in words[1:]:
             match = _SLOTS.match(word)

@@ -47,6 +47,9 @@ def test_everything_at_once():
         ("a:b", "f, line 1: 'a:b' needs a number"),
         ("[fe80::1", r"is not \[ADDRESS\]"),
         ("# nothing\n\n", "f names no host"),
+        ("a\n:2", "f, line 2: ':2' names no host"),
+        ("user@ slots=2", "f, line 1: 'user@' names no host"),
+        ("[]:2", r"f, line 1: '\[\]:2' names no host"),
     ],
 )
 def test_errors_name_the_line(text, words):

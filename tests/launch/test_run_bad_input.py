@@ -54,6 +54,10 @@ def test_missing_script(capfd):
     assert "no/such.py does not exist" in line
 
 
+def test_a_folder_is_no_script(capfd, tmp_path):
+    assert "is no file; give the path" in refused(capfd, "-n", "2", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -63,7 +67,9 @@ def test_missing_script(capfd):
         (("--timeout", "soon"), "--timeout soon must be a number of seconds"),
         (("-n", "-3"), "-n -3 must be at least 1"),
         (("--timeout", "0"), "--timeout 0 must be more than 0"),
-        (("--restarts", "-1"), "--restarts -1 must be more than -1"),
+        (("--restarts", "-1"), "--restarts -1 must be at least 0"),
+        (("--grace", "-0.5"), "--grace -0.5 must be at least 0"),
+        (("--grace", "nan"), "--grace nan must be at least 0"),
         (("--port", "70000"), "--port 70000 must be from 1 to 65535"),
         (("--env", "=x"), "--env '=x' has no name"),
         (("--env", "NOT_SET_ANYWHERE"), "--env NOT_SET_ANYWHERE is not set here"),
