@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from stretto.kernels.problem.checks import check_integer
 from stretto.layers import products
 from stretto.layers.linear import (
     ColumnParallelLinear,
@@ -51,7 +52,8 @@ class Attention(nnx.Module):
     Raises:
       ValueError: `qkv_features` is no multiple of `num_heads`, or `num_heads` none of
         `num_kv_heads`; in calls, the team cannot split the heads, or x is neither `[batch, tokens,
-        features]` nor `[batch * tokens, features]` with `sequence`.
+        features]` nor `[batch * tokens, features]` with `sequence`, of which each team has whole
+        ones.
     """
 
     def __init__(
@@ -154,7 +156,13 @@ class Attention(nnx.Module):
                     f" {self.parallel.axis_name!r}; pass other heads, or a mesh with fewer there."
                 )
         found = products.columns(how, x, into, self.query.types())
-        tokens = found[0].shape[-2] if sequence is None else sequence
+        rows = found[0].shape[-2]
+        tokens = rows if sequence is None else sequence
+        if rows % tokens:
+            raise ValueError(
+                f"sequence={tokens} must divide the {rows} rows of x that a team has: whole"
+                " sequences; pass the tokens of one sequence."
+            )
         query, key, value = (
             y.reshape(-1, tokens, y.shape[-1] // self.head_dim, self.head_dim) for y in found
         )
@@ -176,6 +184,8 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
 def _check_input(x: jax.Array, sequence: int | None) -> None:
     if x.ndim == 3 and sequence is None:
         return
+    if sequence is not None and check_integer("Attention", "sequence", sequence) < 1:
+        raise ValueError(f"sequence={sequence} must be at least 1, the tokens of one sequence.")
     if x.ndim != 2 or sequence is None:
         raise ValueError(
             f"x has shape {x.shape}, with sequence={sequence}; pass [batch, tokens, features], or"
