@@ -13,6 +13,7 @@ number of them, whose transposed copies would begin wherever the group does: no 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from stretto.kernels.operations import grouped_matmul as plain
 from stretto.kernels.operations.as_bits import from_bits, to_bits
 from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
 from stretto.kernels.operations.perform import typed_alike
+from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem import checks
 from stretto.kernels.xla.quantisation import Quantised
 
@@ -81,7 +83,19 @@ def _backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Array, jax.
     return dx, dw, None
 
 
-_grouped.defvjp(_forward, _backward)
+def _refusing(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that is not differentiated itself: nothing would come through the rounding."""
+
+    def whole(how: How, *given: Any) -> Any:
+        run = lambda given: rule(how, *given)  # noqa: E731
+        return without_derivative("fp8.grouped_matmul", run, given, instead=SECOND)
+
+    return whole
+
+
+SECOND = "for derivatives of derivatives call stretto.grouped_matmul"
+
+_grouped.defvjp(_refusing(_forward), _refusing(_backward))
 
 
 # --- The products, also of experts ----------------------------------------------------------------

@@ -34,6 +34,7 @@ from stretto.kernels.operations.expert_rules import DispatchOptions
 from stretto.kernels.operations.fp8_products import How, Recipe
 from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.perform import decide, perform
+from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.xla import experts as xla
 from stretto.kernels.xla.quantisation import Quantised, dequantise
@@ -194,7 +195,19 @@ def _backward(layer: Layer, residuals: Any, bar: jax.Array) -> tuple[Operands]:
     )
 
 
-differentiable.defvjp(forward, _backward)
+def _once(layer: Layer, residuals: Any, bar: jax.Array) -> tuple[Operands]:
+    """`_backward`, which is not differentiated again: nothing would come through the rounding."""
+    return without_derivative(
+        "fp8.mixture_of_experts",
+        lambda given: _backward(layer, *given),
+        (residuals, bar),
+        instead=SECOND,
+    )
+
+
+SECOND = "for derivatives of derivatives call stretto.mixture_of_experts"
+
+differentiable.defvjp(forward, _once)
 
 
 def _cotangent_rows(layer: Layer, bar: jax.Array, operands: Operands) -> Any:

@@ -178,7 +178,9 @@ def test_a_layer_and_its_derivatives(name, dtype, check_vma):
     assert 0.005 < error(out, want) < 0.06
     errors = [error(bar, want) for bar, want in zip(bars, bars_wanted, strict=True)]
     assert max(errors) < 0.1, errors
-    assert min(errors) > 1e-5, "nothing of it is exact"
+    if name == "wide":  # Cotangents are not rounded, and that of b_out is a sum of them alone.
+        assert errors.pop() < 1e-5
+    assert min(errors) > 1e-5, "nothing else of it is exact"
     assert [bar.dtype for bar in bars] == [F32] * 6, "of the operands' own types"
 
 
@@ -285,6 +287,25 @@ def test_weights_in_8_bits_have_no_derivative():
     half = layer_alone(recipe, prepare=lambda r, w: r.weight(w) if w.shape[1] == D else w)
     with pytest.raises(ValueError, match="some of w_in and w_out are in 8 bits"):
         jax.eval_shape(half, *given)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["row"], RECIPES["wide"]], ids=["row", "wide"])
+def test_derivatives_of_derivatives_are_refused(recipe):
+    """Through the rounding they would be zero."""
+    layer, given = layer_alone(recipe), operands()
+    x, w = jnp.ones((ROWS, D)), jnp.ones((len(SIZES), D, F))
+    losses = {
+        "mixture_of_experts": (given[0], lambda x: layer(x, *given[1:])),
+        "grouped_matmul": (x, lambda x: fp8.grouped_matmul(x, w, SIZES, recipe=recipe)),
+    }
+    for name, (x, call) in losses.items():
+        first = jax.grad(lambda x, call=call: jnp.sum(call(x).astype(F32) ** 2))
+        for second in (
+            lambda x, first=first: jax.jvp(first, (x,), (x,)),
+            jax.grad(lambda x, first=first: jnp.sum(first(x).astype(F32) ** 2)),
+        ):
+            with pytest.raises(NotImplementedError, match=f"fp8.{name}: .* call stretto.{name}"):
+                jax.eval_shape(second, x)
 
 
 @pytest.mark.parametrize(
