@@ -27,8 +27,7 @@ class Parallel:
         tokens, and an all-reduce follows the last product.
       token_axis: dimension of the activations `[..., features]` that is split; may be negative.
         The kernels need no copy where all dimensions before it are of size 1, as for rows `[tokens,
-        features]`; with `backend="pallas"` also where a device's share of the tokens is a multiple
-        of 256.
+        features]`, or where a device's share of the tokens is a multiple of 256.
       batch_axes: mesh axis, or axes, over which the activations' first dimension is sharded. It is
         used in global-view code with `AxisType.Auto` only: with `AxisType.Explicit` the types of
         arrays state it, and inside `jax.shard_map` it is not needed.

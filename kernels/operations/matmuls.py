@@ -72,9 +72,8 @@ def all_gather_matmul(
     With more dimensions before its rows, lhs `[..., k]` is a batch, gathered along `axis`: equal to
     `lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, of `[b, s / D, k]` with `axis=1`
     `[b, s, n]`. If `axis` is the first dimension (but for some of size 1), nothing is copied.
-    Otherwise XLA copies the result into order, and `stretto.explain` reports it; but with
-    `backend="pallas"` the kernel stores it in order where the rows of a device from `axis` on,
-    `s / D`, are a multiple of 256 (never timed on GPUs).
+    The kernel stores the result in order, too, where the rows of a device from `axis` on, `s / D`,
+    are a multiple of 256. Otherwise XLA copies it into order, and `stretto.explain` reports it.
 
     Args:
       lhs: matrix, or a batch of them; the fused kernel takes bfloat16 and float16.
