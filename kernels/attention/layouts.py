@@ -67,6 +67,8 @@ def token_positions(tokens: int, axis_name: AxisNames, *, layout: str = CONTIGUO
     """
     axes = canonical_axes(axis_name)
     tokens = checks.check_integer("token_positions", "tokens", tokens)
+    if isinstance(tokens, int) and tokens < 0:
+        raise ValueError(f"token_positions: tokens={tokens} must not be negative.")
     check_layout("token_positions", layout, tokens=tokens)
     return Span(layout, axis_size(axes), lax.axis_index(axes)).positions(tokens)
 

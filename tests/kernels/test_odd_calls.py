@@ -216,6 +216,7 @@ def traced(x):
         (lambda q: attend(q, scale="x"), Q, "scale='x' must be a number"),
         (lambda x: norm(x, epsilon=None), ROWS_OF_NORM, "epsilon=None must be a number"),
         (lambda x: st.token_positions(2.0, "x"), X, "token_positions: tokens=2.0 is of type"),
+        (lambda x: st.token_positions(-2, "x"), X, "tokens=-2 must not be negative"),
         (lambda x: st.to_zigzag([1, 2], 1), X, "to_zigzag: x=.* it must be an array"),
         (lambda x: st.fp8.matmul(x, x.T, recipe="row"), X, "fp8.matmul: recipe='row' must be"),
         (lambda x: st.fp8.matmul(x, x.T), X.astype(int), "fp8.matmul: x is int32; it must be"),
