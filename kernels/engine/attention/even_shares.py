@@ -10,11 +10,32 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from stretto.kernels.engine.attention.order import AttentionOrder
 from stretto.kernels.engine.attention.visible import VisibleKeys
+
+
+class Tiles(Protocol):
+    """Tiles by number, those of a head of keys together."""
+
+    @property
+    def num_tiles(self) -> int:
+        """All tiles."""
+        ...
+
+    @property
+    def together(self) -> int:
+        """The tiles of a head of keys."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """That share them."""
+        ...
+
 
 OF_TILE = 0.7
 """What a tile takes besides, in blocks of keys: its queries, its result, and its first scores."""
@@ -32,13 +53,18 @@ def table(visible: VisibleKeys, order: AttentionOrder) -> np.ndarray:
       order: the tiles.
     """
     each = [
-        _shares(_work(dataclasses.replace(visible, device=i), order), order)
+        shares(_work(dataclasses.replace(visible, device=i), order), order)
         for i in range(visible.devices)
     ]
-    most = max(len(tiles) for shares in each for tiles in shares)
-    found = np.zeros((len(each), most + 2, order.num_blocks), np.int32)
-    for device, shares in enumerate(each):
-        for block, tiles in enumerate(shares):
+    return packed(each, order.num_blocks)
+
+
+def packed(each: Sequence[Sequence[Sequence[int]]], num_blocks: int) -> np.ndarray:
+    """The table of the shares of each device, by block."""
+    most = max(len(tiles) for of_device in each for tiles in of_device)
+    found = np.zeros((len(each), most + 2, num_blocks), np.int32)
+    for device, of_device in enumerate(each):
+        for block, tiles in enumerate(of_device):
             found[device, 0, block] = len(tiles)
             found[device, 1 : len(tiles) + 1, block] = tiles
     return found
@@ -53,8 +79,10 @@ def _work(visible: VisibleKeys, order: AttentionOrder) -> list[float]:
     return [of_places[number - number % order.group] for number in range(order.together)]
 
 
-def _shares(work: Sequence[float], order: AttentionOrder) -> list[list[int]]:
+def shares(work: Sequence[float], order: Tiles) -> list[list[int]]:
     """The tiles of each block: the next tile goes to the block that would be free first.
+
+    `work` is what each tile of a head of keys takes.
 
     So keys are wanted one head after another. Of the last heads, with at least a tile for each
     block, tiles that take longest come first, and the short ones fill the gaps at the end.
@@ -62,10 +90,10 @@ def _shares(work: Sequence[float], order: AttentionOrder) -> list[list[int]]:
     count, together = order.num_tiles, order.together
     ordered = max(0, count - order.num_blocks) // together * together
     numbers = [*range(ordered), *sorted(range(ordered, count), key=lambda i: -work[i % together])]
-    shares: list[list[int]] = [[] for _ in range(order.num_blocks)]
+    found: list[list[int]] = [[] for _ in range(order.num_blocks)]
     free = [(0.0, block) for block in range(order.num_blocks)]
     for number in numbers:
         begin, block = free[0]
-        shares[block].append(number)
+        found[block].append(number)
         heapq.heapreplace(free, (begin + work[number % together], block))
-    return shares
+    return found

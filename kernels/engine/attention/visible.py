@@ -85,7 +85,7 @@ class VisibleKeys:
         left = self.queries - rem(first_query, self.queries)
         end = first_query + _least(self.rows, left) - first_key
         begin = 0 if self.window is None else first_query - self.window + 1 - first_key
-        first, last = _clipped(begin, self.keys), _clipped(end, self.keys)
+        first, last = clipped(begin, self.keys), clipped(end, self.keys)
         return div(first, self.block), div(last + self.block - 1, self.block)
 
     def count(self, first_query: Int) -> Int:
@@ -124,5 +124,6 @@ def _least(x: int, y: Int) -> Int:
     return min(x, y) if isinstance(y, int) else jnp.minimum(x, y)
 
 
-def _clipped(x: Int, most: int) -> Int:
+def clipped(x: Int, most: int) -> Int:
+    """`x`, or the nearest number from 0 to `most`."""
     return min(max(x, 0), most) if isinstance(x, int) else jnp.clip(x, 0, most)

@@ -1,0 +1,80 @@
+"""The parts of attention's derivative: those of a matmul (`engine.parts`), and what it adds to them.
+
+A tile has keys and values of a block, whose derivatives it makes: its `step` is their chunk of the
+batch's, `m` the block in the chunk, `n` the head of keys. The "contraction" is over the queries
+that see the block: tiles of queries (`lhs`) and of the result's derivatives (`rhs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stretto.distributed.schedule import Int, rem
+from stretto.kernels.engine.attention.seeing import Seeing
+from stretto.kernels.engine.parts import Parts, Ref, Tile
+
+
+class Queries(NamedTuple):
+    """A tile of queries.
+
+    Attributes:
+      head: of queries, within the group that shares a head of keys.
+      chunk: of the device.
+      tile: within the chunk.
+    """
+
+    head: Int
+    chunk: Int
+    tile: Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DerivativeParts(Parts):
+    """A kernel of attention's derivative, as the sum of its parts.
+
+    Attributes:
+      load_keys: (tile, keys, values, barrier): starts the copies of a block; see `Memory`.
+      load_queries: (tile, queries, stages of queries, of the result's derivatives, of logsumexps
+        and of row sums, barrier): starts the copies of a tile of queries.
+      store_keys: (tile, keys, values): starts the copies of the derivatives of a block.
+      wait_for_turn: (tile, queries): returns once all earlier blocks have added theirs.
+      add_queries: (tile, queries, warpgroup, piece): starts the copy of what the block gives to the
+        derivative of queries; the first block's is stored, and the others' are added.
+      added: (tile, queries): publishes that the copies of all warpgroups are complete.
+      seeing: which tiles of queries see a block.
+      group: heads of queries for each head of keys.
+      exponent: of a score, to the base 2: its scale, times the logarithm of e; above 0.
+      scale: of the scores.
+    """
+
+    load_keys: Callable[[Tile, Ref, Ref, Ref], None]
+    load_queries: Callable[[Tile, Queries, tuple[Ref, Ref, Ref, Ref], Ref], None]
+    store_keys: Callable[[Tile, Ref, Ref], None]
+    wait_for_turn: Callable[[Tile, Queries], None]
+    add_queries: Callable[[Tile, Queries, int, Ref], None]
+    added: Callable[[Tile, Queries], None]
+    seeing: Seeing
+    group: int
+    exponent: float
+    scale: float
+
+    def first_key(self, tile: Tile) -> Int:
+        """The place in the sequence of a tile's first key."""
+        return self.seeing.first_key(rem(tile.step, self.seeing.visible.chunks), tile.m)
+
+    def first_query(self, queries: Queries) -> Int:
+        """The place in the sequence of the first query of a tile of queries."""
+        return self.seeing.visible.first_query(queries.chunk, queries.tile)
+
+    def for_each_tile_of_queries[Carry](
+        self, tile: Tile, body: Callable[[Queries, Carry], Carry], carry: Carry
+    ) -> Carry:
+        """Calls `body` for each tile of queries that sees the block."""
+        return self.seeing.for_each_tile(
+            self.first_key(tile),
+            self.group,
+            lambda head, chunk, place, carry: body(Queries(head, chunk, place), carry),
+            carry,
+        )

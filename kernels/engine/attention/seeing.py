@@ -1,0 +1,101 @@
+"""Which tiles of queries see a block of keys: the inverse of `visible`, for derivatives of keys.
+
+A call has the keys of one device, which may be another one than that of the queries. Every tile of
+queries adds up what blocks of keys give to the derivative of its queries, one block after another
+in the order of their places: so sums have the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+from stretto.distributed.schedule import Int, div, where
+from stretto.kernels.engine.attention.visible import VisibleKeys, clipped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seeing:
+    """The queries of one device that see the keys of another one, or of itself.
+
+    Attributes:
+      visible: which keys a tile of queries sees; `rows` divides `queries`.
+      distance: how many places further on the ring the device is that has the keys.
+    """
+
+    visible: VisibleKeys
+    distance: int = 0
+
+    def segment(self, chunk: Int) -> Int:
+        """The number of a chunk of these keys among the segments of `visible`."""
+        return self.distance * self.visible.chunks + chunk
+
+    def first_key(self, chunk: Int, block: Int) -> Int:
+        """The place in the sequence of the first key of a block."""
+        return self.visible.first_key(self.segment(chunk)) + block * self.visible.block
+
+    def tiles(self, first_key: Int, chunk: Int) -> tuple[Int, Int]:
+        """(first tile of a chunk of queries that sees a block of keys, the one after the last)."""
+        visible = self.visible
+        count = visible.queries // visible.rows
+        if not visible.causal:
+            return 0, count
+        ahead = first_key - visible.first_query(chunk, 0)
+        begin = div(clipped(ahead, visible.queries), visible.rows)
+        if visible.window is None:
+            return begin, count
+        end = clipped(ahead + visible.block - 1 + visible.window, visible.queries)
+        return begin, div(end + visible.rows - 1, visible.rows)
+
+    def count(self, chunk: int, block: int) -> Int:
+        """How many tiles of queries see a block of keys in all."""
+        first_key, total = self.first_key(chunk, block), 0
+        for own in range(self.visible.chunks):
+            first, last = self.tiles(first_key, own)
+            total += clipped(last - first, self.visible.queries)
+        return total
+
+    def before(self, first_query: Int, chunk: Int, block: Int) -> Int:
+        """How many blocks of these keys a tile of queries sees before this one."""
+        earlier: Int = 0
+        for other in range(self.visible.chunks):
+            first, last = self.visible.blocks(first_query, self.segment(other))
+            of_chunk = clipped(block - first, self.visible.keys)
+            earlier += where(chunk > other, last - first, where(chunk == other, of_chunk, 0))
+        return earlier
+
+    def is_seen(self, first_query: Int) -> jax.Array | bool:
+        """Whether a tile of queries sees any of these keys."""
+        found: jax.Array | bool = False
+        for chunk in range(self.visible.chunks):
+            first, last = self.visible.blocks(first_query, self.segment(chunk))
+            found = found | (first < last)
+        return found
+
+    def for_each_tile[Carry](
+        self,
+        first_key: Int,
+        group: int,
+        body: Callable[[Int, Int, Int, Carry], Carry],
+        carry: Carry,
+    ) -> Carry:
+        """Calls `body(head, chunk, tile, carry)` for each tile of queries that sees a block.
+
+        The tiles of a head of the group after each other, the last ones first.
+        """
+        chunks = self.visible.chunks
+
+        def of_chunk(index: jax.Array, carry: Carry) -> Carry:
+            head = div(index, chunks)
+            chunk = chunks - 1 - (index - head * chunks)
+            first, last = self.tiles(first_key, chunk)
+
+            def step(place: jax.Array, carry: Carry) -> Carry:
+                return body(head, chunk, first + last - 1 - place, carry)
+
+            return lax.fori_loop(first, last, step, carry)
+
+        return lax.fori_loop(0, group * chunks, of_chunk, carry)

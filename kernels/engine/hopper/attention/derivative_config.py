@@ -1,0 +1,80 @@
+"""How the derivative of attention is cut up for Hopper, and its constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from stretto.kernels.engine.hopper.attention.config import DIMS, ROWS
+from stretto.kernels.problem.machine import HOPPER
+
+WARPGROUPS = 2
+"""That derive, each with 64 keys of a block, and a quarter or half of what queries get."""
+REGISTERS = (40, 232)
+"""Of a thread that (loads or stores, derives): a block of three warpgroups starts with 168 each."""
+PIECE = 64
+"""Rows and columns of what a warpgroup gives to the derivative of a tile of queries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DerivativeTiles:
+    """How the derivative of attention is cut up.
+
+    Attributes:
+      num_stages: tiles of queries that are loaded ahead.
+      turns: warpgroups multiply in turns, so that one calculates weights meanwhile; otherwise the
+        hardware decides.
+    """
+
+    architecture: ClassVar[str] = HOPPER
+
+    num_stages: int = 2
+    turns: bool = False
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of a block."""
+        return WARPGROUPS * ROWS
+
+    @property
+    def tile_m(self) -> int:
+        """Keys of a block: the rows of a tile of the result."""
+        return self.tile_k
+
+    @property
+    def tile_n(self) -> int:
+        """The largest head size."""
+        return max(DIMS)
+
+    @property
+    def blocks(self) -> int:
+        """Every tile is made by one block."""
+        return 1
+
+    @property
+    def takes_edges(self) -> bool:
+        """Chunks are whole blocks of keys and tiles of queries."""
+        return False
+
+    @property
+    def raster_width(self) -> int:
+        """Tiles are in another order."""
+        return 1
+
+    def check(self) -> None:
+        """Raises ValueError for what the kernel cannot be built with."""
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
+
+    def smem_bytes(self, dim: int, itemsize: int) -> int:
+        """Shared memory that heads of this size take, in bytes."""
+        queries = queries_of_tile(dim)
+        operands = 2 * (self.tile_k + self.num_stages * queries) * dim * itemsize
+        weights = 2 * self.tile_k * queries * itemsize
+        sums = WARPGROUPS * PIECE * PIECE * 4 + 2 * self.num_stages * queries * 4
+        return operands + weights + sums
+
+
+def queries_of_tile(dim: int) -> int:
+    """Queries of a tile: as many as registers take beside the sums for keys and values."""
+    return 2 * PIECE if dim <= min(DIMS) else PIECE
