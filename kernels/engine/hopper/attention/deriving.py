@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool) -> None:
     """Derives one block of keys after another; `turns` is `DerivativeTiles.turns`."""
-    own = lax.axis_index(THREAD_AXIS)  # Read once: the loops below would shuffle for it each time.
+    own = lax.axis_index(THREAD_AXIS)
     for stage in range(memory.num_stages):
         plgpu.barrier_arrive(memory.queries_empty.at[stage])  # All memory is free at the start.
     plgpu.barrier_arrive(memory.slopes_read)
@@ -68,11 +68,13 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
     ) -> tuple[jax.Array, jax.Array]:
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, memory.values.shape[2]), jnp.float32), WGMMA)
         start = Sums(zeros, zeros, *where, jnp.bool_(False))
-        first_key = parts.first_key(tile) + own * ROWS
         # The copies of the block's keys and values are complete.
         plgpu.barrier_wait(memory.keys_full)
 
         def step(queries: Queries, sums: Sums) -> Sums:
+            # Read in every step: what follows from it would take registers outside of the loop.
+            own = lax.axis_index(THREAD_AXIS)
+            first_key = parts.first_key(tile) + own * ROWS
             return _of_queries(parts, memory, own, first_key, queries, sums, turns=turns)
 
         with jax.named_scope("derive"):
