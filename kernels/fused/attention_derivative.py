@@ -137,7 +137,6 @@ def derive(
       (float32 of q's shape, k's shape and type, v's).
 
     Raises:
-      ValueError: a configuration that cannot be built.
       NotImplementedError: operands that the kernel does not take, or another scale.
     """
     found = obstacle(q, k.shape[1], sequence.chunks, config)
@@ -145,7 +144,6 @@ def derive(
         found = f"scale={scale} must be above 0."
     if found is not None:
         raise NotImplementedError(f"the derivative of attention: {found}")
-    config.check()
     sizes = _sizes(q, k, sequence, config, devices, distance)
     own_device = jnp.asarray(device, jnp.int32)
     order = sizes.order(num_blocks_for(sizes.order(1).num_tiles))
@@ -250,7 +248,6 @@ def _parts(refs: Refs, sizes: _Sizes, scale: float) -> DerivativeParts:
     return DerivativeParts(
         order=EvenOrder(tiles=tiles, entry=entry),
         own_tiles=lambda block: refs.shares[0, block],
-        ahead=True,
         k_tiles=1,
         lhs=unused,
         rhs=unused,

@@ -12,6 +12,8 @@ WARPGROUPS = 2
 """That derive, each with 64 keys of a block, and a quarter or half of what queries get."""
 REGISTERS = (40, 232)
 """Of a thread that (loads or stores, derives): a block of three warpgroups starts with 168 each."""
+STAGES = 2
+"""Tiles of queries that are in memory at once; for more there is no room."""
 PIECE = 64
 """Rows and columns of what a warpgroup gives to the derivative of a tile of queries."""
 
@@ -21,14 +23,12 @@ class DerivativeTiles:
     """How the derivative of attention is cut up.
 
     Attributes:
-      num_stages: tiles of queries that are loaded ahead.
       turns: warpgroups multiply in turns, so that one calculates weights meanwhile; otherwise the
         hardware decides.
     """
 
     architecture: ClassVar[str] = HOPPER
 
-    num_stages: int = 2
     turns: bool = False
 
     @property
@@ -60,19 +60,6 @@ class DerivativeTiles:
     def raster_width(self) -> int:
         """Tiles are in another order."""
         return 1
-
-    def check(self) -> None:
-        """Raises ValueError for what the kernel cannot be built with."""
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
-
-    def smem_bytes(self, dim: int, itemsize: int) -> int:
-        """Shared memory that heads of this size take, in bytes."""
-        queries = queries_of_tile(dim)
-        operands = 2 * (self.tile_k + self.num_stages * queries) * dim * itemsize
-        weights = 2 * self.tile_k * queries * itemsize
-        sums = WARPGROUPS * PIECE * PIECE * 4 + 2 * self.num_stages * queries * 4
-        return operands + weights + sums
 
 
 def queries_of_tile(dim: int) -> int:

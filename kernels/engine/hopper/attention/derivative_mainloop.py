@@ -53,7 +53,7 @@ class Derivative:
 
     def scratch(self) -> dict[str, Any]:
         """Operands, results and the barriers."""
-        return derivative_memory.scratch(self.config, self.dim, self.product.out)
+        return derivative_memory.scratch(self.dim, self.product.out)
 
     def roles(
         self, block: Block, gates: Gates | None, scratch: Mapping[str, Ref]

@@ -8,14 +8,14 @@
 | `queries_empty[s]` | deriving warpgroups | loading warp | 2 | their products have read it |
 | `slopes_full[b]` | deriving warpgroups | the same | 2 | both halves of the slopes are there |
 | `slopes_read` | deriving warpgroups | the same | 2 | both have multiplied by the slopes before |
-| `read` | deriving warpgroups | the same | 2 | both have read the block for the last time |
 | `turn[w]` | the other warpgroup | warpgroup `w` | 1 | the tensor cores are `w`'s |
 | `filled[w]` | warpgroup `w` | storing warp | 1 | a piece for queries is in its buffer |
 | `free[w]` | storing warp | warpgroup `w` | 1 | the copy has read it |
 
 *Slopes* are derivatives of scores. After the last tile of queries of a block `slopes_full` of the
 last ones completes once more, so that the next block's first wait for "the slopes before" passes;
-what it multiplies is not used.
+what it multiplies is not used. `slopes_read` completes twice more: when both warpgroups have read
+the block for the last time, and for the next block's first wait.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.engine.hopper.attention.config import ROWS
 from stretto.kernels.engine.hopper.attention.derivative_config import (
     PIECE,
+    STAGES,
     WARPGROUPS,
-    DerivativeTiles,
     queries_of_tile,
 )
 from stretto.kernels.engine.parts import Ref
@@ -52,7 +51,7 @@ class Memory:
       values: `[2 (rows), 64, dim]`; likewise.
       queries, bars: `[stages, queries, dim]`, and derivatives of the result.
       lse, delta: float32 `[stages, queries]`, both negative (`DerivativeParts`).
-      slopes: `[2, rows of 64 queries, 2 (rows of keys), 64 keys, 64 queries]`.
+      slopes: `[stages, rows of 64 queries, 2 (rows of keys), 64 keys, 64 queries]`.
       sums: float32 `[2, 64, 64]`, a piece of each warpgroup for the derivative of queries.
 
     The others are barriers.
@@ -72,7 +71,6 @@ class Memory:
     queries_empty: Ref
     slopes_full: Ref
     slopes_read: Ref
-    read: Ref
     turn: Ref
     filled: Ref
     free: Ref
@@ -81,11 +79,6 @@ class Memory:
     def of(cls, refs: Mapping[str, Ref]) -> Memory:
         """Of the refs that `scratch` asked for."""
         return cls(**{field.name: refs[field.name] for field in dataclasses.fields(cls)})
-
-    @property
-    def num_stages(self) -> int:
-        """Tiles of queries that are loaded ahead."""
-        return self.queries.shape[0]
 
     @property
     def columns(self) -> int:
@@ -97,15 +90,10 @@ class Memory:
         """Pieces of 64 that a tile of queries has."""
         return self.slopes.shape[1]
 
-    def next(self, stage: jax.Array) -> jax.Array:
-        """The stage that is filled after `stage`."""
-        following = stage + 1
-        return lax.select(following == self.num_stages, jnp.int32(0), following)
 
-
-def scratch(config: DerivativeTiles, dim: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+def scratch(dim: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
     """The memory and its barriers, by name, for `kernel.launch`."""
-    stages, queries = config.num_stages, queries_of_tile(dim)
+    stages, queries = STAGES, queries_of_tile(dim)
 
     def tiles(*shape: int, of: jax.typing.DTypeLike = dtype) -> Any:
         return plgpu.SMEM(shape, of, transforms=swizzled(of))
@@ -119,15 +107,14 @@ def scratch(config: DerivativeTiles, dim: int, dtype: jax.typing.DTypeLike) -> d
         bars=tiles(stages, queries, dim),
         lse=plgpu.SMEM((stages, queries), jnp.float32),
         delta=plgpu.SMEM((stages, queries), jnp.float32),
-        slopes=tiles(2, queries // PIECE, WARPGROUPS, ROWS, PIECE),
+        slopes=tiles(stages, queries // PIECE, WARPGROUPS, ROWS, PIECE),
         sums=tiles(WARPGROUPS, PIECE, PIECE, of=jnp.float32),
         keys_full=plgpu.Barrier(num_arrivals=keys_copies),
         keys_done=plgpu.Barrier(**pair),
         queries_full=plgpu.Barrier(num_arrivals=COPIES_OF_QUERIES, num_barriers=stages),
         queries_empty=plgpu.Barrier(num_barriers=stages, **pair),
-        slopes_full=plgpu.Barrier(num_barriers=2, **pair),
+        slopes_full=plgpu.Barrier(num_barriers=stages, **pair),
         slopes_read=plgpu.Barrier(**pair),
-        read=plgpu.Barrier(**pair),
         turn=plgpu.Barrier(num_barriers=WARPGROUPS),
         filled=plgpu.Barrier(num_barriers=WARPGROUPS),
         free=plgpu.Barrier(num_barriers=WARPGROUPS),

@@ -32,7 +32,7 @@ def load(block: Block, parts: DerivativeParts, memory: Memory) -> None:
         rows = memory.lse.at[stage], memory.delta.at[stage]
         into = memory.queries.at[stage], memory.bars.at[stage], *rows
         parts.load_queries(tile, queries, into, memory.queries_full.at[stage])
-        return memory.next(stage)
+        return 1 - stage
 
     def load_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
         parts.load_keys(tile, memory.keys, memory.values, memory.keys_full)

@@ -25,7 +25,7 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine.attention.derivative_parts import DerivativeParts, Queries
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.attention.config import ROWS
-from stretto.kernels.engine.hopper.attention.derivative_config import PIECE
+from stretto.kernels.engine.hopper.attention.derivative_config import PIECE, STAGES
 from stretto.kernels.engine.hopper.attention.derivative_memory import Memory
 from stretto.kernels.engine.parts import Ref, Tile
 
@@ -37,22 +37,20 @@ class Sums(NamedTuple):
 
     Attributes:
       keys, values: their derivatives; those of keys without the scale.
-      stage: of the next tile of queries.
-      place: of its slopes, 0 or 1.
+      stage: of the next tile of queries, and of its slopes.
       begun: whether there was one.
     """
 
     keys: jax.Array
     values: jax.Array
     stage: jax.Array
-    place: jax.Array
     begun: jax.Array
 
 
 def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool) -> None:
     """Derives one block of keys after another; `turns` is `DerivativeTiles.turns`."""
-    own = lax.axis_index(THREAD_AXIS)
-    for stage in range(memory.num_stages):
+    own = _own()
+    for stage in range(STAGES):
         plgpu.barrier_arrive(memory.queries_empty.at[stage])  # All memory is free at the start.
     plgpu.barrier_arrive(memory.slopes_read)
     for row in range(memory.rows):  # The slopes before the first ones.
@@ -63,27 +61,29 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
     if turns:
         pl.when(own == 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
 
-    def derive_tile(
-        _: Int, tile: Tile, where: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def derive_tile(_: Int, tile: Tile, stage: jax.Array) -> jax.Array:
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, memory.values.shape[2]), jnp.float32), WGMMA)
-        start = Sums(zeros, zeros, *where, jnp.bool_(False))
+        start = Sums(zeros, zeros, stage, jnp.bool_(False))
         # The copies of the block's keys and values are complete.
         plgpu.barrier_wait(memory.keys_full)
 
         def step(queries: Queries, sums: Sums) -> Sums:
-            # Read in every step: what follows from it would take registers outside of the loop.
-            own = lax.axis_index(THREAD_AXIS)
+            own = _own()
             first_key = parts.first_key(tile) + own * ROWS
             return _of_queries(parts, memory, own, first_key, queries, sums, turns=turns)
 
         with jax.named_scope("derive"):
             sums = parts.for_each_tile_of_queries(tile, step, start)
-        _last_piece(memory, own, sums)
-        _hand_over(memory, own, sums, parts.scale)
-        return sums.stage, sums.place
+        _last_piece(memory, _own(), sums)
+        _hand_over(memory, _own(), sums, parts.scale)
+        return sums.stage
 
-    block.for_each_tile(derive_tile, (jnp.int32(0), jnp.int32(0)))
+    block.for_each_tile(derive_tile, jnp.int32(0))
+
+
+def _own() -> jax.Array:
+    """This warpgroup; read where it is used, or what follows from it would take registers."""
+    return lax.axis_index(THREAD_AXIS)
 
 
 def _of_queries(
@@ -97,7 +97,7 @@ def _of_queries(
     turns: bool,
 ) -> Sums:
     """What a tile of queries adds."""
-    stage, place = sums.stage, sums.place
+    stage = sums.stage
     # The copies of the tile are complete.
     plgpu.barrier_wait(memory.queries_full.at[stage])
     scores, bars = _products(memory, own, stage, turns=turns)
@@ -109,15 +109,15 @@ def _of_queries(
     plgpu.barrier_wait(memory.slopes_read)
     for row in range(memory.rows):
         piece = slopes[:, row * PIECE : (row + 1) * PIECE]
-        memory.slopes.at[place, row, own][...] = piece
-    _share_slopes(memory, place)
+        memory.slopes.at[stage, row, own][...] = piece
+    _share_slopes(memory, stage)
     keys, values, piece = _add_up(memory, own, sums, weights, slopes, turns=turns)
     # Publishes to the loading warp that this warpgroup's products have read the tile.
     plgpu.barrier_arrive(memory.queries_empty.at[stage])
     # Publishes to both warpgroups that this one has multiplied by the slopes before.
     plgpu.barrier_arrive(memory.slopes_read)
     pl.when(sums.begun)(lambda: _hand_piece_over(memory, own, piece))
-    return Sums(keys, values, memory.next(stage), 1 - place, jnp.bool_(True))
+    return Sums(keys, values, 1 - stage, jnp.bool_(True))
 
 
 def _products(
@@ -189,7 +189,7 @@ def _add_up(
         _wait_for_turn(memory, own, turns)
         plgpu.wgmma(values, weights, memory.bars.at[stage])
         plgpu.wgmma(keys, slopes, memory.queries.at[stage])
-        _multiply_slopes(memory, own, piece, 1 - sums.place)
+        _multiply_slopes(memory, own, piece, 1 - sums.stage)
         _pass_turn(memory, own, turns)
 
     init = plgpu.WGMMAAccumulatorRef.init
@@ -202,25 +202,25 @@ def _no_piece() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), WGMMA)
 
 
-def _multiply_slopes(memory: Memory, own: jax.Array, piece: Ref, place: jax.Array) -> None:
+def _multiply_slopes(memory: Memory, own: jax.Array, piece: Ref, stage: jax.Array) -> None:
     """Starts the products of slopes and keys: rows of this warpgroup, or columns."""
     # Both warpgroups have written their slopes.
-    plgpu.barrier_wait(memory.slopes_full.at[place])
+    plgpu.barrier_wait(memory.slopes_full.at[stage])
     row, column = (own, 0) if memory.rows > 1 else (0, own)
     for keys in range(2):
-        slopes = memory.slopes.at[place, row, keys].transpose((1, 0))
+        slopes = memory.slopes.at[stage, row, keys].transpose((1, 0))
         plgpu.wgmma(piece, slopes, memory.keys.at[keys, column])
 
 
-def _share_slopes(memory: Memory, place: Int) -> None:
+def _share_slopes(memory: Memory, stage: Int) -> None:
     """Publishes to both warpgroups that this one has written its slopes."""
     plgpu.commit_smem()
-    plgpu.barrier_arrive(memory.slopes_full.at[place])
+    plgpu.barrier_arrive(memory.slopes_full.at[stage])
 
 
 def _last_piece(memory: Memory, own: jax.Array, sums: Sums) -> None:
     """Hands over the piece for the last tile of queries, if there was one."""
-    before = 1 - sums.place
+    before = 1 - sums.stage
 
     def multiply(piece: Ref) -> None:
         _multiply_slopes(memory, own, piece, before)
@@ -244,8 +244,11 @@ def _hand_piece_over(memory: Memory, own: jax.Array, piece: jax.Array) -> None:
 def _hand_over(memory: Memory, own: jax.Array, sums: Sums, scale: float) -> None:
     """Puts the block's derivatives in place of its keys and values."""
     # Both warpgroups' products have read the block.
-    plgpu.barrier_arrive(memory.read)
-    plgpu.barrier_wait(memory.read)
+    plgpu.barrier_wait(memory.slopes_read)
+    plgpu.barrier_arrive(memory.slopes_read)
+    plgpu.barrier_wait(memory.slopes_read)
+    # Once more, for the next block's first wait.
+    plgpu.barrier_arrive(memory.slopes_read)
     dtype = memory.values.dtype
     memory.values.at[own][...] = sums.values.astype(dtype)
     keys = (sums.keys * scale).astype(dtype)
