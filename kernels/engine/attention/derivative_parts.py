@@ -1,4 +1,4 @@
-"""The parts of attention's derivative: those of a matmul (`engine.parts`), and what it adds to them.
+"""The parts of attention's derivative: those of a matmul (`engine.parts`), and what it adds.
 
 A tile has keys and values of a block, whose derivatives it makes: its `step` is their chunk of the
 batch's, `m` the block in the chunk, `n` the head of keys. The "contraction" is over the queries

@@ -69,7 +69,7 @@ def table(seeing: Seeing, order: BlockOrder) -> np.ndarray:
             seeing, visible=dataclasses.replace(seeing.visible, device=device)
         )
         work = [
-            OF_BLOCK + order.group * own.count(chunk, block)
+            OF_BLOCK + order.group * int(own.count(chunk, block))
             for chunk in range(order.chunks)
             for block in range(order.blocks)
         ]

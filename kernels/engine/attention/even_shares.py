@@ -10,32 +10,11 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
-from stretto.kernels.engine.attention.order import AttentionOrder
+from stretto.kernels.engine.attention.order import AttentionOrder, Tiles
 from stretto.kernels.engine.attention.visible import VisibleKeys
-
-
-class Tiles(Protocol):
-    """Tiles by number, those of a head of keys together."""
-
-    @property
-    def num_tiles(self) -> int:
-        """All tiles."""
-        ...
-
-    @property
-    def together(self) -> int:
-        """The tiles of a head of keys."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """That share them."""
-        ...
-
 
 OF_TILE = 0.7
 """What a tile takes besides, in blocks of keys: its queries, its result, and its first scores."""

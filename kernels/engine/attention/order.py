@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 from stretto.distributed.schedule import Int, div, where
 from stretto.kernels.engine.parts import Tile
+
+
+class Tiles(Protocol):
+    """Tiles by number, those of a head of keys together."""
+
+    @property
+    def num_tiles(self) -> int:
+        """All tiles."""
+        ...
+
+    @property
+    def together(self) -> int:
+        """The tiles of a head of keys."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """That share them."""
+        ...
+
+    def tile(self, number: Int, /) -> Tile:
+        """The tile of this number."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +97,14 @@ class AttentionOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvenOrder:
-    """The same tiles, which a table shares out so that all blocks have equal work (`even_shares`).
+    """Tiles that a table shares out so that all blocks have equal work (`even_shares`).
 
     Attributes:
       tiles: all of them.
       entry: (index) -> the number of a tile, from the table.
     """
 
-    tiles: AttentionOrder
+    tiles: Tiles
     entry: Callable[[Int], Int]
 
     def count(self) -> int:

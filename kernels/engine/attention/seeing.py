@@ -50,13 +50,11 @@ class Seeing:
         end = clipped(ahead + visible.block - 1 + visible.window, visible.queries)
         return begin, div(end + visible.rows - 1, visible.rows)
 
-    def count(self, chunk: int, block: int) -> Int:
+    def count(self, chunk: Int, block: Int) -> Int:
         """How many tiles of queries see a block of keys in all."""
-        first_key, total = self.first_key(chunk, block), 0
-        for own in range(self.visible.chunks):
-            first, last = self.tiles(first_key, own)
-            total += clipped(last - first, self.visible.queries)
-        return total
+        first_key = self.first_key(chunk, block)
+        ranges = [self.tiles(first_key, own) for own in range(self.visible.chunks)]
+        return sum((last - first for first, last in ranges), 0)
 
     def before(self, first_query: Int, chunk: Int, block: Int) -> Int:
         """How many blocks of these keys a tile of queries sees before this one."""

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | `keys_full` | the copies into `keys` and `values` | deriving warpgroups | all | a block is there |
 | `keys_done` | deriving warpgroups | loading warp | 2 | both hold the derivatives of the block |
-| `queries_full[s]` | the copies into a stage | deriving warpgroups | 4 | a tile of queries is there |
+| `queries_full[s]` | copies into a stage | deriving warpgroups | 4 | a tile of queries is there |
 | `queries_empty[s]` | deriving warpgroups | loading warp | 2 | their products have read it |
 | `slopes_full[b]` | deriving warpgroups | the same | 2 | both halves of the slopes are there |
 | `slopes_read` | deriving warpgroups | the same | 2 | both have multiplied by the slopes before |
@@ -98,7 +98,9 @@ def scratch(dim: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
     def tiles(*shape: int, of: jax.typing.DTypeLike = dtype) -> Any:
         return plgpu.SMEM(shape, of, transforms=swizzled(of))
 
-    pair = dict(num_arrivals=WARPGROUPS)
+    def of_both(count: int = 1) -> Any:
+        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)
+
     keys_copies = WARPGROUPS * (dim // PIECE + 1)
     return dict(
         keys=tiles(WARPGROUPS, dim // PIECE, ROWS, PIECE),
@@ -110,11 +112,11 @@ def scratch(dim: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
         slopes=tiles(stages, queries // PIECE, WARPGROUPS, ROWS, PIECE),
         sums=tiles(WARPGROUPS, PIECE, PIECE, of=jnp.float32),
         keys_full=plgpu.Barrier(num_arrivals=keys_copies),
-        keys_done=plgpu.Barrier(**pair),
+        keys_done=of_both(),
         queries_full=plgpu.Barrier(num_arrivals=COPIES_OF_QUERIES, num_barriers=stages),
-        queries_empty=plgpu.Barrier(num_barriers=stages, **pair),
-        slopes_full=plgpu.Barrier(num_barriers=stages, **pair),
-        slopes_read=plgpu.Barrier(**pair),
+        queries_empty=of_both(stages),
+        slopes_full=of_both(stages),
+        slopes_read=of_both(),
         turn=plgpu.Barrier(num_barriers=WARPGROUPS),
         filled=plgpu.Barrier(num_barriers=WARPGROUPS),
         free=plgpu.Barrier(num_barriers=WARPGROUPS),

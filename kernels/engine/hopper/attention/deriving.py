@@ -123,7 +123,7 @@ def _of_queries(
 def _products(
     memory: Memory, own: jax.Array, stage: jax.Array, *, turns: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores less logsumexps, and products of values and derivatives less deltas: `[64, queries]`."""
+    """`[64, queries]`: scores less logsumexps, products of values and derivatives less deltas."""
     by_column = WGMMA.reduce(0)
     shape = ROWS, memory.queries.shape[1]
 

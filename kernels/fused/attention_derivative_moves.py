@@ -1,0 +1,223 @@
+"""The operands and results of attention's derivative, as the kernel's warps move them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed.schedule import Int, rem
+from stretto.distributed.semaphores import Semaphore
+from stretto.kernels.engine import stages
+from stretto.kernels.engine.attention.derivative_parts import Queries
+from stretto.kernels.engine.attention.derivative_shares import BlockOrder
+from stretto.kernels.engine.attention.seeing import Seeing
+from stretto.kernels.engine.attention.visible import VisibleKeys
+from stretto.kernels.engine.fuse import Refs
+from stretto.kernels.engine.hopper.attention.config import DIMS, ROWS
+from stretto.kernels.engine.hopper.attention.derivative_config import (
+    PIECE,
+    WARPGROUPS,
+    DerivativeTiles,
+    queries_of_tile,
+)
+from stretto.kernels.engine.parts import Ref, Tile
+from stretto.kernels.fused.attention_config import TYPES, Sequence
+
+
+def obstacle(
+    q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int, tiles: DerivativeTiles
+) -> str | None:
+    """Why the kernel cannot derive with q, `[batch, tokens, heads, dim]`; None if it can."""
+    _, tokens, _, dim = q.shape
+    if str(q.dtype) not in TYPES:
+        return f"the kernel takes {' and '.join(TYPES)}, not {q.dtype}."
+    if dim not in DIMS:
+        return f"the kernel takes heads of size {' and '.join(map(str, DIMS))}, not {dim}."
+    given = (("tokens", tokens, queries_of_tile(dim)), ("kv_tokens", kv_tokens, tiles.tile_k))
+    for name, count, multiple in given:
+        if count % (chunks * multiple):
+            return (
+                f"{name}={count} of a device must be a multiple of {chunks * multiple},"
+                f" {multiple} for each of its chunks; pad the sequence."
+            )
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """One call: its sizes, as the parts of the kernel use them.
+
+    Attributes:
+      batch, chunks: sequences, and chunks of each on a device.
+      heads, kv_heads, dim: of queries, of keys, size of each.
+      seeing: which tiles of queries see which keys, on the first device.
+    """
+
+    batch: int
+    chunks: int
+    heads: int
+    kv_heads: int
+    dim: int
+    seeing: Seeing
+
+    @classmethod
+    def of(
+        cls,
+        q: jax.Array,
+        k: jax.Array,
+        sequence: Sequence,
+        config: DerivativeTiles,
+        devices: int,
+        distance: int,
+    ) -> Sizes:
+        """Of a call with these operands: see `attention_derivative.derive`."""
+        batch, tokens, heads, dim = q.shape
+        visible = VisibleKeys(
+            device=0,
+            devices=devices,
+            chunks=sequence.chunks,
+            queries=tokens // sequence.chunks,
+            keys=k.shape[1] // sequence.chunks,
+            rows=queries_of_tile(dim),
+            block=config.tile_k,
+            causal=sequence.causal,
+            window=sequence.window,
+        )
+        return cls(
+            batch=batch,
+            chunks=sequence.chunks,
+            heads=heads,
+            kv_heads=k.shape[2],
+            dim=dim,
+            seeing=Seeing(visible=visible, distance=distance),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Chunks of all sequences."""
+        return self.batch * self.chunks
+
+    @property
+    def group(self) -> int:
+        """Heads of queries for each head of keys."""
+        return self.heads // self.kv_heads
+
+    def columns(self, head: Int) -> pl.Slice:
+        """The columns of a head."""
+        return pl.ds(head * self.dim, self.dim)
+
+    def order(self, num_blocks: int) -> BlockOrder:
+        """The blocks of keys."""
+        visible = self.seeing.visible
+        return BlockOrder(
+            batch=self.batch,
+            chunks=self.chunks,
+            blocks=visible.blocks_of_chunk,
+            kv_heads=self.kv_heads,
+            group=self.group,
+            num_blocks=num_blocks,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Operands and results in global memory, and the order of what queries get.
+
+    Attributes:
+      sizes: of the call.
+      seeing: which tiles of queries see which keys, on this device.
+      refs: of the kernel.
+    """
+
+    sizes: Sizes
+    seeing: Seeing
+    refs: Refs
+
+    def load_keys(self, tile: Tile, keys: Ref, values: Ref, barrier: Ref) -> None:
+        """Loads the keys and values of a block."""
+        pairs = self._pieces(tile, keys, self.refs.k), self._halves(tile, values, self.refs.v)
+        for stage, window in itertools.chain(*pairs):
+            stages.fill(window, stage, barrier)
+
+    def store_keys(self, tile: Tile, keys: Ref, values: Ref) -> None:
+        """Starts the copies of their derivatives."""
+        of_keys = self._pieces(tile, keys, self.refs.k_bar)
+        of_values = self._halves(tile, values, self.refs.v_bar)
+        for piece, window in itertools.chain(of_keys, of_values):
+            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+    def load_queries(
+        self,
+        tile: Tile,
+        queries: Queries,
+        into: tuple[Ref, Ref, Ref, Ref],
+        barrier: Ref,
+    ) -> None:
+        """Loads a tile of queries, of the result's derivatives, of logsumexps and of row sums."""
+        refs, (row, head, first) = self.refs, self._place(tile, queries)
+        rows = pl.ds(first, self.seeing.visible.rows)
+        for source, stage in zip((refs.q, refs.bar), into[:2], strict=True):
+            stages.fill(source.at[row, rows, self.sizes.columns(head)], stage, barrier)
+        for source, stage in zip((refs.lse, refs.delta), into[2:], strict=True):
+            stages.fill(source.at[row, head, rows], stage, barrier)
+
+    def wait_for_turn(self, tile: Tile, queries: Queries) -> None:
+        """Returns once all blocks of keys before this one have added theirs."""
+        self._added(tile, queries).wait(self._before(tile, queries))
+
+    def add_queries(self, tile: Tile, queries: Queries, index: int, piece: Ref) -> None:
+        """Starts the copy of what a warpgroup gives to the derivative of a tile of queries."""
+        row, head, first = self._place(tile, queries)
+        down, right = (index, 0) if self.sizes.dim == PIECE else (0, index)
+        window = (
+            row,
+            pl.ds(first + down * PIECE, PIECE),
+            pl.ds(head * self.sizes.dim + right * PIECE, PIECE),
+        )
+        before = self._before(tile, queries)
+
+        def copy(reduction: Any) -> None:
+            target = self.refs.q_bar.at[window]
+            plgpu.copy_smem_to_gmem(piece, target, commit_group=False, reduction_op=reduction)
+
+        pl.when(before == 0)(lambda: copy(None))
+        pl.when(before > 0)(lambda: copy("add"))
+
+    def added(self, tile: Tile, queries: Queries) -> None:
+        """Publishes that this block has added its part."""
+        self._added(tile, queries).signal()
+
+    def _added(self, tile: Tile, queries: Queries) -> Semaphore:
+        row, head, _ = self._place(tile, queries)
+        return self.refs.added.at[row, head, queries.tile]
+
+    def _before(self, tile: Tile, queries: Queries) -> jax.Array:
+        visible = self.seeing.visible
+        first = visible.first_query(queries.chunk, queries.tile)
+        return jnp.int32(self.seeing.before(first, rem(tile.step, visible.chunks), tile.m))
+
+    def _place(self, tile: Tile, queries: Queries) -> tuple[Int, Int, Int]:
+        """(chunk among those of all sequences, head, first row) of a tile of queries."""
+        row = tile.step - rem(tile.step, self.sizes.chunks) + queries.chunk
+        head = tile.n * self.sizes.group + queries.head
+        return row, head, queries.tile * self.seeing.visible.rows
+
+    def _halves(self, tile: Tile, stage: Ref, source: Ref) -> Iterator[tuple[Ref, Ref]]:
+        """Rows of 64 of a block, in shared and in global memory."""
+        for half in range(WARPGROUPS):
+            rows = pl.ds(tile.m * self.seeing.visible.block + half * ROWS, ROWS)
+            yield stage.at[half], source.at[tile.step, rows, self.sizes.columns(tile.n)]
+
+    def _pieces(self, tile: Tile, stage: Ref, source: Ref) -> Iterator[tuple[Ref, Ref]]:
+        """The same in pieces of 64 columns."""
+        for half, column in itertools.product(range(WARPGROUPS), range(self.sizes.dim // PIECE)):
+            rows = pl.ds(tile.m * self.seeing.visible.block + half * ROWS, ROWS)
+            columns = pl.ds(tile.n * self.sizes.dim + column * PIECE, PIECE)
+            yield stage.at[half, column], source.at[tile.step, rows, columns]
