@@ -25,6 +25,7 @@ from stretto.kernels.fused.obstacles import check_pull_slots
 from stretto.kernels.problem.problem import Problem
 
 TYPES = ("bfloat16", "float16")
+BACKWARD = CUDNN, KERNEL = "cudnn", "kernel"
 PALLAS_BYTES = 2048
 """Of shared memory that Pallas takes besides: for reductions, and for the start of each buffer."""
 
@@ -39,17 +40,21 @@ class Config:
       pull_slots: such pieces on their way at once, per block.
       keep: the peers' keys and values are kept for the backward pass, in place of gathering them
         again; it then sends their derivatives while it computes those of the own keys.
+      backward: what derives: "cudnn", or the "kernel" of `attention_derivative`.
     """
 
     tiles: AttentionTiles = LARGE
     pull_rows: int = 32
     pull_slots: int = 3
     keep: bool = True
+    backward: str = CUDNN
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
         self.tiles.check()
         check_pull_slots(self.pull_slots)
+        if self.backward not in BACKWARD:
+            raise ValueError(f"backward={self.backward!r} must be one of {', '.join(BACKWARD)}.")
         if self.pull_rows < 1 or self.tiles.tile_k % self.pull_rows:
             raise ValueError(
                 f"pull_rows={self.pull_rows} must divide tile_k={self.tiles.tile_k}, of which"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
-from stretto.kernels.attention.peers import Keys, Queries
+from stretto.kernels.attention.peers import Bars, Keys, Queries
 from stretto.kernels.attention.shares import Share, merged, sum_of
 from stretto.kernels.operation import Axes, Call
 from stretto.kernels.operations import attention_fused as fused
@@ -85,10 +85,16 @@ def derive(
     """
     queries, own = _queries(operands, call)
     wide = accumulator_dtype(operands.q.dtype)
+    by_kernel = fused.derivation(operands, share, out_bar, lse_bar, call)
     q_bars, kv_bars = [], []
 
+    def derived(keys: Keys, distance: int = 0, peer: jax.Array | None = None) -> Bars:
+        if by_kernel is not None:
+            return by_kernel(keys, distance)
+        return queries.derive(keys, share, out_bar, lse_bar, peer)
+
     def derive_own(own: Keys) -> None:
-        q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
+        q_bar, *found = derived(own)
         q_bars.append(q_bar)
         kv_bars.append(found)
 
@@ -96,7 +102,7 @@ def derive(
         derive_own(own)
     of_peers = _peers(own, call) if kept is None else fused.kept_keys(kept, operands, call)
     for distance, peer, keys in of_peers:
-        q_bar, *found = queries.derive(keys, share, out_bar, lse_bar, peer)
+        q_bar, *found = derived(keys, distance, peer)
         q_bars.append(q_bar)
         narrow = jnp.stack(found).astype(operands.k.dtype)
         if kept is not None and distance == axis_size(call.axes) - 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,22 +16,21 @@ from stretto.distributed.private_jax import cuda_version
 from stretto.distributed.team import Team
 from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
-from stretto.kernels.attention.peers import Keys
+from stretto.kernels.attention.peers import Bars, Keys
 from stretto.kernels.attention.shares import Share
-from stretto.kernels.fused import attention, attention_config
-from stretto.kernels.fused.attention_config import Config
+from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
+from stretto.kernels.fused import attention, attention_config, attention_derivative
+from stretto.kernels.fused.attention_config import Config, Sequence
 from stretto.kernels.operation import Call
 from stretto.kernels.operations import attention_examples as examples
 from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 
-def sequence_of(mask: Mask, layout: str, devices: int) -> attention_config.Sequence:
+def sequence_of(mask: Mask, layout: str, devices: int) -> Sequence:
     """How tokens lie in it: without a causal mask their places make no difference."""
     is_cut = mask.causal and layout == ZIGZAG and devices > 1
-    return attention_config.Sequence(
-        chunks=2 if is_cut else 1, causal=mask.causal, window=mask.window
-    )
+    return Sequence(chunks=2 if is_cut else 1, causal=mask.causal, window=mask.window)
 
 
 def obstacle(
@@ -60,6 +59,50 @@ def obstacle(
         return f"the kernel needs a finite scale above 0, not {scale}."
     sequence = sequence_of(mask, layout, devices)
     return attention_config.obstacle(q, k.shape[1], sequence.chunks, config.tiles)
+
+
+def not_derived(q: jax.Array, k: jax.Array, config: Config, sequence: Sequence) -> str | None:
+    """Why the kernel does not derive as well; None if it does.
+
+    Args:
+      q, k: queries and keys of a device.
+      config: of the kernel.
+      sequence: how tokens lie in it.
+    """
+    if config.backward != attention_config.KERNEL:
+        return f"the configuration has backward={config.backward!r}."
+    return attention_derivative.obstacle(q, k.shape[1], sequence.chunks, DerivativeTiles())
+
+
+def derivation(
+    operands: Any, share: Share, out_bar: jax.Array, lse_bar: jax.Array | None, call: Call
+) -> Callable[[Keys, int], Bars] | None:
+    """(keys, distance along the axes) -> derivatives of the share of these keys, by the kernel.
+
+    None where another implementation derives.
+    """
+    if not isinstance(call.config, Config):
+        return None
+    options, devices = call.options, axis_size(call.axes)
+    sequence = sequence_of(options.mask, options.layout, devices)
+    if not_derived(operands.q, operands.k, call.config, sequence) is not None:
+        return None
+    delta = jnp.einsum("bthd,bthd->bht", share.out, out_bar, preferred_element_type=share.lse.dtype)
+    if lse_bar is not None:
+        delta -= lse_bar
+
+    def derive(keys: Keys, distance: int) -> Bars:
+        return attention_derivative.derive(
+            *(operands.q, keys.k, keys.v, out_bar, share.lse, delta, sequence),
+            scale=options.scale,
+            config=DerivativeTiles(),
+            device=lax.axis_index(call.axes),
+            devices=devices,
+            distance=distance,
+            interpret=call.interpret,
+        )
+
+    return derive
 
 
 def candidates(problem: Problem) -> Iterator[Config]:

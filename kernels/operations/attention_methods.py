@@ -41,10 +41,13 @@ class Method:
         """The kernel in its place, where the tuned table has it as the fastest."""
         return dataclasses.replace(self, name=FUSED, reason=FASTEST)
 
-    def remark(self, choice: Choice) -> str:
-        """Further words on the choice of a backend."""
+    def remark(self, choice: Choice, not_by_kernel: str | None) -> str:
+        """Further words on the choice of a backend; why the fused kernel does not derive, if so."""
         if self.name == FUSED and choice.backend != "xla":
-            return f"method 'fused', because {self.reason}; its derivative by {self.served}"
+            said = f"method 'fused', because {self.reason}; its derivative by"
+            if not_by_kernel is None:
+                return f"{said} the kernel"
+            return f"{said} {self.served}; not by the kernel: {not_by_kernel.removesuffix('.')}"
         instead = f" but {GATHER!r} serves in its place" if self.name == FUSED else ""
         return f"method {self.name!r}, because {self.reason}{instead}; attention by {self.served}"
 

@@ -25,6 +25,7 @@ from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.attention import blockwise, cudnn
 from stretto.kernels.attention.masks import Tokens
 from stretto.kernels.attention.shares import Share, sum_of
+from stretto.kernels.fused.attention_config import KERNEL as KERNEL_DERIVES
 from stretto.kernels.operation import Axes, Call, Kernel
 from stretto.kernels.operations import attention_by_peer as by_peer
 from stretto.kernels.operations import attention_fused as fused
@@ -153,7 +154,7 @@ def _together(operands: Operands, call: Call) -> Share:
 def _is_by_peer(call: Call) -> bool:
     """Whether keys, and their derivatives, are sent peer by peer; after "fused" the derivatives."""
     if isinstance(call.config, fused.Config):
-        return axis_size(call.axes) == 2
+        return axis_size(call.axes) == 2 or call.config.backward == KERNEL_DERIVES
     return call.config is not None and call.config.by_peer
 
 

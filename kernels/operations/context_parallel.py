@@ -14,6 +14,7 @@ from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axe
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.choice import speed
+from stretto.kernels.choice.choice import Choice
 from stretto.kernels.fused import attention_config
 from stretto.kernels.operation import Axes, Call, Examples, Operation
 from stretto.kernels.operations import attention_examples as examples
@@ -142,7 +143,11 @@ def context_parallel_attention(
     )
     operands = Operands(q, k, v, segment_ids, kv_segment_ids)
     obstacle = _not_fused(config, question, scale) if chosen.name == FUSED else None
-    call = call_of(record, options=options, config=config, obstacle=obstacle, remark=chosen.remark)
+
+    def remark(choice: Choice) -> str:
+        return chosen.remark(choice, _not_derived(choice.config, question))
+
+    call = call_of(record, options=options, config=config, obstacle=obstacle, remark=remark)
     return reference(operands, axes, options) if call is None else perform(operands, call)
 
 
@@ -181,6 +186,14 @@ def _not_fused(config: Any, question: attention_methods.Question, scale: float) 
         segments=question.segments,
         scale=scale,
     )
+
+
+def _not_derived(config: Any, question: attention_methods.Question) -> str | None:
+    """Why the fused kernel of this configuration, if it is one, does not derive as well."""
+    if not isinstance(config, fused.Config):
+        return "it does not serve."
+    sequence = fused.sequence_of(question.mask, question.layout, question.devices)
+    return fused.not_derived(question.q, question.k, config, sequence)
 
 
 def _is_fastest_fused(question: attention_methods.Question, problem: Problem, scale: float) -> bool:
