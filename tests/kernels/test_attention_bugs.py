@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_kernel_cases import PINNED, SMALL, Simulated, check, drawn, seen
+from attention_kernel_cases import PINNED, SMALL, Simulated, WithoutWaitFor, check, drawn, seen
 
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
@@ -23,20 +23,6 @@ pytestmark = pytest.mark.usefixtures("traces_apart")
 SLOW = pytest.mark.slow
 SEEDS = range(3)
 CAUSAL = Sequence(causal=True)
-
-
-class WithoutWaitFor:
-    """`plgpu` whose waits for one kind of barriers do nothing."""
-
-    def __init__(self, module, barriers):
-        self.module, self.barriers = module, barriers
-
-    def __getattr__(self, name):
-        return getattr(self.module, name)
-
-    def barrier_wait(self, barrier):
-        if not any(getattr(barrier, "ref", barrier) is left_out for left_out in self.barriers):
-            self.module.barrier_wait(barrier)
 
 
 def on_one(seed, config=PINNED):

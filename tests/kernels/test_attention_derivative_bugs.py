@@ -1,0 +1,134 @@
+"""Each step of attention's derivative is needed: without it the simulator, or a number, tells."""
+
+from __future__ import annotations
+
+import pytest
+from attention_derivative_cases import ERROR, OnOne
+from attention_kernel_cases import WithoutWaitFor, drawn, seen
+
+from stretto.distributed.simulator import SimulationError
+from stretto.kernels.engine.hopper.attention import derivative_moving, deriving
+from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
+from stretto.kernels.engine.hopper.attention.derivative_memory import Memory
+from stretto.kernels.fused import attention_derivative
+from stretto.kernels.fused.attention_config import Sequence
+from stretto.kernels.fused.attention_derivative_moves import Moves
+
+pytestmark = pytest.mark.usefixtures("traces_apart")
+SLOW = pytest.mark.slow
+SEEDS = range(3)
+
+
+def found_on_one(seed, *, cores=2, turns=False):
+    """What is found where a block of the grid has several blocks of keys."""
+    operands, mask = drawn((1, 384, 2, 64), (1, 384, 1, 64)), seen(1, 384, 384, causal=True)
+    program = OnOne(Sequence(causal=True), DerivativeTiles(turns=turns), cores=cores)
+    try:
+        errors, _, report = program(operands, mask, seed, on_finding="record")
+    except SimulationError as error:
+        return error.report.kinds() | {"stopped"}
+    # Of what is no number as well.
+    return report.kinds() | (set() if max(errors) < ERROR["bfloat16"] else {"wrong numbers"})
+
+
+def leave_out(monkeypatch, name):
+    """Nobody waits for these barriers."""
+    barriers: list = []
+    made = Memory.of
+
+    def of(refs):
+        memory = made(refs)
+        barriers.append(getattr(memory, name))
+        return memory
+
+    monkeypatch.setattr(Memory, "of", of)
+    for module in (deriving, derivative_moving):
+        monkeypatch.setattr(module, "plgpu", WithoutWaitFor(module.plgpu, barriers))
+
+
+BARRIERS = (
+    "keys_full",
+    "keys_done",
+    "queries_full",
+    "queries_empty",
+    "slopes_full",
+    "slopes_read",
+    "filled",
+    "free",
+)
+QUICK = ("slopes_full",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in BARRIERS]
+)
+def test_each_barrier_is_needed(monkeypatch, name):
+    leave_out(monkeypatch, name)
+    assert any(found_on_one(seed, cores=1) for seed in SEEDS)
+
+
+@SLOW
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_nothing_is_found_without_a_bug(turns, cores):
+    assert not any(found_on_one(seed, turns=turns, cores=cores) for seed in SEEDS)
+
+
+def out_of_order(monkeypatch):
+    """A block adds to the derivative of queries before those of smaller numbers have."""
+    monkeypatch.setattr(Moves, "wait_for_turn", lambda *_: None)
+
+
+def not_announced(monkeypatch):
+    monkeypatch.setattr(Moves, "added", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind"), [(out_of_order, "race"), pytest.param(not_announced, "stopped", marks=SLOW)]
+)
+def test_the_order_of_sums_is_needed(monkeypatch, bug, kind):
+    bug(monkeypatch)
+    assert any(kind in found_on_one(seed) for seed in SEEDS)
+
+
+def a_mask_off_by_one(monkeypatch):
+    right = deriving._masked
+    monkeypatch.setattr(
+        deriving, "_masked", lambda parts, scores, ahead: right(parts, scores, ahead + 1)
+    )
+
+
+def a_block_is_passed_over(monkeypatch):
+    """The last block of the table is replaced by the one before it."""
+    right = attention_derivative.derivative_shares.table
+
+    def wrong(seeing, order):
+        found = right(seeing, order).copy()
+        last = found[0, 0, 0]
+        found[0, last, 0] = found[0, last - 1, 0]
+        return found
+
+    monkeypatch.setattr(attention_derivative.derivative_shares, "table", wrong)
+
+
+def the_last_piece_is_lost(monkeypatch):
+    right = deriving.Sums._replace
+
+    def lost(memory, own, sums):
+        original(memory, own, right(sums, begun=sums.begun & False))
+
+    original = deriving._last_piece
+    monkeypatch.setattr(deriving, "_last_piece", lost)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        a_mask_off_by_one,
+        pytest.param(a_block_is_passed_over, marks=SLOW),
+        pytest.param(the_last_piece_is_lost, marks=SLOW),
+    ],
+)
+def test_what_else_is_found(monkeypatch, bug):
+    bug(monkeypatch)
+    assert found_on_one(0)
