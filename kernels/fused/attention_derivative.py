@@ -16,7 +16,6 @@ one that is not complete waits for none.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -83,6 +82,7 @@ def derive(
     own_device = jnp.asarray(device, jnp.int32)
     # What accumulators begin with: of a row without keys all weights are 0.
     first_scores = jnp.where(lse == -jnp.inf, -jnp.inf, -lse / scale)
+    of_device = {} if devices == 1 else dict(device=own_device[None])
     made = _launch(
         dict(
             q=_in_chunks(q, sizes),
@@ -91,7 +91,8 @@ def derive(
             bar=_in_chunks(out_bar, sizes),
             lse=_rows_in_chunks(first_scores, sizes),
             delta=_rows_in_chunks(-delta, sizes),
-            device=own_device[None],
+            shares=_shares(sizes)[own_device],
+            **of_device,
         ),
         sizes,
         config,
@@ -113,16 +114,14 @@ def _launch(
 ) -> dict[str, jax.Array]:
     q, k, v = (operands[name] for name in "qkv")
     visible = sizes.seeing.visible
-    order = sizes.order(num_blocks_for(sizes.order(1).num_tiles))
-    shares = jnp.asarray(derivative_shares.table(sizes.seeing, order))
     tiles_of_queries = sizes.rows, sizes.heads, visible.queries // visible.rows
     return fuse(
         lambda refs: _parts(refs, sizes, scale),
         name="attention_derivative",
         team=None,
         mainloop=Derivative(config, Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype), sizes.dim),
-        num_tiles=order.num_tiles,
-        operands=dict(operands, shares=shares[operands["device"][0]]),
+        num_tiles=sizes.num_tiles,
+        operands=operands,
         outs=dict(
             q_bar=jax.ShapeDtypeStruct(q.shape, jnp.float32),
             k_bar=jax.ShapeDtypeStruct(k.shape, k.dtype),
@@ -133,6 +132,12 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
+
+
+def _shares(sizes: Sizes) -> jax.Array:
+    """The table of all devices' shares."""
+    order = sizes.order(num_blocks_for(sizes.num_tiles))
+    return jnp.asarray(derivative_shares.table(sizes.seeing, order))
 
 
 def _in_chunks(x: jax.Array, sizes: Sizes) -> jax.Array:
@@ -148,8 +153,8 @@ def _rows_in_chunks(x: jax.Array, sizes: Sizes) -> jax.Array:
 
 def _seen(sizes: Sizes, device: jax.Array) -> jax.Array:
     """Which queries see any key, bool `[1, tokens, 1, 1]`; nothing is stored for the others."""
-    visible = dataclasses.replace(sizes.seeing.visible, device=device)
-    seeing = dataclasses.replace(sizes.seeing, visible=visible)
+    seeing = sizes.seeing.of_device(device)
+    visible = seeing.visible
     tiles = jnp.arange(visible.queries // visible.rows, dtype=jnp.int32)
     of_chunks = [seeing.is_seen(visible.first_query(c, tiles)) for c in range(visible.chunks)]
     seen = jnp.repeat(jnp.concatenate(of_chunks), visible.rows)
@@ -157,9 +162,9 @@ def _seen(sizes: Sizes, device: jax.Array) -> jax.Array:
 
 
 def _parts(refs: Refs, sizes: Sizes, scale: float) -> DerivativeParts:
-    seeing = dataclasses.replace(
-        sizes.seeing, visible=dataclasses.replace(sizes.seeing.visible, device=refs.device[0])
-    )
+    seeing = sizes.seeing
+    if seeing.visible.devices > 1:
+        seeing = seeing.of_device(refs.device[0])
     tiles = sizes.order(refs.num_clusters)
 
     def entry(index: Int) -> Int:

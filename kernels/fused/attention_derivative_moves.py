@@ -105,6 +105,11 @@ class Sizes:
         return self.batch * self.chunks
 
     @property
+    def num_tiles(self) -> int:
+        """Blocks of keys."""
+        return self.order(1).num_tiles
+
+    @property
     def group(self) -> int:
         """Heads of queries for each head of keys."""
         return self.heads // self.kv_heads

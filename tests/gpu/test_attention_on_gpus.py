@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ import stretto as st
 from stretto.kernels.attention import blockwise
 from stretto.kernels.attention.masks import Mask, Tokens
 from stretto.kernels.engine.hopper.attention.config import AttentionTiles
-from stretto.kernels.fused import attention, attention_config
+from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
+from stretto.kernels.fused import attention, attention_config, attention_derivative
 from stretto.kernels.operations.attention_options import Config
 
 WAYS = {
@@ -100,12 +103,14 @@ def test_every_way(dim, causal, layout, mesh, scale, tally) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_kernel_that_pulls_keys(dim, causal, layout, mesh, scale, tally) -> None:
-    operands = drawn(mesh.size, 128 if scale.rehearsed else 1024, dim)
+    operands = drawn(mesh.size, 256 if scale.rehearsed else 1024, dim)
     right = exact(operands, causal)
     by = prepared(operands, mesh, right, causal=causal, layout=layout)
     plain = by(backend="xla")
     config = attention_config.Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
-    for options in (dict(config=config),) if scale.rehearsed else ({}, dict(config=config)):
+    derives = dataclasses.replace(config, backward=attention_config.KERNEL)
+    each = [dict(config=config), dict(config=derives)]
+    for options in each if scale.rehearsed else ({}, *each):
         found = by(backend=scale.backend, method="fused", **options)
         tally.checks(1)
         assert (found <= 1.5 * plain + 1e-3).all(), (options, found, plain)
@@ -140,3 +145,41 @@ def test_the_kernel_on_one_device(dim, window, queries, keys, scale, tally) -> N
     error = np.linalg.norm(out.astype(np.float32) - right) / np.linalg.norm(right)
     assert error < 1e-2
     np.testing.assert_allclose(lse, right_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (16, 16), (1, 16)])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_kernel_of_the_derivative(dim, turns, window, queries, keys, scale, tally) -> None:
+    """Beside float32; twice, with the same bits; without a mask, too."""
+    if scale.rehearsed:
+        queries, keys = min(queries, 3), min(keys, 3)
+    q, k, v, bar = drawn(1, 128 * max(queries, keys), dim)
+    q, bar = (x[:, : 128 * queries] for x in (q, bar))
+    k, v = (x[:, : 128 * keys] for x in (k, v))
+    causal = queries == keys
+    mask = Mask(causal=causal, window=window if causal else None)
+    sequence = attention_config.Sequence(causal=mask.causal, window=mask.window)
+    how = dict(scale=dim**-0.5)
+
+    @jax.jit
+    def rows(*wide):
+        tokens = Tokens(jnp.arange(q.shape[1])), Tokens(jnp.arange(k.shape[1]))
+        out, lse = blockwise.forward(*wide[:3], *tokens, mask=mask, **how)
+        right = blockwise.backward(*wide[:3], out, lse, wide[3], None, *tokens, mask=mask, **how)
+        return lse, jnp.einsum("bthd,bthd->bht", out, wide[3]), right
+
+    @jax.jit
+    def derived(*given):
+        return attention_derivative.derive(
+            *given, sequence, config=DerivativeTiles(turns=turns), **how
+        )
+
+    lse, delta, right = rows(*(x.astype(jnp.float32) for x in (q, k, v, bar)))
+    found, again = (derived(q, k, v, bar, lse, delta) for _ in range(2))
+    tally.checks(1)
+    assert max(errors(found, [np.asarray(x) for x in right])) < 1e-2
+    for x, y in zip(found, again, strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -43,6 +43,7 @@ from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
 from stretto.kernels.fused import (
     attention_config,
+    attention_derivative,
     dispatch_matmul,
     group_activation,
     matmul_combine,
@@ -570,6 +571,34 @@ def _of_candidates(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"zigzag, {config}": dict(options, config=config) for config in configs}
 
 
+def attention_derivative_kernel(dim: int) -> Iterator[Program]:
+    """The kernel of attention's derivative, for each mask, and by the keys of a peer."""
+    mesh = aot.mesh_of_gpus((1,), ("x",))
+    operands = [((1, 1024, count, dim), jnp.bfloat16) for count in (8, 2, 2, 8)]
+    rows = [((1, 8, 1024), jnp.float32)] * 2
+    calls = {
+        "full": (attention_config.Sequence(), {}),
+        "causal": (attention_config.Sequence(causal=True), {}),
+        "window": (attention_config.Sequence(causal=True, window=300), {}),
+        "zigzag": (
+            attention_config.Sequence(chunks=2, causal=True),
+            dict(device=1, devices=2, distance=1),
+        ),
+    }
+    for label, (sequence, how) in calls.items():
+
+        def call(q, k, v, *rest, sequence=sequence, how=how):
+            how = dict(how, device=jnp.int32(how.get("device", 0)))
+            return attention_derivative.derive(
+                *(q, k, v, *rest, sequence),
+                scale=q.shape[-1] ** -0.5,
+                config=attention_derivative.DerivativeTiles(),
+                **how,
+            )
+
+        yield label, *on_one(call, mesh, [*operands, *rows])
+
+
 def windows() -> Iterator[Program]:
     """Kernels whose stores are all flat copies, or none."""
     sharding = NamedSharding(aot.mesh_of_gpus((1,), ("x",)), P())
@@ -902,6 +931,10 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     **{
         f"attention kernel, {which}": functools.partial(attention_kernel, which)
         for which in ("128", "64", "64, full", "full", "window")
+    },
+    **{
+        f"attention derivative, {dim}": functools.partial(attention_derivative_kernel, dim)
+        for dim in (64, 128)
     },
     "windows": windows,
     **{

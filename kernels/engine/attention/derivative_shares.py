@@ -65,9 +65,7 @@ def table(seeing: Seeing, order: BlockOrder) -> np.ndarray:
     """Which blocks of keys each block of the grid derives, as `even_shares.table` has it."""
     each = []
     for device in range(seeing.visible.devices):
-        own = dataclasses.replace(
-            seeing, visible=dataclasses.replace(seeing.visible, device=device)
-        )
+        own = seeing.of_device(device)
         work = [
             OF_BLOCK + order.group * int(own.count(chunk, block))
             for chunk in range(order.chunks)

@@ -29,6 +29,10 @@ class Seeing:
     visible: VisibleKeys
     distance: int = 0
 
+    def of_device(self, device: Int) -> Seeing:
+        """The same for the queries of another device."""
+        return dataclasses.replace(self, visible=dataclasses.replace(self.visible, device=device))
+
     def segment(self, chunk: Int) -> Int:
         """The number of a chunk of these keys among the segments of `visible`."""
         return self.distance * self.visible.chunks + chunk
