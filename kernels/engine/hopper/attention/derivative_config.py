@@ -14,6 +14,8 @@ REGISTERS = (40, 232)
 """Of a thread that (loads or stores, derives): a block of three warpgroups starts with 168 each."""
 STAGES = 2
 """Tiles of queries that are in memory at once; for more there is no room."""
+SLOTS = 3
+"""Of slopes: a warpgroup writes its own while the other one is a tile of queries behind."""
 PIECE = 64
 """Rows and columns of what a warpgroup gives to the derivative of a tile of queries."""
 

@@ -6,16 +6,15 @@
 | `keys_done` | deriving warpgroups | loading warp | 2 | both hold the derivatives of the block |
 | `queries_full[s]` | copies into a stage | deriving warpgroups | 4 | a tile of queries is there |
 | `queries_empty[s]` | deriving warpgroups | loading warp | 2 | their products have read it |
-| `slopes_full[b]` | deriving warpgroups | the same | 2 | both halves of the slopes are there |
-| `slopes_read` | deriving warpgroups | the same | 2 | both have multiplied by the slopes before |
+| `slopes_full[p]` | deriving warpgroups | the same | 2 | both halves of the slopes are there |
+| `slopes_read[p]` | deriving warpgroups | the same | 2 | both have multiplied by them |
 | `turn[w]` | the other warpgroup | warpgroup `w` | 1 | the tensor cores are `w`'s |
 | `filled[w]` | warpgroup `w` | storing warp | 1 | a piece for queries is in its buffer |
 | `free[w]` | storing warp | warpgroup `w` | 1 | the copy has read it |
 
-*Slopes* are derivatives of scores. After the last tile of queries of a block `slopes_full` of the
-last ones completes once more, so that the next block's first wait for "the slopes before" passes;
-what it multiplies is not used. `slopes_read` completes twice more: when both warpgroups have read
-the block for the last time, and for the next block's first wait.
+*Slopes* are derivatives of scores. After the last tile of queries of a block `slopes_full` of its
+slopes completes twice more: when both warpgroups have read the block for the last time, and so that
+the next block's first wait for "the slopes before" passes; what it multiplies is not used.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.kernels.engine.hopper.attention.config import ROWS
 from stretto.kernels.engine.hopper.attention.derivative_config import (
     PIECE,
+    SLOTS,
     STAGES,
     WARPGROUPS,
     queries_of_tile,
@@ -51,7 +51,7 @@ class Memory:
       values: `[2 (rows), 64, dim]`; likewise.
       queries, bars: `[stages, queries, dim]`, and derivatives of the result.
       lse, delta: float32 `[stages, queries]`, both negative (`DerivativeParts`).
-      slopes: `[stages, rows of 64 queries, 2 (rows of keys), 64 keys, 64 queries]`.
+      slopes: `[slots, rows of 64 queries, 2 (rows of keys), 64 keys, 64 queries]`.
       sums: float32 `[2, 64, 64]`, a piece of each warpgroup for the derivative of queries.
 
     The others are barriers.
@@ -109,14 +109,14 @@ def scratch(dim: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
         bars=tiles(stages, queries, dim),
         lse=plgpu.SMEM((stages, queries), jnp.float32),
         delta=plgpu.SMEM((stages, queries), jnp.float32),
-        slopes=tiles(stages, queries // PIECE, WARPGROUPS, ROWS, PIECE),
+        slopes=tiles(SLOTS, queries // PIECE, WARPGROUPS, ROWS, PIECE),
         sums=tiles(WARPGROUPS, PIECE, PIECE, of=jnp.float32),
         keys_full=plgpu.Barrier(num_arrivals=keys_copies),
         keys_done=of_both(),
         queries_full=plgpu.Barrier(num_arrivals=COPIES_OF_QUERIES, num_barriers=stages),
         queries_empty=of_both(stages),
-        slopes_full=of_both(stages),
-        slopes_read=of_both(),
+        slopes_full=of_both(SLOTS),
+        slopes_read=of_both(SLOTS),
         turn=plgpu.Barrier(num_barriers=WARPGROUPS),
         filled=plgpu.Barrier(num_barriers=WARPGROUPS),
         free=plgpu.Barrier(num_barriers=WARPGROUPS),

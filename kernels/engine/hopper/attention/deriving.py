@@ -25,7 +25,7 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine.attention.derivative_parts import DerivativeParts, Queries
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.attention.config import ROWS
-from stretto.kernels.engine.hopper.attention.derivative_config import PIECE, STAGES
+from stretto.kernels.engine.hopper.attention.derivative_config import PIECE, SLOTS, STAGES
 from stretto.kernels.engine.hopper.attention.derivative_memory import Memory
 from stretto.kernels.engine.parts import Ref, Tile
 
@@ -37,13 +37,14 @@ class Sums(NamedTuple):
 
     Attributes:
       keys, values: their derivatives; those of keys without the scale.
-      stage: of the next tile of queries, and of its slopes.
+      stage, slot: of the next tile of queries, and of its slopes.
       begun: whether there was one.
     """
 
     keys: jax.Array
     values: jax.Array
     stage: jax.Array
+    slot: jax.Array
     begun: jax.Array
 
 
@@ -52,18 +53,22 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
     own = _own()
     for stage in range(STAGES):
         plgpu.barrier_arrive(memory.queries_empty.at[stage])  # All memory is free at the start.
-    plgpu.barrier_arrive(memory.slopes_read)
+    last = SLOTS - 1
+    for slot in range(last):
+        plgpu.barrier_arrive(memory.slopes_read.at[slot])
     for row in range(memory.rows):  # The slopes before the first ones.
         nothing = jnp.zeros((ROWS, PIECE), memory.slopes.dtype)
-        memory.slopes.at[1, row, own][...] = plgpu.layout_cast(nothing, WGMMA)
-    _share_slopes(memory, 1)
+        memory.slopes.at[last, row, own][...] = plgpu.layout_cast(nothing, WGMMA)
+    _share_slopes(memory, last)
     # The first turn is the first warpgroup's.
     if turns:
         pl.when(own == 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
 
-    def derive_tile(_: Int, tile: Tile, stage: jax.Array) -> jax.Array:
+    def derive_tile(
+        _: Int, tile: Tile, place: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, memory.values.shape[2]), jnp.float32), WGMMA)
-        start = Sums(zeros, zeros, stage, jnp.bool_(False))
+        start = Sums(zeros, zeros, *place, jnp.bool_(False))
         # The copies of the block's keys and values are complete.
         plgpu.barrier_wait(memory.keys_full)
 
@@ -76,9 +81,9 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
             sums = parts.for_each_tile_of_queries(tile, step, start)
         _last_piece(memory, _own(), sums)
         _hand_over(memory, _own(), sums, parts.scale)
-        return sums.stage
+        return sums.stage, sums.slot
 
-    block.for_each_tile(derive_tile, jnp.int32(0))
+    block.for_each_tile(derive_tile, (jnp.int32(0), jnp.int32(0)))
 
 
 def _own() -> jax.Array:
@@ -97,7 +102,7 @@ def _of_queries(
     turns: bool,
 ) -> Sums:
     """What a tile of queries adds."""
-    stage = sums.stage
+    stage, slot, before = sums.stage, sums.slot, _before(sums.slot)
     # The copies of the tile are complete.
     plgpu.barrier_wait(memory.queries_full.at[stage])
     scores, bars = _products(memory, own, stage, turns=turns)
@@ -106,18 +111,26 @@ def _of_queries(
     slopes = (weights * bars).astype(memory.slopes.dtype)
     weights = weights.astype(memory.slopes.dtype)
     # Both warpgroups have multiplied by what is there.
-    plgpu.barrier_wait(memory.slopes_read)
+    plgpu.barrier_wait(memory.slopes_read.at[slot])
     for row in range(memory.rows):
         piece = slopes[:, row * PIECE : (row + 1) * PIECE]
-        memory.slopes.at[stage, row, own][...] = piece
-    _share_slopes(memory, stage)
+        memory.slopes.at[slot, row, own][...] = piece
+    _share_slopes(memory, slot)
     keys, values, piece = _add_up(memory, own, sums, weights, slopes, turns=turns)
     # Publishes to the loading warp that this warpgroup's products have read the tile.
     plgpu.barrier_arrive(memory.queries_empty.at[stage])
     # Publishes to both warpgroups that this one has multiplied by the slopes before.
-    plgpu.barrier_arrive(memory.slopes_read)
+    plgpu.barrier_arrive(memory.slopes_read.at[before])
     pl.when(sums.begun)(lambda: _hand_piece_over(memory, own, piece))
-    return Sums(keys, values, 1 - stage, jnp.bool_(True))
+    return Sums(keys, values, 1 - stage, _after(slot), jnp.bool_(True))
+
+
+def _after(slot: jax.Array) -> jax.Array:
+    return lax.select(slot == SLOTS - 1, jnp.int32(0), slot + 1)
+
+
+def _before(slot: jax.Array) -> jax.Array:
+    return lax.select(slot == 0, jnp.int32(SLOTS - 1), slot - 1)
 
 
 def _products(
@@ -189,7 +202,7 @@ def _add_up(
         _wait_for_turn(memory, own, turns)
         plgpu.wgmma(values, weights, memory.bars.at[stage])
         plgpu.wgmma(keys, slopes, memory.queries.at[stage])
-        _multiply_slopes(memory, own, piece, 1 - sums.stage)
+        _multiply_slopes(memory, own, piece, _before(sums.slot))
         _pass_turn(memory, own, turns)
 
     init = plgpu.WGMMAAccumulatorRef.init
@@ -202,31 +215,37 @@ def _no_piece() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), WGMMA)
 
 
-def _multiply_slopes(memory: Memory, own: jax.Array, piece: Ref, stage: jax.Array) -> None:
+def _multiply_slopes(memory: Memory, own: jax.Array, piece: Ref, slot: jax.Array) -> None:
     """Starts the products of slopes and keys: rows of this warpgroup, or columns."""
     # Both warpgroups have written their slopes.
-    plgpu.barrier_wait(memory.slopes_full.at[stage])
+    plgpu.barrier_wait(memory.slopes_full.at[slot])
     row, column = (own, 0) if memory.rows > 1 else (0, own)
     for keys in range(2):
-        slopes = memory.slopes.at[stage, row, keys].transpose((1, 0))
+        slopes = memory.slopes.at[slot, row, keys].transpose((1, 0))
         plgpu.wgmma(piece, slopes, memory.keys.at[keys, column])
 
 
-def _share_slopes(memory: Memory, stage: Int) -> None:
+def _share_slopes(memory: Memory, slot: Int) -> None:
     """Publishes to both warpgroups that this one has written its slopes."""
     plgpu.commit_smem()
-    plgpu.barrier_arrive(memory.slopes_full.at[stage])
+    plgpu.barrier_arrive(memory.slopes_full.at[slot])
 
 
 def _last_piece(memory: Memory, own: jax.Array, sums: Sums) -> None:
-    """Hands over the piece for the last tile of queries, if there was one."""
-    before = 1 - sums.stage
+    """Hands over the piece for the last tile of queries, if there was one.
+
+    It returns once neither warpgroup needs the block of keys any more.
+    """
+    before = _before(sums.slot)
 
     def multiply(piece: Ref) -> None:
         _multiply_slopes(memory, own, piece, before)
 
     piece: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(_no_piece()))
-    # Once more, for the next block's wait.
+    # Both warpgroups' products have read the block.
+    plgpu.barrier_arrive(memory.slopes_full.at[before])
+    plgpu.barrier_wait(memory.slopes_full.at[before])
+    # Once more, for the next block's first wait.
     plgpu.barrier_arrive(memory.slopes_full.at[before])
     pl.when(sums.begun)(lambda: _hand_piece_over(memory, own, piece))
 
@@ -243,12 +262,6 @@ def _hand_piece_over(memory: Memory, own: jax.Array, piece: jax.Array) -> None:
 
 def _hand_over(memory: Memory, own: jax.Array, sums: Sums, scale: float) -> None:
     """Puts the block's derivatives in place of its keys and values."""
-    # Both warpgroups' products have read the block.
-    plgpu.barrier_wait(memory.slopes_read)
-    plgpu.barrier_arrive(memory.slopes_read)
-    plgpu.barrier_wait(memory.slopes_read)
-    # Once more, for the next block's first wait.
-    plgpu.barrier_arrive(memory.slopes_read)
     dtype = memory.values.dtype
     memory.values.at[own][...] = sums.values.astype(dtype)
     keys = (sums.keys * scale).astype(dtype)
