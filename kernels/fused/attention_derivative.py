@@ -1,7 +1,7 @@
 """The derivative of attention to the keys of one device, from the logsumexp of all keys.
 
 A block of the grid has 128 keys and values, and goes through the tiles of queries that see them, of
-all heads that share them: the derivatives of keys and values are added up in registers. Those of
+all heads that share them, or of a part of these: the derivatives of keys and values are added up in registers. Those of
 queries are added up in memory, in float32, by one block of keys after another:
 
 | object | written or signalled by | waited for by | count | proves |
@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import num_blocks_for
 from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.kernels.engine.attention import derivative_shares
@@ -71,6 +70,7 @@ def derive(
       (float32 of q's shape, k's shape and type, v's).
 
     Raises:
+      ValueError: a number of parts that does not divide the heads that share a head of keys.
       NotImplementedError: operands that the kernel does not take, or another scale.
     """
     found = obstacle(q, k.shape[1], sequence.chunks, config)
@@ -78,6 +78,10 @@ def derive(
         found = f"scale={scale} must be above 0."
     if found is not None:
         raise NotImplementedError(f"the derivative of attention: {found}")
+    config.check()
+    group = q.shape[2] // k.shape[2]
+    if config.parts is not None and group % config.parts:
+        raise ValueError(f"parts={config.parts} must divide the {group} heads of a head of keys.")
     sizes = Sizes.of(q, k, sequence, config, devices, distance)
     own_device = jnp.asarray(device, jnp.int32)
     # What accumulators begin with: of a row without keys all weights are 0.
@@ -102,7 +106,13 @@ def derive(
     q_bar = made["q_bar"].reshape(q.shape) * scale
     if sequence.causal:
         q_bar = jnp.where(_seen(sizes, own_device), q_bar, 0)
-    return q_bar, made["k_bar"].reshape(k.shape), made["v_bar"].reshape(v.shape)
+    return q_bar, _of_all_parts(made["k_bar"], k), _of_all_parts(made["v_bar"], v)
+
+
+def _of_all_parts(bars: jax.Array, like: jax.Array) -> jax.Array:
+    """The sum over the first dimension, of the shape and type of `like`."""
+    bar = bars[0] if len(bars) == 1 else bars.astype(jnp.float32).sum(0).astype(bars.dtype)
+    return bar.reshape(like.shape)
 
 
 def _launch(
@@ -120,12 +130,12 @@ def _launch(
         name="attention_derivative",
         team=None,
         mainloop=Derivative(config, Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype), sizes.dim),
-        num_tiles=sizes.num_tiles,
+        num_tiles=sizes.order().num_tiles,
         operands=operands,
         outs=dict(
             q_bar=jax.ShapeDtypeStruct(q.shape, jnp.float32),
-            k_bar=jax.ShapeDtypeStruct(k.shape, k.dtype),
-            v_bar=jax.ShapeDtypeStruct(v.shape, v.dtype),
+            k_bar=jax.ShapeDtypeStruct((sizes.parts, *k.shape), k.dtype),
+            v_bar=jax.ShapeDtypeStruct((sizes.parts, *v.shape), v.dtype),
         ),
         semaphores=dict(added=SemaphoreArray(tiles_of_queries, local=True)),
         # Powers of two by the hardware's own instruction: weights are rounded to 16 bits anyway.
@@ -136,8 +146,7 @@ def _launch(
 
 def _shares(sizes: Sizes) -> jax.Array:
     """The table of all devices' shares."""
-    order = sizes.order(num_blocks_for(sizes.num_tiles))
-    return jnp.asarray(derivative_shares.table(sizes.seeing, order))
+    return jnp.asarray(derivative_shares.table(sizes.seeing, sizes.order()))
 
 
 def _in_chunks(x: jax.Array, sizes: Sizes) -> jax.Array:
@@ -165,7 +174,7 @@ def _parts(refs: Refs, sizes: Sizes, scale: float) -> DerivativeParts:
     seeing = sizes.seeing
     if seeing.visible.devices > 1:
         seeing = seeing.of_device(refs.device[0])
-    tiles = sizes.order(refs.num_clusters)
+    tiles = sizes.order()
 
     def entry(index: Int) -> Int:
         row = div(index, tiles.num_blocks)

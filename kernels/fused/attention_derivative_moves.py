@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.schedule import Int, rem
+from stretto.distributed.kernel import num_blocks_for
+from stretto.distributed.schedule import Int, div, rem
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.engine import stages
+from stretto.kernels.engine.attention import derivative_shares
 from stretto.kernels.engine.attention.derivative_parts import Queries
 from stretto.kernels.engine.attention.derivative_shares import BlockOrder
 from stretto.kernels.engine.attention.seeing import Seeing
@@ -57,6 +59,7 @@ class Sizes:
     Attributes:
       batch, chunks: sequences, and chunks of each on a device.
       heads, kv_heads, dim: of queries, of keys, size of each.
+      parts: of the heads of queries that share a head of keys.
       seeing: which tiles of queries see which keys, on the first device.
     """
 
@@ -65,6 +68,7 @@ class Sizes:
     heads: int
     kv_heads: int
     dim: int
+    parts: int
     seeing: Seeing
 
     @classmethod
@@ -90,14 +94,26 @@ class Sizes:
             causal=sequence.causal,
             window=sequence.window,
         )
-        return cls(
+        sizes = cls(
             batch=batch,
             chunks=sequence.chunks,
             heads=heads,
             kv_heads=k.shape[2],
             dim=dim,
+            parts=config.parts or 1,
             seeing=Seeing(visible=visible, distance=distance),
         )
+        return sizes if config.parts is not None else sizes.in_best_parts()
+
+    def in_best_parts(self) -> Sizes:
+        """With as many parts as share the work out best, the fewest of equally good ones."""
+        group = self.group
+        each = (
+            dataclasses.replace(self, parts=parts)
+            for parts in range(1, group + 1)
+            if group % parts == 0
+        )
+        return min(each, key=lambda sizes: derivative_shares.longest(self.seeing, sizes.order()))
 
     @property
     def rows(self) -> int:
@@ -105,29 +121,25 @@ class Sizes:
         return self.batch * self.chunks
 
     @property
-    def num_tiles(self) -> int:
-        """Blocks of keys."""
-        return self.order(1).num_tiles
-
-    @property
     def group(self) -> int:
-        """Heads of queries for each head of keys."""
-        return self.heads // self.kv_heads
+        """Heads of queries in a part."""
+        return self.heads // (self.kv_heads * self.parts)
 
     def columns(self, head: Int) -> pl.Slice:
         """The columns of a head."""
         return pl.ds(head * self.dim, self.dim)
 
-    def order(self, num_blocks: int) -> BlockOrder:
-        """The blocks of keys."""
+    def order(self) -> BlockOrder:
+        """The blocks of keys, for the blocks of the grid that share them."""
         visible = self.seeing.visible
+        tiles = self.rows * visible.blocks_of_chunk * self.kv_heads * self.parts
         return BlockOrder(
             batch=self.batch,
             chunks=self.chunks,
             blocks=visible.blocks_of_chunk,
-            kv_heads=self.kv_heads,
+            kv_heads=self.kv_heads * self.parts,
             group=self.group,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks_for(tiles),
         )
 
 
@@ -147,14 +159,20 @@ class Moves:
 
     def load_keys(self, tile: Tile, keys: Ref, values: Ref, barrier: Ref) -> None:
         """Loads the keys and values of a block."""
-        pairs = self._pieces(tile, keys, self.refs.k), self._halves(tile, values, self.refs.v)
+        kv_head = div(tile.n, self.sizes.parts)
+        pairs = (
+            self._pieces(tile, keys, self.refs.k, kv_head),
+            self._halves(tile, values, self.refs.v, kv_head),
+        )
         for stage, window in itertools.chain(*pairs):
             stages.fill(window, stage, barrier)
 
     def store_keys(self, tile: Tile, keys: Ref, values: Ref) -> None:
         """Starts the copies of their derivatives."""
-        of_keys = self._pieces(tile, keys, self.refs.k_bar)
-        of_values = self._halves(tile, values, self.refs.v_bar)
+        kv_head = div(tile.n, self.sizes.parts)
+        part = tile.n - kv_head * self.sizes.parts
+        of_keys = self._pieces(tile, keys, self.refs.k_bar.at[part], kv_head)
+        of_values = self._halves(tile, values, self.refs.v_bar.at[part], kv_head)
         for piece, window in itertools.chain(of_keys, of_values):
             plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
 
@@ -214,15 +232,15 @@ class Moves:
         head = tile.n * self.sizes.group + queries.head
         return row, head, queries.tile * self.seeing.visible.rows
 
-    def _halves(self, tile: Tile, stage: Ref, source: Ref) -> Iterator[tuple[Ref, Ref]]:
+    def _halves(self, tile: Tile, stage: Ref, source: Ref, head: Int) -> Iterator[tuple[Ref, Ref]]:
         """Rows of 64 of a block, in shared and in global memory."""
         for half in range(WARPGROUPS):
             rows = pl.ds(tile.m * self.seeing.visible.block + half * ROWS, ROWS)
-            yield stage.at[half], source.at[tile.step, rows, self.sizes.columns(tile.n)]
+            yield stage.at[half], source.at[tile.step, rows, self.sizes.columns(head)]
 
-    def _pieces(self, tile: Tile, stage: Ref, source: Ref) -> Iterator[tuple[Ref, Ref]]:
+    def _pieces(self, tile: Tile, stage: Ref, source: Ref, head: Int) -> Iterator[tuple[Ref, Ref]]:
         """The same in pieces of 64 columns."""
         for half, column in itertools.product(range(WARPGROUPS), range(self.sizes.dim // PIECE)):
             rows = pl.ds(tile.m * self.seeing.visible.block + half * ROWS, ROWS)
-            columns = pl.ds(tile.n * self.sizes.dim + column * PIECE, PIECE)
+            columns = pl.ds(head * self.sizes.dim + column * PIECE, PIECE)
             yield stage.at[half, column], source.at[tile.step, rows, columns]

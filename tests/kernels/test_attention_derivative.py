@@ -116,6 +116,7 @@ def test_a_table_gives_all_blocks_equal_work_in_the_order_of_keys(tokens, heads,
     [
         (256, 256, (2, 1), 128, Sequence(causal=True), PLAIN, "bfloat16"),
         (256, 256, (2, 2), 64, Sequence(causal=True, window=100), TURNS, "bfloat16"),
+        (128, 256, (4, 1), 64, Sequence(), DerivativeTiles(parts=2), "bfloat16"),
         pytest.param(64, 256, (4, 2), 128, Sequence(), TURNS, "float16", marks=SLOW),
         pytest.param(384, 128, (2, 1), 64, Sequence(), PLAIN, "float16", marks=SLOW),
         pytest.param(
@@ -268,5 +269,10 @@ def test_refusals():
     with pytest.raises(NotImplementedError, match="tokens=192 of a device must be a multiple"):
         jax.eval_shape(lambda q, rows: derive(q, rows, 1.0), q, rows)
     q = jax.ShapeDtypeStruct((1, 256, 1, 64), "bfloat16")
+    with pytest.raises(ValueError, match="parts=3 must divide the 1 heads of a head of keys"):
+        config = DerivativeTiles(parts=3)
+        attention_derivative.derive(*(q, q, q, q, rows, rows), Sequence(), scale=1.0, config=config)
+    with pytest.raises(ValueError, match="parts=0 must be at least 1"):
+        DerivativeTiles(parts=0).check()
     with pytest.raises(NotImplementedError, match=r"scale=0\.0 must be above 0"):
         jax.eval_shape(lambda q, rows: derive(q, rows, 0.0), q, rows)

@@ -26,7 +26,8 @@ class BlockOrder:
 
     Attributes:
       batch, chunks, blocks: sequences, chunks of each, blocks of keys in a chunk.
-      kv_heads, group: heads of keys, and of queries for each of them.
+      kv_heads, group: heads of keys, and of queries for each of them. A head of keys counts once
+        for each part of its queries' heads that blocks take apart.
       num_blocks: of the grid.
     """
 
@@ -63,13 +64,27 @@ class BlockOrder:
 @functools.lru_cache(maxsize=64)
 def table(seeing: Seeing, order: BlockOrder) -> np.ndarray:
     """Which blocks of keys each block of the grid derives, as `even_shares.table` has it."""
-    each = []
-    for device in range(seeing.visible.devices):
-        own = seeing.of_device(device)
-        work = [
-            OF_BLOCK + order.group * int(own.count(chunk, block))
-            for chunk in range(order.chunks)
-            for block in range(order.blocks)
-        ]
-        each.append(even_shares.shares(work, order))
+    each = [
+        even_shares.shares(_work(seeing.of_device(device), order), order)
+        for device in range(seeing.visible.devices)
+    ]
     return even_shares.packed(each, order.num_blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def longest(seeing: Seeing, order: BlockOrder) -> float:
+    """What the busiest block of the grid takes on the first device, in tiles of queries."""
+    work = _work(seeing, order)
+    return max(
+        sum(work[number % order.together] for number in share)
+        for share in even_shares.shares(work, order)
+    )
+
+
+def _work(seeing: Seeing, order: BlockOrder) -> list[float]:
+    """What each block of a head of keys takes, in tiles of queries."""
+    return [
+        OF_BLOCK + order.group * int(seeing.count(chunk, block))
+        for chunk in range(order.chunks)
+        for block in range(order.blocks)
+    ]

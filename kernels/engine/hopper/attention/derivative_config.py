@@ -27,11 +27,14 @@ class DerivativeTiles:
     Attributes:
       turns: warpgroups multiply in turns, so that one calculates weights meanwhile; otherwise the
         hardware decides.
+      parts: of the heads of queries that share a head of keys, which blocks take apart; it divides
+        their number. By default as many as share the work best; their sums are rounded each.
     """
 
     architecture: ClassVar[str] = HOPPER
 
     turns: bool = False
+    parts: int | None = None
 
     @property
     def tile_k(self) -> int:
@@ -64,7 +67,9 @@ class DerivativeTiles:
         return 1
 
     def check(self) -> None:
-        """Every configuration can be built."""
+        """Raises ValueError for a number of parts that no group of heads has."""
+        if self.parts is not None and self.parts < 1:
+            raise ValueError(f"parts={self.parts} must be at least 1.")
 
 
 def queries_of_tile(dim: int) -> int:
