@@ -224,6 +224,27 @@ def test_the_attention_kernel(which, tmp_path):
         assert "ex2.approx" in kernel["ptx"]
 
 
+MOST_SPILLED = 250
+"""Bytes that are stored to memory, and loaded."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_kernel_of_attentions_derivative(dim, tmp_path):
+    """Its products run side by side: the compiler warns where it serialises them.
+
+    Some registers spill, outside of the loop over tiles of queries.
+    """
+    for program in compile_case(f"attention derivative, {dim}", tmp_path):
+        (kernel,) = program["kernels"]
+        said = program["label"], kernel["spill_bytes"], kernel["warnings"]
+        assert kernel["spill_bytes"] <= MOST_SPILLED, said
+        assert not any("(C75" in warning for warning in kernel["warnings"]), said
+        # Five products for each tile of queries, and the last one once more behind the loop.
+        assert kernel["ptx"].count("wgmma.mma_async") == 32 + 8
+        assert "cp.reduce.async.bulk.tensor" in kernel["ptx"]
+
+
 def test_collectives(tmp_path):
     compiled = compile_case("collectives", tmp_path)
     alone = set()
