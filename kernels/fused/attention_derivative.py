@@ -29,7 +29,7 @@ from stretto.kernels.engine.attention import derivative_shares
 from stretto.kernels.engine.attention.derivative_parts import DerivativeParts
 from stretto.kernels.engine.attention.order import EvenOrder
 from stretto.kernels.engine.fuse import Refs, fuse
-from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
+from stretto.kernels.engine.hopper.attention.derivative_config import DEFAULT, DerivativeTiles
 from stretto.kernels.engine.hopper.attention.derivative_mainloop import Derivative
 from stretto.kernels.engine.parts import Product, Sink, Stream
 from stretto.kernels.fused.attention_config import Sequence
@@ -46,7 +46,7 @@ def derive(
     sequence: Sequence,
     *,
     scale: float,
-    config: DerivativeTiles,
+    config: DerivativeTiles = DEFAULT,
     device: Int = 0,
     devices: int = 1,
     distance: int = 0,
@@ -73,7 +73,7 @@ def derive(
       ValueError: a number of parts that does not divide the heads that share a head of keys.
       NotImplementedError: operands that the kernel does not take, or another scale.
     """
-    found = obstacle(q, k.shape[1], sequence.chunks, config)
+    found = obstacle(q, k.shape[1], sequence.chunks)
     if found is None and not 0 < scale < math.inf:
         found = f"scale={scale} must be above 0."
     if found is not None:

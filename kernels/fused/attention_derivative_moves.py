@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import num_blocks_for
+from stretto.distributed.residency import num_blocks_for
 from stretto.distributed.schedule import Int, div, rem
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.engine import stages
@@ -24,6 +24,7 @@ from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.hopper.attention.config import DIMS, ROWS
 from stretto.kernels.engine.hopper.attention.derivative_config import (
+    DEFAULT,
     PIECE,
     WARPGROUPS,
     DerivativeTiles,
@@ -33,16 +34,14 @@ from stretto.kernels.engine.parts import Ref, Tile
 from stretto.kernels.fused.attention_config import TYPES, Sequence
 
 
-def obstacle(
-    q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int, tiles: DerivativeTiles
-) -> str | None:
+def obstacle(q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int) -> str | None:
     """Why the kernel cannot derive with q, `[batch, tokens, heads, dim]`; None if it can."""
     _, tokens, _, dim = q.shape
     if str(q.dtype) not in TYPES:
         return f"the kernel takes {' and '.join(TYPES)}, not {q.dtype}."
     if dim not in DIMS:
         return f"the kernel takes heads of size {' and '.join(map(str, DIMS))}, not {dim}."
-    given = (("tokens", tokens, queries_of_tile(dim)), ("kv_tokens", kv_tokens, tiles.tile_k))
+    given = (("tokens", tokens, queries_of_tile(dim)), ("kv_tokens", kv_tokens, DEFAULT.tile_k))
     for name, count, multiple in given:
         if count % (chunks * multiple):
             return (

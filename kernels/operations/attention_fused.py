@@ -18,7 +18,6 @@ from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.attention.peers import Bars, Keys
 from stretto.kernels.attention.shares import Share
-from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
 from stretto.kernels.fused import attention, attention_config, attention_derivative
 from stretto.kernels.fused.attention_config import Config, Sequence
 from stretto.kernels.operation import Call
@@ -71,7 +70,7 @@ def not_derived(q: jax.Array, k: jax.Array, config: Config, sequence: Sequence) 
     """
     if config.backward != attention_config.KERNEL:
         return f"the configuration has backward={config.backward!r}."
-    return attention_derivative.obstacle(q, k.shape[1], sequence.chunks, DerivativeTiles())
+    return attention_derivative.obstacle(q, k.shape[1], sequence.chunks)
 
 
 def derivation(
@@ -95,7 +94,6 @@ def derivation(
         return attention_derivative.derive(
             *(operands.q, keys.k, keys.v, out_bar, share.lse, delta, sequence),
             scale=options.scale,
-            config=DerivativeTiles(),
             device=lax.axis_index(call.axes),
             devices=devices,
             distance=distance,

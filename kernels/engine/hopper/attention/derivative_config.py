@@ -72,6 +72,9 @@ class DerivativeTiles:
             raise ValueError(f"parts={self.parts} must be at least 1.")
 
 
+DEFAULT = DerivativeTiles()
+
+
 def queries_of_tile(dim: int) -> int:
     """Queries of a tile: as many as registers take beside the sums for keys and values."""
     return 2 * PIECE if dim <= min(DIMS) else PIECE
