@@ -2,16 +2,17 @@
 
 A block of the grid has 128 keys and values, and goes through the tiles of queries that see them, of
 all heads that share them, or of a part of these: the derivatives of keys and values are added up in registers. Those of
-queries are added up in memory, in float32, by one block of keys after another:
+queries are added up in memory, in float32, by the blocks as they come: the sums' last bits differ
+from run to run. With `ordered` the blocks take turns, in the order of their keys; the first one
+stores its part.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `added[r, h, t]` | the adding warps, once a block of keys that the tile sees | the same | blocks of keys before this one | these have added what they give to tile `t` |
+| `cleared` | the adding warps, once each | the same | blocks of the grid | all derivatives of queries are zero |
+| `added[r, h, t]`, with `ordered` | the adding warps, once a block of keys that the tile sees | the same | blocks of keys before this one | these have added what they give to tile `t` |
 
-The order of the blocks is that of their places, so the sums have the same bits in every run. The
-first block stores its part, so nothing must be zero at the start. A block of keys waits only for
-blocks with smaller numbers, of which every block of the grid takes its own in order: the smallest
-one that is not complete waits for none.
+With `ordered` a block of keys waits only for blocks with smaller numbers, of which every block of
+the grid takes its own in order: the smallest one that is not complete waits for none.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def derive(
         interpret,
     )
     q_bar = made["q_bar"].reshape(q.shape) * scale
-    if sequence.causal:
+    if sequence.causal and config.ordered:
         q_bar = jnp.where(_seen(sizes, own_device), q_bar, 0)
     return q_bar, _of_all_parts(made["k_bar"], k), _of_all_parts(made["v_bar"], v)
 
@@ -126,7 +127,7 @@ def _launch(
     visible = sizes.seeing.visible
     tiles_of_queries = sizes.rows, sizes.heads, visible.queries // visible.rows
     return fuse(
-        lambda refs: _parts(refs, sizes, scale),
+        lambda refs: _parts(refs, sizes, scale, ordered=config.ordered),
         name="attention_derivative",
         team=None,
         mainloop=Derivative(config, Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype), sizes.dim),
@@ -137,7 +138,9 @@ def _launch(
             k_bar=jax.ShapeDtypeStruct((sizes.parts, *k.shape), k.dtype),
             v_bar=jax.ShapeDtypeStruct((sizes.parts, *v.shape), v.dtype),
         ),
-        semaphores=dict(added=SemaphoreArray(tiles_of_queries, local=True)),
+        semaphores=dict(added=SemaphoreArray(tiles_of_queries, local=True))
+        if config.ordered
+        else dict(cleared=SemaphoreArray(local=True)),
         # Powers of two by the hardware's own instruction: weights are rounded to 16 bits anyway.
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -170,7 +173,7 @@ def _seen(sizes: Sizes, device: jax.Array) -> jax.Array:
     return seen[None, :, None, None]
 
 
-def _parts(refs: Refs, sizes: Sizes, scale: float) -> DerivativeParts:
+def _parts(refs: Refs, sizes: Sizes, scale: float, *, ordered: bool) -> DerivativeParts:
     seeing = sizes.seeing
     if seeing.visible.devices > 1:
         seeing = seeing.of_device(refs.device[0])
@@ -180,7 +183,7 @@ def _parts(refs: Refs, sizes: Sizes, scale: float) -> DerivativeParts:
         row = div(index, tiles.num_blocks)
         return refs.shares[row + 1, index - row * tiles.num_blocks]
 
-    moves = Moves(sizes=sizes, seeing=seeing, refs=refs)
+    moves = Moves(sizes=sizes, seeing=seeing, refs=refs, ordered=ordered)
     unused = Stream(load=lambda *_: None)
     return DerivativeParts(
         order=EvenOrder(tiles=tiles, entry=entry),
@@ -192,6 +195,7 @@ def _parts(refs: Refs, sizes: Sizes, scale: float) -> DerivativeParts:
         load_keys=moves.load_keys,
         load_queries=moves.load_queries,
         store_keys=moves.store_keys,
+        clear=None if ordered else moves.clear,
         wait_for_turn=moves.wait_for_turn,
         add_queries=moves.add_queries,
         added=moves.added,

@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.kernel import block_id
 from stretto.distributed.residency import num_blocks_for
-from stretto.distributed.schedule import Int, div, rem
+from stretto.distributed.schedule import Int, div, rem, share
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.engine import stages
 from stretto.kernels.engine.attention import derivative_shares
@@ -150,11 +152,13 @@ class Moves:
       sizes: of the call.
       seeing: which tiles of queries see which keys, on this device.
       refs: of the kernel.
+      ordered: blocks take turns in adding.
     """
 
     sizes: Sizes
     seeing: Seeing
     refs: Refs
+    ordered: bool
 
     def load_keys(self, tile: Tile, keys: Ref, values: Ref, barrier: Ref) -> None:
         """Loads the keys and values of a block."""
@@ -190,6 +194,28 @@ class Moves:
         for source, stage in zip((refs.lse, refs.delta), into[2:], strict=True):
             stages.fill(source.at[row, head, rows], stage, barrier)
 
+    def clear(self, zeros: Ref) -> None:
+        """Sets this block's share of the derivatives of queries to zero; waits for all blocks."""
+        sizes, visible = self.sizes, self.seeing.visible
+        down, across = visible.queries // PIECE, sizes.heads * sizes.dim // PIECE
+        block, num_blocks = block_id(), self.refs.num_blocks
+
+        def clear_piece(i: jax.Array, _: None) -> None:
+            of_rows = div(block + i * num_blocks, across)
+            column = block + i * num_blocks - of_rows * across
+            row = div(of_rows, down)
+            rows = pl.ds((of_rows - row * down) * PIECE, PIECE)
+            window = self.refs.q_bar.at[row, rows, pl.ds(column * PIECE, PIECE)]
+            plgpu.copy_smem_to_gmem(zeros.at[0], window, commit_group=False)
+
+        lax.fori_loop(0, share(sizes.rows * down * across, block, num_blocks), clear_piece, None)
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        # Publishes this block's share to the adding warps of all blocks.
+        self.refs.cleared.signal()
+        # All derivatives are zero.
+        self.refs.cleared.wait(num_blocks)
+
     def wait_for_turn(self, tile: Tile, queries: Queries) -> None:
         """Returns once all blocks of keys before this one have added theirs."""
         self._added(tile, queries).wait(self._before(tile, queries))
@@ -203,12 +229,15 @@ class Moves:
             pl.ds(first + down * PIECE, PIECE),
             pl.ds(head * self.sizes.dim + right * PIECE, PIECE),
         )
-        before = self._before(tile, queries)
 
         def copy(reduction: Any) -> None:
             target = self.refs.q_bar.at[window]
             plgpu.copy_smem_to_gmem(piece, target, commit_group=False, reduction_op=reduction)
 
+        if not self.ordered:
+            copy("add")
+            return
+        before = self._before(tile, queries)
         pl.when(before == 0)(lambda: copy(None))
         pl.when(before > 0)(lambda: copy("add"))
 

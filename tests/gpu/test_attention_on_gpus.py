@@ -150,10 +150,10 @@ def test_the_kernel_on_one_device(dim, window, queries, keys, scale, tally) -> N
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (16, 16), (1, 16)])
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_the_kernel_of_the_derivative(dim, turns, window, queries, keys, scale, tally) -> None:
-    """Beside float32; twice, with the same bits; without a mask, too."""
+def test_the_kernel_of_the_derivative(dim, ordered, window, queries, keys, scale, tally) -> None:
+    """Beside float32; without a mask, too; twice with the same bits, where blocks take turns."""
     if scale.rehearsed:
         queries, keys = min(queries, 3), min(keys, 3)
     q, k, v, bar = drawn(1, 128 * max(queries, keys), dim)
@@ -174,12 +174,13 @@ def test_the_kernel_of_the_derivative(dim, turns, window, queries, keys, scale, 
     @jax.jit
     def derived(*given):
         return attention_derivative.derive(
-            *given, sequence, config=DerivativeTiles(turns=turns), **how
+            *given, sequence, config=DerivativeTiles(ordered=ordered), **how
         )
 
     lse, delta, right = rows(*(x.astype(jnp.float32) for x in (q, k, v, bar)))
     found, again = (derived(q, k, v, bar, lse, delta) for _ in range(2))
     tally.checks(1)
     assert max(errors(found, [np.asarray(x) for x in right])) < 1e-2
+    assert max(errors(again, [np.asarray(x) for x in right])) < 1e-2
     for x, y in zip(found, again, strict=True):
-        np.testing.assert_array_equal(x, y)
+        assert (x == y).all() or not ordered

@@ -39,9 +39,11 @@ class DerivativeParts(Parts):
       load_queries: (tile, queries, stages of queries, of the result's derivatives, of logsumexps
         and of row sums, barrier): starts the copies of a tile of queries.
       store_keys: (tile, keys, values): starts the copies of the derivatives of a block.
+      clear: (pieces of zeros): sets the derivatives of queries to zero, where blocks add to them as
+        they come; returns once all blocks of the grid have set theirs. None where they take turns.
       wait_for_turn: (tile, queries): returns once all earlier blocks have added theirs.
       add_queries: (tile, queries, warpgroup, piece): starts the copy of what the block gives to the
-        derivative of queries; the first block's is stored, and the others' are added.
+        derivative of queries; in turns the first block's is stored, and the others' are added.
       added: (tile, queries): publishes that the copies of all warpgroups are complete.
       seeing: which tiles of queries see a block.
       group: heads of queries for each head of keys.
@@ -52,6 +54,7 @@ class DerivativeParts(Parts):
     load_keys: Callable[[Tile, Ref, Ref, Ref], None]
     load_queries: Callable[[Tile, Queries, tuple[Ref, Ref, Ref, Ref], Ref], None]
     store_keys: Callable[[Tile, Ref, Ref], None]
+    clear: Callable[[Ref], None] | None
     wait_for_turn: Callable[[Tile, Queries], None]
     add_queries: Callable[[Tile, Queries, int, Ref], None]
     added: Callable[[Tile, Queries], None]

@@ -1,8 +1,7 @@
 """Which tiles of queries see a block of keys: the inverse of `visible`, for derivatives of keys.
 
-A call has the keys of one device, which may be another one than that of the queries. Every tile of
-queries adds up what blocks of keys give to the derivative of its queries, one block after another
-in the order of their places: so sums have the same bits in every run.
+A call has the keys of one device, which may be another one than that of the queries. `before` is
+the order in which blocks of keys take turns, where they do.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ class DerivativeTiles:
     """How the derivative of attention is cut up.
 
     Attributes:
+      ordered: blocks of keys add to the derivative of queries one after another, so that sums have
+        the same bits in every run; otherwise as they come, which is faster.
       turns: warpgroups multiply in turns, so that one calculates weights meanwhile; otherwise the
         hardware decides.
       parts: of the heads of queries that share a head of keys, which blocks take apart; it divides
@@ -33,6 +35,7 @@ class DerivativeTiles:
 
     architecture: ClassVar[str] = HOPPER
 
+    ordered: bool = False
     turns: bool = False
     parts: int | None = None
 

@@ -46,12 +46,18 @@ def load(block: Block, parts: DerivativeParts, memory: Memory) -> None:
 
 
 def add(block: Block, parts: DerivativeParts, memory: Memory) -> None:
-    """Adds what blocks of keys give to the derivative of queries, in the order of the blocks."""
+    """Adds what blocks of keys give to the derivative of queries."""
+    if parts.clear is not None:
+        for index in range(WARPGROUPS):
+            # The warpgroup has filled its buffer with zeros.
+            plgpu.barrier_wait(memory.filled.at[index])
+        parts.clear(memory.sums)
     for index in range(WARPGROUPS):
         plgpu.barrier_arrive(memory.free.at[index])  # All buffers are free at the start.
 
     def add_tile(tile: Tile, queries: Queries) -> None:
-        parts.wait_for_turn(tile, queries)
+        if parts.clear is None:
+            parts.wait_for_turn(tile, queries)
         for index in range(WARPGROUPS):
             # The warpgroup has filled its buffer.
             plgpu.barrier_wait(memory.filled.at[index])
@@ -61,11 +67,13 @@ def add(block: Block, parts: DerivativeParts, memory: Memory) -> None:
             plgpu.wait_smem_to_gmem(WARPGROUPS - 1 - index, wait_read_only=True)
             # Publishes to the warpgroup that the copy has read its buffer.
             plgpu.barrier_arrive(memory.free.at[index])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-        parts.added(tile, queries)
+        if parts.clear is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+            parts.added(tile, queries)
 
     def of_tile(_: Int, tile: Tile, carry: None) -> None:
         with jax.named_scope("add"):
             parts.for_each_tile_of_queries(tile, lambda queries, _: add_tile(tile, queries), None)
 
     block.for_each_tile(of_tile, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -53,6 +53,11 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
     own = _own()
     for stage in range(STAGES):
         plgpu.barrier_arrive(memory.queries_empty.at[stage])  # All memory is free at the start.
+    if parts.clear is not None:
+        memory.sums.at[own][...] = _no_piece()
+        plgpu.commit_smem()
+        # Publishes zeros to the adding warp.
+        plgpu.barrier_arrive(memory.filled.at[own])
     last = SLOTS - 1
     for slot in range(last):
         plgpu.barrier_arrive(memory.slopes_read.at[slot])
