@@ -8,7 +8,7 @@ passed over, and need not have arrived.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `gathered`, `2 (s - 1)` and the next | the pulling warps | | | keys and values of the `s`-th successor |
+| `gathered`, both at `s - 1` | the pulling warps | | | keys and values of the `s`-th successor |
 | `received[s - 1, c, h]` | each pulling warp, per piece | the polling warps, a segment | pieces of a chunk, of keys and of values | chunk `c` of its head `h` is in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's keys and values any more |
 
@@ -42,6 +42,8 @@ from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused.attention_config import Config, Sequence, Sizes, obstacle
 from stretto.kernels.fused.attention_keys import Keys
 
+type Pair = tuple[jax.Array, jax.Array]
+
 
 def attend_and_keep(
     q: jax.Array,
@@ -53,7 +55,7 @@ def attend_and_keep(
     scale: float,
     config: Config,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, Pair | None]:
     """Attention to the keys of all devices of `team`, of one device alone without one.
 
     Args:
@@ -67,8 +69,8 @@ def attend_and_keep(
 
     Returns:
       (q's shape and type, float32 logsumexp `[batch, heads, tokens]`, what was pulled). The latter
-      is None of one device; else `[2 * peers, batch * kv_tokens, kv_heads * dim]`, the keys and
-      then the values of each successor on the ring, undefined in chunks that no query sees.
+      is None of one device; else keys and values, each `[peers, batch * kv_tokens, kv_heads * dim]`
+      of the successors on the ring, undefined in chunks that no query sees.
 
     Raises:
       ValueError: a configuration that cannot be built.
@@ -99,7 +101,7 @@ def _launch(
     sizes: Sizes,
     scale: float,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, Pair | None]:
     config, heads, queries = sizes.config, sizes.heads, sizes.visible.queries
     rows = sizes.batch * sizes.chunks
     keys = (sizes.batch * k.shape[1], sizes.kv_heads * sizes.dim)
@@ -115,7 +117,7 @@ def _launch(
         order = _in_turn(sizes, num_blocks_for(sizes.num_tiles))
         operands["shares"] = jnp.asarray(even_shares.table(sizes.visible, order))
     if team is not None:
-        outs["gathered"] = jax.ShapeDtypeStruct((2 * sizes.peers, *keys), k.dtype)
+        outs["gathered"] = (jax.ShapeDtypeStruct((sizes.peers, *keys), k.dtype),) * 2
         received = SemaphoreArray((sizes.peers, rows, sizes.kv_heads), local=True)
         piece = Buffers(config.pull_slots, config.pull_rows, sizes.dim, k.dtype)
         moving = dict(semaphores=dict(received=received), buffers=piece, waits=True)

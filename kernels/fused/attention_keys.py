@@ -68,7 +68,7 @@ class Keys:
 
             @pl.when(step > 0)
             def _():
-                of_peer = self.refs.gathered.at[2 * (step - 1) + kind]
+                of_peer = self.refs.gathered[kind].at[step - 1]
                 stages.fill(of_peer.at[window], stage, barrier)
 
         return load
@@ -176,6 +176,7 @@ class _Fetch:
         pairs = zip(*(transfers.on_peers(x, self.team) for x in ref), strict=True)
         return [x for pair in pairs for x in pair]
 
-    def destination(self, gathered: Ref, source: Int) -> Ref:
+    def destination(self, gathered: tuple[Ref, Ref], source: Int) -> copies.OneOf:
         """Where they are kept."""
-        return gathered.at[source]
+        peer = div(source, 2)
+        return copies.OneOf(source - 2 * peer, [x.at[peer] for x in gathered])

@@ -76,7 +76,7 @@ def derive(
     out_bar: jax.Array,
     lse_bar: jax.Array | None,
     call: Call,
-    kept: jax.Array | None,
+    kept: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q_bar, k_bar, v_bar), k_bar and v_bar of the own keys.
 
@@ -92,13 +92,15 @@ def derive(
         q_bars.append(q_bar)
         kv_bars.append(found)
 
+    by_lax = not queries.by_cudnn or lse_bar is not None
     if kept is None:
         derive_own(own)
-    of_peers = _peers(own, call) if kept is None else fused.kept_keys(kept, operands, call)
+        of_peers = _peers(own, call)
+    else:
+        of_peers = fused.kept_keys(kept, operands, call, all_are_read=by_lax)
     for distance, peer, keys in of_peers:
-        q_bar, *found = queries.derive(keys, share, out_bar, lse_bar, peer)
+        q_bar, narrow = queries.derive_to_send(keys, share, out_bar, lse_bar, peer)
         q_bars.append(q_bar)
-        narrow = jnp.stack(found).astype(operands.k.dtype)
         if kept is not None and distance == axis_size(call.axes) - 1:
             # XLA would begin with the own keys: they wait for nothing.
             k, v, narrow = lax.optimization_barrier((own.k, own.v, narrow))

@@ -83,7 +83,7 @@ def default(problem: Problem) -> Config:
     )
 
 
-def attend(operands: Any, call: Call) -> tuple[Share, jax.Array | None]:
+def attend(operands: Any, call: Call) -> tuple[Share, attention.Pair | None]:
     """(attention of the device's queries to all keys, the peers' keys if they are to be kept)."""
     options, team = call.options, Team.along(call.axes)
     out, lse, kept = attention.attend_and_keep(
@@ -97,11 +97,13 @@ def attend(operands: Any, call: Call) -> tuple[Share, jax.Array | None]:
     return Share(out, lse), kept if call.config.keep else None
 
 
-def kept_keys(kept: jax.Array, operands: Any, call: Call) -> Iterator[tuple[int, Any, Keys]]:
+def kept_keys(
+    kept: attention.Pair, operands: Any, call: Call, *, all_are_read: bool
+) -> Iterator[tuple[int, Any, Keys]]:
     """(distance along the axes, the peer, its keys) of what `attend` kept.
 
-    In place of chunks that no query sees, which never arrived, zeros: nothing times what is no
-    number would be none.
+    Chunks that no query sees never arrived. If `all_are_read`, also these, they are zeros: weights
+    of 0 times what is no number would be none.
     """
     options, device, devices = call.options, lax.axis_index(call.axes), axis_size(call.axes)
     batch, keys, kv_heads, dim = operands.k.shape
@@ -109,13 +111,13 @@ def kept_keys(kept: jax.Array, operands: Any, call: Call) -> Iterator[tuple[int,
     sizes = attention_config.Sizes.of(operands.q, operands.k, devices, sequence, call.config)
     visible = dataclasses.replace(sizes.visible, device=device)
     chunks = sequence.chunks
-    of_peers = kept.reshape(devices - 1, 2, batch, chunks, keys // chunks, kv_heads, dim)
+    shape = batch, chunks, keys // chunks, kv_heads, dim
     for distance in range(1, devices):
-        seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
-        pair = of_peers[distance - 1]
-        if sequence.causal:
-            pair = jnp.where(jnp.stack(seen)[:, None, None, None], pair, 0)
-        k, v = pair.reshape(2, *operands.k.shape)
+        pair = [x[distance - 1].reshape(shape) for x in kept]
+        if sequence.causal and all_are_read:
+            seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
+            pair = [jnp.where(jnp.stack(seen)[:, None, None, None], x, 0) for x in pair]
+        k, v = (x.reshape(operands.k.shape) for x in pair)
         yield distance, (device + distance) % devices, Keys(k, v)
 
 
