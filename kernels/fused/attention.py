@@ -32,9 +32,11 @@ from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages
-from stretto.kernels.engine.attention import even_shares
+from stretto.kernels.engine.attention import documents, even_shares
+from stretto.kernels.engine.attention.documents import Documents
 from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder
 from stretto.kernels.engine.attention.parts import AttentionParts
+from stretto.kernels.engine.attention.visible import SeenByPlace
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper.attention.mainloop import Attention
 from stretto.kernels.engine.parts import Product, Ref, Sink, Tile, Transfer
@@ -54,6 +56,7 @@ def attend_and_keep(
     *,
     scale: float,
     config: Config,
+    segments: Pair | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, Pair | None]:
     """Attention to the keys of all devices of `team`, of one device alone without one.
@@ -65,6 +68,9 @@ def attend_and_keep(
       sequence: how tokens lie in it.
       scale: of the scores, above 0.
       config: of the kernel.
+      segments: of documents packed into the sequence: int32 `[batch, tokens]` of q, and `[devices,
+        batch, kv_tokens]` of all devices' keys, this device's first and then its successors' on
+        the ring. A query sees the keys of its own document.
       interpret: as `fuse` takes it.
 
     Returns:
@@ -85,7 +91,7 @@ def attend_and_keep(
     config.check_heads(q.shape[3], q.dtype.itemsize)
     several = None if team is None or team.is_alone else team
     sizes = Sizes.of(q, k, 1 if several is None else several.size, sequence, config)
-    return _launch(q, k, v, several, sizes, scale, interpret)
+    return _launch(q, k, v, several, sizes, scale, segments, interpret)
 
 
 def attend(*operands: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
@@ -100,12 +106,13 @@ def _launch(
     team: Team | None,
     sizes: Sizes,
     scale: float,
+    segments: Pair | None,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array, Pair | None]:
     config, heads, queries = sizes.config, sizes.heads, sizes.visible.queries
     rows = sizes.batch * sizes.chunks
     keys = (sizes.batch * k.shape[1], sizes.kv_heads * sizes.dim)
-    outs = dict(
+    outs: dict[str, Any] = dict(
         out=jax.ShapeDtypeStruct((rows, queries, heads * sizes.dim), q.dtype),
         lse=jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
     )
@@ -113,7 +120,9 @@ def _launch(
     operands = dict(
         q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
     )
-    if sizes.is_uneven:
+    if segments is not None:
+        operands.update(_documents(segments, team, sizes))
+    elif sizes.is_uneven:
         order = _in_turn(sizes, num_blocks_for(sizes.num_tiles))
         operands["shares"] = jnp.asarray(even_shares.table(sizes.visible, order))
     if team is not None:
@@ -123,7 +132,7 @@ def _launch(
         moving = dict(semaphores=dict(received=received), buffers=piece, waits=True)
     product = Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype)
     found = fuse(
-        lambda refs: _parts(refs, team, sizes, scale),
+        lambda refs: _parts(refs, team, sizes, scale, is_packed=segments is not None),
         name="attention",
         team=team,
         mainloop=Attention(config.tiles, product, sizes.dim),
@@ -140,13 +149,31 @@ def _launch(
     return found["out"].reshape(q.shape), lse, found.get("gathered")
 
 
-def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> AttentionParts:
+def _documents(segments: Pair, team: Team | None, sizes: Sizes) -> dict[str, jax.Array]:
+    """The operands of documents, by name: these of queries, of keys, and what tiles see of them."""
+    visible = dataclasses.replace(sizes.visible, device=0 if team is None else team.device_id())
+    of_queries, of_keys = segments
+    of_queries = of_queries.reshape(sizes.batch * sizes.chunks, visible.queries)
+    of_keys = of_keys.transpose(1, 0, 2).reshape(sizes.batch, visible.segments * visible.keys)
+    table = documents.table(of_queries, of_keys, visible)
+    return dict(of_queries=of_queries, of_keys=of_keys, ranges=table)
+
+
+def _parts(
+    refs: Refs, team: Team | None, sizes: Sizes, scale: float, *, is_packed: bool
+) -> AttentionParts:
     device = 0 if team is None else team.device_id()
     visible = dataclasses.replace(sizes.visible, device=device)
-    keys = Keys(sizes=sizes, team=team, visible=visible, refs=refs)
+    packed = None
+    if is_packed:
+        packed = Documents(
+            visible=visible, table=refs.ranges, queries=refs.of_queries, keys=refs.of_keys
+        )
+    seen = packed or SeenByPlace(visible)
+    keys = Keys(sizes=sizes, team=team, visible=visible, seen=seen, refs=refs)
     queries = _Queries(sizes=sizes, refs=refs)
     return AttentionParts(
-        **_order(refs, device, sizes),
+        **_order(refs, device, sizes, is_even=is_packed or not sizes.is_uneven),
         k_tiles=visible.segments,
         lhs=keys.keys(),
         rhs=keys.values(),
@@ -156,6 +183,7 @@ def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> Attenti
         store_logsumexp=queries.store_logsumexp,
         visible=visible,
         exponent=scale * math.log2(math.e),
+        documents=packed,
     )
 
 
@@ -171,10 +199,10 @@ def _in_turn(sizes: Sizes, num_blocks: int) -> AttentionOrder:
     )
 
 
-def _order(refs: Refs, device: Int, sizes: Sizes) -> dict[str, Any]:
+def _order(refs: Refs, device: Int, sizes: Sizes, *, is_even: bool) -> dict[str, Any]:
     """The fields of the kernel's parts that say which tiles a block makes."""
     tiles = _in_turn(sizes, refs.num_clusters)
-    if not sizes.is_uneven:
+    if is_even:
         return dict(order=tiles)
 
     def entry(index: Int) -> Int:

@@ -9,10 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from stretto.distributed import copies
-from stretto.distributed.schedule import Int, div, rem, where
+from stretto.distributed.schedule import Int, div, where
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages, transfers
-from stretto.kernels.engine.attention.visible import VisibleKeys
+from stretto.kernels.engine.attention.documents import Documents
+from stretto.kernels.engine.attention.visible import SeenByPlace, VisibleKeys
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.parts import Arrival, Load, Ref, Stream, Tile
 from stretto.kernels.fused.attention_config import Sizes
@@ -26,12 +27,14 @@ class Keys:
       sizes: of the call.
       team: the devices; None if there is one.
       visible: which keys the tiles of this device see.
+      seen: which blocks of them a tile goes through.
       refs: of the kernel.
     """
 
     sizes: Sizes
     team: Team | None
     visible: VisibleKeys
+    seen: Documents | SeenByPlace
     refs: Refs
 
     def keys(self) -> Stream:
@@ -77,8 +80,7 @@ class Keys:
         """Returns once the keys and values of a segment are in place, if the tile sees some."""
         sizes, visible = self.sizes, self.visible
         step = visible.step(segment)
-        query = visible.first_query(rem(tile.step, sizes.chunks), tile.m)
-        first, last = visible.blocks(query, segment)
+        first, last = self.seen.blocks(tile, segment)
 
         @pl.when((step > 0) & (first < last))
         def _():

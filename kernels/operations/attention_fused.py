@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def obstacle(
     mask: Mask,
     layout: str,
     devices: int,
-    segments: bool,
+    segments: Sequence[str],
     scale: float,
 ) -> str | None:
     """Why the kernel cannot serve such a call; None if it can.
@@ -52,10 +52,11 @@ def obstacle(
       config: of the kernel.
       mask, layout, scale: as the public operation has them.
       devices: that hold the sequence.
-      segments: whether tokens belong to documents.
+      segments: the types of segment ids, if tokens belong to documents.
     """
-    if segments:
-        return "the kernel is not built for segment ids."
+    wide = [name for name in segments if jnp.dtype(name).itemsize > 4]
+    if wide:
+        return f"the kernel takes segment ids of up to 32 bits, not {wide[0]}."
     if not 0 < scale < math.inf:
         return f"the kernel needs a finite scale above 0, not {scale}."
     sequence = sequence_of(mask, layout, devices)
@@ -92,9 +93,19 @@ def attend(operands: Any, call: Call) -> tuple[Share, attention.Pair | None]:
         sequence_of(options.mask, options.layout, team.size),
         scale=options.scale,
         config=call.config,
+        segments=_documents(operands, call),
         interpret=call.interpret,
     )
     return Share(out, lse), kept if call.config.keep else None
+
+
+def _documents(operands: Any, call: Call) -> attention.Pair | None:
+    """The documents of the queries, and those of all keys as the kernel takes them."""
+    if operands.segments is None:
+        return None
+    every = lax.all_gather(operands.kv_segments.astype(jnp.int32), call.axes)
+    every = jnp.roll(every, -lax.axis_index(call.axes), axis=0)
+    return operands.segments.astype(jnp.int32), every
 
 
 def kept_keys(
@@ -112,13 +123,15 @@ def kept_keys(
     visible = dataclasses.replace(sizes.visible, device=device)
     chunks = sequence.chunks
     shape = batch, chunks, keys // chunks, kv_heads, dim
+    documents = _documents(operands, call)
     for distance in range(1, devices):
         pair = [x[distance - 1].reshape(shape) for x in kept]
         if sequence.causal and all_are_read:
             seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
             pair = [jnp.where(jnp.stack(seen)[:, None, None, None], x, 0) for x in pair]
         k, v = (x.reshape(operands.k.shape) for x in pair)
-        yield distance, (device + distance) % devices, Keys(k, v)
+        ids = None if documents is None else documents[1][distance]
+        yield distance, (device + distance) % devices, Keys(k, v, ids)
 
 
 def of_machine(problem: Problem) -> str | None:

@@ -103,6 +103,7 @@ def context_parallel_attention(
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
         kv_segment_ids = segment_ids
     _check_segments(q, k, segment_ids, kv_segment_ids)
+    ids = tuple(str(x.dtype) for x in (segment_ids, kv_segment_ids) if x is not None)
     method = _method_of(method, config)
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
     sizes = examples.sizes_of(q, k, devices, causal=causal, layout=layout)
@@ -117,16 +118,19 @@ def context_parallel_attention(
         k=k,
         mask=mask,
         layout=layout,
-        segments=segment_ids is not None,
+        segments=ids,
         devices=devices,
     )
     chosen = attention_methods.chosen(method, question)
-    if method == AUTO == backend and config is None and chosen.name == GATHER:
+    if method == AUTO == backend and config is None:
         problem = Problem(
             operation=OP, sizes=sizes, types=types, devices=devices, machine=Machine.of_mesh()
         )
-        if _is_fastest_fused(question, problem, scale):
-            chosen = chosen.by_table()
+        if ids and _is_served(question, problem, fused.default(problem), scale):
+            chosen = chosen.by_kernel(attention_methods.BY_LAX)
+            config = fused.default(problem)
+        elif chosen.name == GATHER and _is_fastest_fused(question, problem, scale):
+            chosen = chosen.by_kernel(attention_methods.FASTEST)
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
         config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
@@ -183,14 +187,23 @@ def _not_fused(config: Any, question: attention_methods.Question, scale: float) 
     )
 
 
+def _is_served(
+    question: attention_methods.Question, problem: Problem, config: fused.Config, scale: float
+) -> bool:
+    """Whether the fused kernel of this configuration can serve the call on such devices."""
+    if fused.of_machine(problem) is not None:
+        return False
+    return _not_fused(config, question, scale) is None
+
+
 def _is_fastest_fused(question: attention_methods.Question, problem: Problem, scale: float) -> bool:
     """Whether the tuned table has the fused kernel as the fastest, and it can serve the call."""
-    if checks.is_symbolic(question.q, question.k) or fused.of_machine(problem) is not None:
+    if checks.is_symbolic(question.q, question.k):
         return False
     found = speed.by_nearest(CONTEXT_PARALLEL_ATTENTION, rules.FUSED, problem)
     if found is None or found.backend != "pallas":
         return False
-    return _not_fused(found.config, question, scale) is None
+    return _is_served(question, problem, found.config, scale)
 
 
 def reference(operands: Operands, axes: Axes, options: Options) -> Any:

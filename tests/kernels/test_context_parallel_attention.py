@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from attention_cases import (
     BATCH,
-    HEADS,
     KV_HEADS,
     QUICKLY,
     TOKENS,
