@@ -13,6 +13,7 @@ from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.private_jax import cuda_version
+from stretto.distributed.private_jax.cudnn_attention import derived_once
 from stretto.distributed.team import Team
 from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
@@ -87,15 +88,20 @@ def default(problem: Problem) -> Config:
 def attend(operands: Any, call: Call) -> tuple[Share, attention.Pair | None]:
     """(attention of the device's queries to all keys, the peers' keys if they are to be kept)."""
     options, team = call.options, Team.along(call.axes)
-    out, lse, kept = attention.attend_and_keep(
-        *(operands.q, operands.k, operands.v),
-        team,
-        sequence_of(options.mask, options.layout, team.size),
-        scale=options.scale,
-        config=call.config,
-        segments=_documents(operands, call),
-        interpret=call.interpret,
-    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
+        return attention.attend_and_keep(
+            *(q, k, v),
+            team,
+            sequence_of(options.mask, options.layout, team.size),
+            scale=options.scale,
+            config=call.config,
+            segments=(segments[0], segments[1]) if segments else None,
+            interpret=call.interpret,
+        )
+
+    given = operands.q, operands.k, operands.v, *(_documents(operands, call) or ())
+    out, lse, kept = derived_once(run)(*given)
     return Share(out, lse), kept if call.config.keep else None
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
@@ -24,6 +23,7 @@ from stretto.kernels.operations.attention_methods import AUTO, FUSED, GATHER, HE
 from stretto.kernels.operations.attention_options import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.fields import check_fields
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
@@ -98,6 +98,7 @@ def context_parallel_attention(
     """
     axes = canonical_axes(axis_name)
     window = _check(q, k, v, causal, window)
+    checks.check_flag(OP, "return_logsumexp", return_logsumexp)
     q, scale = rules.scaled(q, scale)
     check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
@@ -172,6 +173,7 @@ def _not_fused(config: Any, question: attention_methods.Question, scale: float) 
     """
     if not isinstance(config, fused.Config):
         return None
+    check_fields(config)
     config.check()
     if checks.is_symbolic(question.q, question.k):
         return attention_methods.UNKNOWN
@@ -221,8 +223,7 @@ def reference(operands: Operands, axes: Axes, options: Options) -> Any:
 
 def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | None:
     """`window` as an integer; raises ValueError for what does not fit."""
-    if isinstance(causal, Tracer):
-        raise ValueError(f"{OP}: causal is traced; it must be known when the program is traced.")
+    checks.check_flag(OP, "causal", causal)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.check_array(OP, name, x)
         if x.ndim != 4 or 0 in x.shape[2:]:
