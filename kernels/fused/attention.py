@@ -34,7 +34,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import stages
 from stretto.kernels.engine.attention import documents, even_shares
 from stretto.kernels.engine.attention.documents import Documents
-from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder
+from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder, SortedOrder
 from stretto.kernels.engine.attention.parts import AttentionParts
 from stretto.kernels.engine.attention.visible import SeenByPlace
 from stretto.kernels.engine.fuse import Refs, fuse
@@ -156,7 +156,8 @@ def _documents(segments: Pair, team: Team | None, sizes: Sizes) -> dict[str, jax
     of_queries = of_queries.reshape(sizes.batch * sizes.chunks, visible.queries)
     of_keys = of_keys.transpose(1, 0, 2).reshape(sizes.batch, visible.segments * visible.keys)
     table = documents.table(of_queries, of_keys, visible)
-    return dict(of_queries=of_queries, of_keys=of_keys, ranges=table)
+    places = documents.most_work_first(table)
+    return dict(of_queries=of_queries, of_keys=of_keys, ranges=table, places=places)
 
 
 def _parts(
@@ -173,7 +174,7 @@ def _parts(
     keys = Keys(sizes=sizes, team=team, visible=visible, seen=seen, refs=refs)
     queries = _Queries(sizes=sizes, refs=refs)
     return AttentionParts(
-        **_order(refs, device, sizes, is_even=is_packed or not sizes.is_uneven),
+        **_order(refs, device, sizes, is_packed=is_packed),
         k_tiles=visible.segments,
         lhs=keys.keys(),
         rhs=keys.values(),
@@ -199,10 +200,13 @@ def _in_turn(sizes: Sizes, num_blocks: int) -> AttentionOrder:
     )
 
 
-def _order(refs: Refs, device: Int, sizes: Sizes, *, is_even: bool) -> dict[str, Any]:
+def _order(refs: Refs, device: Int, sizes: Sizes, *, is_packed: bool) -> dict[str, Any]:
     """The fields of the kernel's parts that say which tiles a block makes."""
     tiles = _in_turn(sizes, refs.num_clusters)
-    if is_even:
+    if is_packed:
+        order = SortedOrder(tiles=tiles, heads=sizes.heads, place=lambda at: refs.places[at])
+        return dict(order=order, ahead=True)
+    if not sizes.is_uneven:
         return dict(order=tiles)
 
     def entry(index: Int) -> Int:

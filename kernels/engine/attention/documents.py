@@ -62,6 +62,12 @@ def table(queries: jax.Array, keys: jax.Array, visible: VisibleKeys) -> jax.Arra
     return found.reshape(batch * chunks, *found.shape[2:])
 
 
+def most_work_first(table: jax.Array) -> jax.Array:
+    """The places of tiles, int32 `[batch * chunks * tiles]`, those with most blocks first."""
+    work = table[:, :, 0, COUNT].reshape(-1)
+    return jnp.argsort(-work).astype(jnp.int32)
+
+
 def _by_place(visible: VisibleKeys) -> jax.Array:
     """bool `[chunks, tiles, segments, blocks]`: what the mask leaves of a single document."""
     tiles = jnp.arange(visible.tiles_of_chunk, dtype=jnp.int32)[:, None]
