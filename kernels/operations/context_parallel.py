@@ -56,8 +56,8 @@ def context_parallel_attention(
 
     A query whose mask leaves no key has the result 0, and a logsumexp of minus infinity. cuDNN
     serves 16-bit types on GPUs, with head sizes up to 256, without segment ids, and without a
-    window if keys are gathered from several devices. `jax.lax` serves the rest, block by block,
-    in memory linear in the tokens.
+    window if keys are gathered from several devices. `jax.lax` serves the rest but "fused", block
+    by block, in memory linear in the tokens.
 
     Args:
       q, k, v: the device's own tokens.
@@ -74,9 +74,9 @@ def context_parallel_attention(
         backward pass: that of cuDNN does not support the cotangent of the logsumexp.
       method: "gather" (each device gathers all keys, for its own queries), "heads" (each device
         computes some heads, for all tokens), "fused" (as "gather", by a kernel that pulls keys
-        during attention: 16-bit types, head sizes 64 and 128, whole tiles, no segment ids), or
-        "auto": the faster one of the first two by an estimate, or the only one that cuDNN supports;
-        "fused" in place of "gather" where a tuned table has it as the fastest. `stretto.explain`
+        during attention: 16-bit types, head sizes 64 and 128, whole tiles), or "auto": the faster
+        one of the first two by an estimate, or the only one that cuDNN supports; "fused" with
+        segment ids, and in place of "gather" where a tuned table has it as the fastest. `explain`
         prints the choice and its reason. Where the kernel of "fused" cannot serve,
         `backend="auto"` falls back on "gather".
       config: for "gather": whether keys are sent peer by peer; for "fused": how the kernel is cut

@@ -212,7 +212,7 @@ def test_attention_beside_its_collectives(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["128", "64", "64, full", "full", "window"])
+@pytest.mark.parametrize("which", ["128", "64", "64, full", "full", "window", "documents"])
 def test_the_attention_kernel(which, tmp_path):
     compiled = compile_case(f"attention kernel, {which}", tmp_path)
     check(compiled, warpgroups=4 if which == "64, full" else 3, local=True)

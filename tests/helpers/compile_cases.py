@@ -548,16 +548,19 @@ def attention_kernel(which: str) -> Iterator[Program]:
         "64": (4, (8, 4, 64), {"zigzag": causal}),
         "64, full": (4, (8, 4, 64), {"full": {}}),
         "full": (2, (4, 4, 128), {"full": {}}),
+        "documents": (2, (8, 2, 128), {"zigzag": causal, "full": {}}),
         # Where most is left to the warps that move data, which have few registers.
         "window": (8, (8, 2, 128), {"window": dict(causal=True, window=1000)}),
     }[which]
     mesh = aot.mesh_of_gpus((devices,), ("x",))
     operands = [((1, 1024, count, heads[2]), jnp.bfloat16) for count in (*heads[:2], heads[1])]
+    if which == "documents":
+        operands.append(((1, 1024), jnp.int32))
     for label, options in calls.items():
 
-        def call(q, k, v, options=options):
+        def call(q, k, v, ids=None, options=options):
             return st.context_parallel_attention(
-                q, k, v, "x", method="fused", backend="pallas", **options
+                q, k, v, "x", segment_ids=ids, method="fused", backend="pallas", **options
             )
 
         yield f"{label}, {which}", *on_one(call, mesh, operands)
@@ -901,7 +904,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "attention": attention,
     **{
         f"attention kernel, {which}": functools.partial(attention_kernel, which)
-        for which in ("128", "64", "64, full", "full", "window")
+        for which in ("128", "64", "64, full", "full", "window", "documents")
     },
     "windows": windows,
     **{
