@@ -12,6 +12,7 @@ from fused_cases import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
+from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine.attention import documents
 from stretto.kernels.engine.attention.documents import COUNT, FIRST, LAST, PLAIN_FIRST, PLAIN_LAST
 from stretto.kernels.engine.attention.visible import VisibleKeys
@@ -90,7 +91,7 @@ def test_what_the_table_has_of_tiles(devices, chunks, causal, kind):
     ],
 )
 def test_queries_see_their_own_document(devices, batch, sequence, kind, config, seeds):
-    tokens = max(256, devices * sequence.chunks * 64)
+    tokens = devices * sequence.chunks * 128
     ids = numbers(kind, batch, tokens)
     operands = drawn((batch, tokens, 2, 64), (batch, tokens, 1, 64))
     mask = seen(batch, tokens, tokens, causal=sequence.causal, window=sequence.window)
@@ -159,3 +160,38 @@ def test_ids_of_64_bits_are_not_the_kernels():
         mapped = jax.shard_map(body, mesh=mesh_of(2), in_specs=spec, out_specs=spec)
         jax.eval_shape(mapped, q, jax.ShapeDtypeStruct((1, 512), "int64"))
     assert "segment ids of up to 32 bits, not int64" in said[0].reason
+
+
+def with_another(entry, change):
+    """The table with another entry, for a bug."""
+    right = documents.table
+
+    def wrong(*given):
+        found = right(*given)
+        return found.at[..., entry].set(change(found))
+
+    return wrong
+
+
+@pytest.mark.usefixtures("traces_apart")
+@pytest.mark.parametrize(
+    ("entry", "change"),
+    [
+        # A block that is to be masked counts as plain.
+        (PLAIN_LAST, lambda table: table[..., LAST]),
+        pytest.param(FIRST, lambda table: jnp.minimum(table[..., FIRST] + 1, 1), marks=SLOW),
+        # Queries are released too early, or never.
+        pytest.param(COUNT, lambda table: table[..., COUNT] - 1, marks=SLOW),
+        pytest.param(COUNT, lambda table: table[..., COUNT] + 1, marks=SLOW),
+    ],
+)
+def test_wrong_tables_are_found(monkeypatch, entry, change):
+    """By a number, or by the simulator."""
+    monkeypatch.setattr(documents, "table", with_another(entry, change))
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (1, 512)), 1).astype(np.int32)
+    operands = drawn((1, 512, 2, 64), (1, 512, 1, 64))
+    program = Simulated(1, Sequence(), packed=True, cores=1)
+    with pytest.raises((AssertionError, SimulationError)):
+        found, report = program([*operands[:3], jnp.asarray(ids), jnp.asarray(ids)])
+        assert report.ok
+        check(found, operands, ids[:, :, None] == ids[:, None])
