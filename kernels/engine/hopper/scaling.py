@@ -48,7 +48,7 @@ COLUMNS = 64  # whose scales are in registers at once
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileScales:
-    """Scales of the rows and columns of a tile, `[tile_m]` and `[tile_n]`, and their barriers."""
+    """Scales of a block's rows of a tile and of all its columns, and their barriers."""
 
     rows: Ref
     columns: Ref
@@ -194,7 +194,7 @@ def _joined(pieces: Sequence[jax.Array], in_a_row: int) -> jax.Array:
 def scratch(config: TileConfig) -> dict[str, Any]:
     """The memory and the barriers of `TileScales`, by name, for `kernel.launch`."""
     return dict(
-        row_scales_smem=plgpu.SMEM((config.tile_m,), jnp.float32),
+        row_scales_smem=plgpu.SMEM((config.rows,), jnp.float32),
         column_scales_smem=plgpu.SMEM((config.tile_n,), jnp.float32),
         scales_full=plgpu.Barrier(num_arrivals=2),
         scales_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
