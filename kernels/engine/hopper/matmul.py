@@ -129,10 +129,12 @@ class Matmul:
 
     def _empty(self) -> Any:
         """The barriers of that name of the ring: in a pair the warpgroups of both blocks arrive."""
-        count = dict(num_arrivals=self.config.warpgroups, num_barriers=self.config.num_stages)
+        arrivals, stages = self.config.warpgroups, self.config.num_stages
         if self._is_pair:
-            return plgpu.ClusterBarrier(collective_axes=(CLUSTER_AXIS,), **count)
-        return plgpu.Barrier(**count)
+            return plgpu.ClusterBarrier(
+                collective_axes=(CLUSTER_AXIS,), num_arrivals=arrivals, num_barriers=stages
+            )
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
 
     @property
     def result_columns(self) -> int:
