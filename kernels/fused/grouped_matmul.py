@@ -16,8 +16,7 @@ block waits for another. Rows that belong to no group are zero: they form a grou
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from stretto.kernels.engine.architectures import (
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.orders import RowTilesOrder
-from stretto.kernels.engine.parts import Parts, Product, Ref, Scales, Sink, Stream, Tile
+from stretto.kernels.engine.parts import Load, Parts, Product, Ref, Scales, Sink, Stream, Tile
 from stretto.kernels.engine.scales import Scaling, load_arranged_rows, window_of_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
@@ -47,6 +46,7 @@ from stretto.kernels.fused.group_tables import ALIGNED, bounds, row_tiles, rows_
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.scales import Granularity
 
 MANY_ROWS = 1024
 """Of a group, for tiles of 256 rows: an eighth of them is half a tile."""
@@ -120,23 +120,22 @@ def scaled(operands: Any, call: Call) -> jax.Array:
     padded = padding.pad_to_tiles(lhs, padding.ROWS)
     sides = padding.pad_to_tiles(rhs, padding.COLUMNS)
     tiles = call.config.tiles
-    scale = functools.partial(
-        Scaling.of,
-        call.options.scales,
-        k=padded.shape[1],
-        columns=[sides.shape[1]],
-        shape=tiles,
-    )
     if call.options.scales == "mx":
         most = GroupedRows.of(padded.shape[0], sides, tiles, True).most
         rows = rows_of_tiles(sizes, padded.shape[0], tiles.tile_m, most)
-        scaling = scale(lhs_scale[jnp.minimum(rows, m - 1)], [rhs_scale], rows=len(rows))
+        scaling = Scaling.of(
+            "mx",
+            lhs_scale[jnp.minimum(rows, m - 1)],
+            [rhs_scale],
+            k=padded.shape[1],
+            rows=len(rows),
+            columns=[sides.shape[1]],
+            shape=tiles,
+        )
     else:
-        in_a_group = jnp.arange(m) < bounds(sizes, m)[1][-1]
-        scaling = scale(
-            jnp.where(in_a_group[:, None], lhs_scale, 0),
-            [jnp.concatenate([rhs_scale, jnp.zeros_like(rhs_scale[:1])])],
-            rows=padded.shape[0] + tiles.tile_m,  # The last tile may begin at any eighth row.
+        granularity = call.options.scales
+        scaling = scaling_of_groups(
+            granularity, padded, [sides], sizes, lhs_scale, [rhs_scale], tiles
         )
     out = grouped(
         padded,
@@ -146,9 +145,35 @@ def scaled(operands: Any, call: Call) -> jax.Array:
         tiles=tiles,
         rhs_transposed=True,
         scaling=scaling,
+        zeros=call.options.zeros,
         interpret=call.interpret,
     )
     return out[:m, :n]
+
+
+def scaling_of_groups(
+    granularity: Granularity,
+    lhs: jax.Array,
+    rhs: Sequence[jax.Array],
+    sizes: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: Sequence[jax.Array],
+    tiles: TileConfig,
+) -> Scaling:
+    """The scales of padded rows `[m, k]` and of transposed matrices `[g, n, k]`, in float32.
+
+    Rows of no group are multiplied by zero, and so are the columns of the group that they form.
+    """
+    in_a_group = jnp.arange(len(lhs_scale)) < bounds(sizes, len(lhs_scale))[1][-1]
+    return Scaling.of(
+        granularity,
+        jnp.where(in_a_group[:, None], lhs_scale, 0),
+        [jnp.concatenate([x, jnp.zeros_like(x[:1])]) for x in rhs_scale],
+        k=lhs.shape[1],
+        rows=lhs.shape[0] + tiles.tile_m,  # The last tile may begin at any eighth row.
+        columns=[x.shape[1] for x in rhs],
+        shape=tiles,
+    )
 
 
 def grouped(
@@ -282,15 +307,20 @@ class GroupedRows:
         columns = Segments.of([self.n], self.tiles.tile_n)
         leading = lambda tile: (_group(tile),)  # noqa: E731
 
-        def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            window = window_of_rows(_first_row(tile), stage, self.tiles)
-            plgpu.copy_gmem_to_smem(refs.lhs_scales.at[k, window], stage, barrier)
-
         if scaling.granularity == "mx":  # Tile by tile (`_rows_of_tiles`).
             load = load_arranged_rows(lambda _: refs.lhs_scales, self.tiles)
         else:
-            load = load_rows
+            load = self.scales_of_rows(refs)
         return scaling.parts(load, refs.rhs_scales, columns, self.tiles, leading)
+
+    def scales_of_rows(self, refs: Refs) -> Load:
+        """Loads the scales of a tile's rows, or those of their blocks along the contraction."""
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            window = window_of_rows(_first_row(tile), stage, self.tiles)
+            plgpu.copy_gmem_to_smem(refs.lhs_scales.at[k, window], stage, barrier)
+
+        return load
 
 
 def _group(tile: Tile) -> Int:
