@@ -46,7 +46,8 @@ from stretto.kernels.engine.parts import (
 )
 from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.fused.group_tables import row_tiles
-from stretto.kernels.fused.grouped_matmul import GroupedRows, scaling_of_groups
+from stretto.kernels.fused.grouped_matmul import GroupedRows
+from stretto.kernels.fused.scaled_groups import scaling_of_groups
 from stretto.kernels.problem import epilogues, lowered
 from stretto.kernels.problem.machine import BLACKWELL, Machine
 from stretto.kernels.problem.scales import FP8
@@ -171,7 +172,9 @@ class Activated:
     def parts(self, refs: Refs, grouped: GroupedRows, lhs: Stream) -> Parts:
         """The kernel, whose rows are `lhs` and whose product is `rows`."""
         made = dataclasses.replace(
-            grouped.parts(refs, lhs), rhs=self._rhs(refs, grouped), scales=self._scales(refs, grouped)
+            grouped.parts(refs, lhs),
+            rhs=self._rhs(refs, grouped),
+            scales=self._scales(refs, grouped),
         )
         if self.beside is None:
             return dataclasses.replace(made, epilogue=elementwise(self.function))

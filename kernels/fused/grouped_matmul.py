@@ -16,11 +16,10 @@ block waits for another. Rows that belong to no group are zero: they form a grou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -41,12 +40,11 @@ from stretto.kernels.engine.scales import Scaling, load_arranged_rows, window_of
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import rhs_window
-from stretto.kernels.fused import copied, obstacles
-from stretto.kernels.fused.group_tables import ALIGNED, bounds, row_tiles, rows_of_tiles
+from stretto.kernels.fused import copied
+from stretto.kernels.fused.group_tables import ALIGNED, row_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
-from stretto.kernels.problem.scales import Granularity
 
 MANY_ROWS = 1024
 """Of a group, for tiles of 256 rows: an eighth of them is half a tile."""
@@ -106,74 +104,6 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
         interpret=call.interpret,
     )
     return out[:m, :n]
-
-
-def scaled(operands: Any, call: Call) -> jax.Array:
-    """`run` in 8 bits, rhs transposed: of (lhs, rhs, sizes, lhs's scales, rhs's scales).
-
-    The scales are as `problem.scales.checked` returns them. Rows that belong to no group get the
-    scales of one more group, zeros, so their results are zero whatever they contain; of "mx" they
-    have no products.
-    """
-    lhs, rhs, sizes, lhs_scale, rhs_scale = operands
-    m, n = lhs.shape[0], rhs.shape[1]
-    padded = padding.pad_to_tiles(lhs, padding.ROWS)
-    sides = padding.pad_to_tiles(rhs, padding.COLUMNS)
-    tiles = call.config.tiles
-    if call.options.scales == "mx":
-        most = GroupedRows.of(padded.shape[0], sides, tiles, True).most
-        rows = rows_of_tiles(sizes, padded.shape[0], tiles.tile_m, most)
-        scaling = Scaling.of(
-            "mx",
-            lhs_scale[jnp.minimum(rows, m - 1)],
-            [rhs_scale],
-            k=padded.shape[1],
-            rows=len(rows),
-            columns=[sides.shape[1]],
-            shape=tiles,
-        )
-    else:
-        granularity = call.options.scales
-        scaling = scaling_of_groups(
-            granularity, padded, [sides], sizes, lhs_scale, [rhs_scale], tiles
-        )
-    out = grouped(
-        padded,
-        sides,
-        sizes,
-        out_dtype=call.options.out_dtype,
-        tiles=tiles,
-        rhs_transposed=True,
-        scaling=scaling,
-        zeros=call.options.zeros,
-        interpret=call.interpret,
-    )
-    return out[:m, :n]
-
-
-def scaling_of_groups(
-    granularity: Granularity,
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    sizes: jax.Array,
-    lhs_scale: jax.Array,
-    rhs_scale: Sequence[jax.Array],
-    tiles: TileConfig,
-) -> Scaling:
-    """The scales of padded rows `[m, k]` and of transposed matrices `[g, n, k]`, in float32.
-
-    Rows of no group are multiplied by zero, and so are the columns of the group that they form.
-    """
-    in_a_group = jnp.arange(len(lhs_scale)) < bounds(sizes, len(lhs_scale))[1][-1]
-    return Scaling.of(
-        granularity,
-        jnp.where(in_a_group[:, None], lhs_scale, 0),
-        [jnp.concatenate([x, jnp.zeros_like(x[:1])]) for x in rhs_scale],
-        k=lhs.shape[1],
-        rows=lhs.shape[0] + tiles.tile_m,  # The last tile may begin at any eighth row.
-        columns=[x.shape[1] for x in rhs],
-        shape=tiles,
-    )
 
 
 def grouped(
@@ -339,6 +269,3 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.one_device,
 )
-
-SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
-"""Of operands in 8 bits with scales."""

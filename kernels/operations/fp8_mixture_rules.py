@@ -115,9 +115,7 @@ class Layer:
         """A matrix of each expert, `[e, in, out]` or already as `recipe.weight` has it."""
         return w if isinstance(w, Quantised) else self.recipe.weight(w)
 
-    def times(
-        self, lhs: Quantised, w: Any, operands: Operands, *, zeros: bool = True
-    ) -> jax.Array:
+    def times(self, lhs: Quantised, w: Any, operands: Operands, *, zeros: bool = True) -> jax.Array:
         """`lhs @ w` of each row with its expert's matrix; `zeros` in rows of no expert."""
         w, sizes = self.weight(w), operands.group_sizes
         return fp8_groups.times(lhs, w, sizes, self.dtype, self.backend, zeros=zeros)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from stretto.kernels.fused import all_gather_matmul as gather_kernel
-from stretto.kernels.fused import grouped_matmul as grouped_kernel
 from stretto.kernels.fused import matmul_all_reduce as reduce_kernel
 from stretto.kernels.fused import matmul_reduce_scatter as scatter_kernel
+from stretto.kernels.fused import scaled_groups as grouped_kernel
 from stretto.kernels.operation import Call, Operand, Operation, Sizes
 from stretto.kernels.operations.scaled_gather import gather_reference
 from stretto.kernels.operations.scaled_groups import grouped_reference

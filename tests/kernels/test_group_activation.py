@@ -99,9 +99,7 @@ def in_8_bits(rows, of_rows, sizes, sides, of_sides, *, gated, tiles):
     product = group_activation.Activated.of_8_bits(
         rows, of_rows, sides, of_sides, sizes, function, **how
     )
-    return group_activation.activated_product(
-        rows, sizes, product, out_dtype=BF16, interpret=None
-    )
+    return group_activation.activated_product(rows, sizes, product, out_dtype=BF16, interpret=None)
 
 
 @pytest.mark.parametrize(
