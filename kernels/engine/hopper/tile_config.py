@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from stretto.kernels.engine.shared_memory import ALIGNED_SCALES, SWIZZLE_BYTES
@@ -17,9 +18,8 @@ class TileConfig:
     """How a matmul is cut up.
 
     Attributes:
-      tile_m, tile_n, tile_k: the tile, in elements. Its rows are split between the multiplying
-        warpgroups, of one block or, where one has too few registers for it, of a pair: two
-        neighbouring multiprocessors, which load each tile of rhs once for both.
+      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the
+        multiplying warpgroups.
       num_stages: depth of the ring of lhs and rhs tiles.
       raster_width: tiles down a band of the raster (`orders.raster`).
       store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
@@ -37,36 +37,23 @@ class TileConfig:
 
     @property
     def warpgroups(self) -> int:
-        """Of a block, that multiply: two, or three for 192 rows, with fewer registers each then."""
-        return 3 if self.tile_m % 192 == 0 else 2
+        """That multiply: two, or three for 192 rows, each with fewer registers then."""
+        return 3 if self.tile_m == 192 else 2
 
     @property
     def blocks(self) -> int:
-        """That make a tile together, an equal part of its rows each: one, or a pair."""
-        return 1 if self.tile_m * self.tile_n <= self._most else 2
-
-    @property
-    def rows(self) -> int:
-        """Of a tile, that a block makes."""
-        return self.tile_m // self.blocks
+        """Every tile is made by one block."""
+        return 1
 
     @property
     def takes_edges(self) -> bool:
-        """Matrices need not be made of whole 8 x 64 tiles, unless pairs of blocks load them."""
-        return self.blocks == 1
-
-    @property
-    def _most(self) -> int:
-        """Elements of a tile that the registers of a block have room for."""
-        return 128 * 256 if self.warpgroups == 2 else 192 * 128
+        """Matrices need not be made of whole 8 x 64 tiles."""
+        return True
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
-        if self.tile_m % (64 * self.warpgroups * self.blocks):
-            raise ValueError(
-                f"tile_m={self.tile_m} must be a multiple of 128, or 192; twice that for tiles that"
-                " two blocks make."
-            )
+        if self.tile_m % (64 * self.warpgroups):
+            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128, or 192.")
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
         if self.tile_k not in (64, 128):
@@ -76,27 +63,27 @@ class TileConfig:
         for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if self.rows * self.tile_n > self._most:
-            most = "256 x 256" if self.warpgroups == 2 else "384 x 128"
+        most = (128, 256) if self.warpgroups == 2 else (192, 128)
+        if self.tile_m * self.tile_n > math.prod(most):
             raise ValueError(
-                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than two blocks of"
-                f" {self.warpgroups} multiplying warpgroups have; at most {most}."
+                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than"
+                f" {self.warpgroups} warpgroups have; at most {most[0]} x {most[1]}."
             )
 
     def smem_bytes(self, itemsize: int, *, addends: bool = False) -> int:
-        """Shared memory of a block's ring and epilogue's buffers, in bytes.
+        """Shared memory of the ring and of the epilogue's buffers, in bytes.
 
         With `addends` too: they come through the same buffers.
         """
         del addends
-        ring = self.num_stages * (self.rows + self.tile_n) * self.tile_k * itemsize
+        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
         return ring + self.warpgroups * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
 
     def scales_bytes(self, scales: Granularity | None) -> int:
         """Shared memory of scales of a granularity, in bytes."""
         if scales == "block":
-            return self.num_stages * (self.rows + ALIGNED_SCALES) * SCALE_BYTES
-        return (self.rows + self.tile_n) * SCALE_BYTES if scales == "row" else 0
+            return self.num_stages * (self.tile_m + ALIGNED_SCALES) * SCALE_BYTES
+        return (self.tile_m + self.tile_n) * SCALE_BYTES if scales == "row" else 0
 
     def check_blocks(self) -> None:
         """Raises ValueError for a tile that blocks with a scale each do not suit."""
@@ -120,7 +107,6 @@ WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3, store_buffers=4)
 NARROW_FP8 = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
 NARROWEST_FP8 = TileConfig(tile_n=64, tile_k=128, num_stages=6, store_buffers=1)
-PAIR_FP8 = dataclasses.replace(LARGE_FP8, tile_m=256, raster_width=8)
 WIDE_RESULT_FP8 = TileConfig(tile_n=192, tile_k=128, num_stages=4, store_buffers=2)
 # Of 8 bits with a scale for each block: products of 64 rows are added to totals in registers.
 # A tile of 256 x 128 spills registers there, and is slower.
