@@ -53,6 +53,7 @@ from stretto.kernels.problem import node_config
 from stretto.kernels.problem.activations import ClampedSwiglu, swiglu
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.xla.quantisation import Quantised
 
 EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
@@ -718,6 +719,16 @@ def fp8_experts() -> Iterator[Program]:
             return out, *pull(out)
 
         yield f"experts, {granularity}", *on_one(pulled, mesh, shapes)
+    e4m3, recipe = jnp.float8_e4m3fn, st.fp8.Recipe()
+    of_weights = [((experts, 2 * f, d), e4m3), ((experts, 2 * f, 1), jnp.float32)]
+    of_weights += [((experts, d, f), e4m3), ((experts, d, 1), jnp.float32)]
+
+    def alone(x, index, weights, w_in, of_in, w_out, of_out):
+        sides = Quantised(w_in, of_in), Quantised(w_out, of_out)
+        given = dict(recipe=recipe, backend="pallas")
+        return st.fp8.mixture_of_experts(x, index, weights, *sides, "x", **given)[0]
+
+    yield "experts, row, no derivative", *on_one(alone, mesh, [*shapes[:3], *of_weights])
 
 
 def blackwell(*names: str) -> Iterator[Program]:

@@ -169,7 +169,7 @@ def test_a_block_must_not_end_while_another_looks(meets, seed):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_arrival_at_a_block_that_has_ended(waits):
-    """At a cluster's barrier an arrival reaches all its blocks, whose memory must still be there."""
+    """At a cluster's barrier an arrival reaches all blocks, whose memory must still be there."""
 
     def body(out_ref, met):
         plgpu.barrier_arrive(met)
