@@ -69,7 +69,7 @@ class NeverSlowerOptions:
     candidates: int = 10
     """Configurations that are drawn for each case; 0 for none."""
     repeats: int = 20
-    """Samples per program and case at most, two a visit. A case ends where intervals at 99.9% decide."""
+    """Samples per program and case at most, two a visit; fewer where 99.9% intervals decide."""
     batch: int = 6
     """Cases whose programs, a dozen each, are compiled together."""
     part: str = "1/1"
@@ -100,9 +100,7 @@ def main(argv: list[str]) -> int:
         resume=options.resume,
         overwrite=options.overwrite,
         command=[*NAME.split(), *argv],
-        settings=Settings(
-            repeats=options.repeats, seed=first_process_draws(), enough=is_decided
-        ),
+        settings=Settings(repeats=options.repeats, seed=first_process_draws(), enough=is_decided),
         draw=draw,
         batch=options.batch,
     )

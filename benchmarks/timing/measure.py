@@ -30,8 +30,8 @@ class Settings:
     """How each case is timed.
 
     `repeats` samples per peer, in visits of `SAMPLES_PER_VISIT` with `rest_s` seconds of idle
-    between; `check` compares Stretto's results with XLA's first. `enough` is asked after each round:
-    (samples of each peer, samples of a visit) -> whether the case needs no more.
+    between; `check` compares Stretto's results with XLA's first. `enough` is asked after each
+    round: (samples of each peer, samples of a visit) -> whether the case needs no more.
     """
 
     repeats: int = 20

@@ -32,8 +32,8 @@ def in_turns(
       rest_s: seconds of idle after each visit.
       failed: called with the place and the error of a timer that raised; the timer is left out from
         then on, without samples. None to raise it.
-      enough: called after each round with the samples of each timer so far; True ends the turns. All
-        processes must say the same.
+      enough: called after each round with the samples of each timer so far; True ends the turns.
+        All processes must say the same.
       say: called with the remaining work.
     """
     rng = random.Random(seed)
