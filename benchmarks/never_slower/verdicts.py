@@ -18,8 +18,8 @@ FASTER = 0.97
 """A configuration is faster than `auto` where the whole interval of its ratio is below this."""
 
 SURELY = 0.999
-"""Confidence of the intervals that end a case early. The verdict's own are at 95%: to look at one of
-those after each round, and to stop once it decides, would be wrong more often than that."""
+"""Confidence of the intervals that end a case early. The verdict's own are at 95%: to look at one
+of those after each round, and to stop once it decides, would be wrong more often than that."""
 
 
 def is_decided(samples: Mapping[str, Sequence[float]], per_visit: int) -> bool:
