@@ -14,6 +14,8 @@ from stretto.kernels.problem.problem import Problem
 UNTRIED = (machine.BLACKWELL,)
 """Architectures that kernels are built for and have never been run on. Only what a table has been
 measured to be faster is taken there."""
+MARGIN_OF_COPIES = 0.1
+"""Share by which a kernel must be faster where copies that its sizes need were estimated."""
 
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
@@ -77,6 +79,8 @@ def _with_copies(
     """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
+    if kernel.fused_from is not None and of_sizes:
+        return _copied_to_rows(kernel, problem, plain, of_sizes)
     if kernel.untried and problem.copied and plain.backend == "pallas":
         reason = f"{plain.reason}, but never with copies that put rows in order"
         others = dict(reason=reason, fused_us=None, xla_us=None)
@@ -85,7 +89,9 @@ def _with_copies(
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
-    is_fused = plain.backend == "pallas" and fused_us < xla_us
+    is_fused = (
+        plain.backend == "pallas" and fused_us < (1 - MARGIN_OF_COPIES * bool(of_sizes)) * xla_us
+    )
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
     reason = f"{plain.reason}, but for {besides}" if turned else plain.reason
@@ -99,6 +105,27 @@ def _with_copies(
         problem=problem,
         backend="pallas" if is_fused else "xla",
         reason=reason,
+        fused_us=fused_us,
+        xla_us=xla_us,
+    )
+
+
+def _copied_to_rows(kernel: Kernel, problem: Problem, plain: Choice, of_sizes: int) -> Choice:
+    """The faster one of a collective whose operand and result are copied to whole rows and back.
+
+    Without a table XLA is: nobody knows what the copies leave of what a kernel gains.
+    """
+    known = tables.exists(problem.machine.kind)
+    found = tables.times_between(kernel, problem) if known else None
+    fused_us, xla_us = found or (None, None)
+    if found is not None:
+        fused_us = found[0] + costs.copies_us(of_sizes)
+    is_fused = plain.backend == "pallas" and found is not None
+    is_fused = is_fused and fused_us < (1 - MARGIN_OF_COPIES) * xla_us
+    return dataclasses.replace(
+        plain,
+        backend="pallas" if is_fused else "xla",
+        reason=f"{plain.reason}; {of_sizes / 2**20:.3g} MiB are copied to whole rows and back",
         fused_us=fused_us,
         xla_us=xla_us,
     )

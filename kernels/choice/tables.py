@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from stretto.kernels.choice import neighbours
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
@@ -36,6 +38,10 @@ whose nearest entries are 2 to 3 doublings away were still predicted better than
 
 MARGIN = 0.03
 """Share by which the fused kernel must be faster at a shape that was not measured."""
+
+SHORT_US, MARGIN_OF_SHORT = 30.0, 0.2
+"""Microseconds of XLA's that a short collective takes, and that share of it. The host launches it,
+and both times vary between runs by that: on 2 H200s XLA took 15 to 23 at sizes up to 1 MB."""
 
 
 KINDS = ("masking", "dim")
@@ -235,15 +241,40 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
         )
     near = [(distance, entry) for distance, entry, _ in fitting]
     ratio = ratio_between(near, problem, estimate)
+    is_short = estimate is None and nearest.xla_us < SHORT_US
+    margin = MARGIN_OF_SHORT if is_short else MARGIN
     shapes = ", ".join(entry.shape for _, entry in near[: neighbours.COUNT])
     return Choice(
         problem=problem,
-        backend="pallas" if ratio <= 1 - MARGIN else "xla",
+        backend="pallas" if ratio <= 1 - margin else "xla",
         reason=f"the fused kernel should take {_percent(ratio)} of XLA's time, by the nearest"
         f" shapes in the table, {shapes}",
         kernel=kernel,
         config=config if distance <= NEAR else kernel.default(problem),
     )
+
+
+def times_between(kernel: Kernel, problem: Problem) -> tuple[float, float] | None:
+    """(fused, XLA) times of a collective, in microseconds, between those of the table by its size.
+
+    Straight lines between the logarithms of entries' sizes and times; beyond the last entry in
+    proportion to the size. None where the table has fewer than two entries of it.
+    """
+    entries = [
+        entry
+        for entry in table_for(problem.machine.kind).entries
+        if math.isfinite(entry.distance(problem)) and is_of(entry, kernel, problem)
+    ]
+    if len(entries) < 2:
+        return None
+    known = sorted((math.log(math.prod(e.sizes.values())), e.fused_us, e.xla_us) for e in entries)
+    sizes, *of_both = zip(*known, strict=True)
+    asked = math.log(max(1, math.prod(problem.sizes.values())))
+    beyond = math.exp(max(0.0, asked - sizes[-1]))
+    fused_us, xla_us = (
+        beyond * math.exp(np.interp(asked, sizes, np.log(times))) for times in of_both
+    )
+    return fused_us, xla_us
 
 
 def is_of(entry: Entry, kernel: Kernel, problem: Problem) -> bool:
