@@ -134,7 +134,7 @@ def test_a_case_ends_once_more_samples_would_change_nothing(times, rounds, decid
 
 
 def test_ending_early_is_seldom_wrong():
-    """A ratio of exactly the limit is called slower as seldom as by an interval that is read once."""
+    """Of ratios at the limit few are called slower, as by intervals that are read once."""
     rng = np.random.default_rng(0)
     wrong, cases = 0, 1000
     for _ in range(cases):
