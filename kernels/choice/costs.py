@@ -41,8 +41,9 @@ def unaligned_matmul(m: int, k: int, n: int, itemsize: int, multiprocessors: int
     if not any(size * itemsize % UNALIGNED_ROW_BYTES for size in (k, n)):
         return 0.0
     tiles = ceil_div(m, UNALIGNED_TILE) * ceil_div(n, UNALIGNED_TILE)
-    # Of few tiles each is divided along k.
-    waves = max(tiles / multiprocessors, ceil_div(tiles, multiprocessors) - 1)
+    waves = ceil_div(tiles, multiprocessors)
+    if tiles < multiprocessors:  # Each is divided along k.
+        waves = tiles / multiprocessors
     in_words = not any(size * itemsize % 4 for size in (k, n))
     return waves * k * UNALIGNED_US[in_words]
 
