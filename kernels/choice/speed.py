@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice import costs, tables, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem import machine
@@ -14,17 +14,23 @@ from stretto.kernels.problem.problem import Problem
 UNTRIED = (machine.BLACKWELL,)
 """Architectures that kernels are built for and have never been run on. Only what a table has been
 measured to be faster is taken there."""
-MARGIN_OF_COPIES = 0.1
-"""Share by which a kernel must be faster where copies that its sizes need were estimated."""
 
 
 def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
     plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0, applied=0))
     of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
-    if not (problem.copied or problem.applied or of_sizes):
-        return plain
-    return _with_copies(operation, kernel, problem, plain, of_sizes)
+    found = plain
+    if problem.copied or problem.applied or of_sizes:
+        found = _with_copies(operation, kernel, problem, plain, of_sizes)
+    if found.backend == "pallas" or problem.copied or problem.applied or kernel.apart is None:
+        return found
+    if tables.exists(problem.machine.kind) and tables.table_for(problem.machine.kind).nearest(
+        problem
+    ):
+        return found  # The tuner tried both parts there, too.
+    _, xla_us = estimate(operation, kernel, problem)
+    return transfers.apart(operation, kernel, problem, xla_us) or found
 
 
 def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
@@ -80,7 +86,7 @@ def _with_copies(
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
     if kernel.fused_from is not None and of_sizes:
-        return _copied_to_rows(kernel, problem, plain, of_sizes)
+        return transfers.copied_to_rows(problem, plain, of_sizes)
     if kernel.untried and problem.copied and plain.backend == "pallas":
         reason = f"{plain.reason}, but never with copies that put rows in order"
         others = dict(reason=reason, fused_us=None, xla_us=None)
@@ -90,7 +96,8 @@ def _with_copies(
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
     is_fused = (
-        plain.backend == "pallas" and fused_us < (1 - MARGIN_OF_COPIES * bool(of_sizes)) * xla_us
+        plain.backend == "pallas"
+        and fused_us < (1 - transfers.MARGIN_OF_COPIES * bool(of_sizes)) * xla_us
     )
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
@@ -105,27 +112,6 @@ def _with_copies(
         problem=problem,
         backend="pallas" if is_fused else "xla",
         reason=reason,
-        fused_us=fused_us,
-        xla_us=xla_us,
-    )
-
-
-def _copied_to_rows(kernel: Kernel, problem: Problem, plain: Choice, of_sizes: int) -> Choice:
-    """The faster one of a collective whose operand and result are copied to whole rows and back.
-
-    Without a table XLA is: nobody knows what the copies leave of what a kernel gains.
-    """
-    known = tables.exists(problem.machine.kind)
-    found = tables.times_between(kernel, problem) if known else None
-    fused_us, xla_us = found or (None, None)
-    if found is not None:
-        fused_us = found[0] + costs.copies_us(of_sizes)
-    is_fused = plain.backend == "pallas" and found is not None
-    is_fused = is_fused and fused_us < (1 - MARGIN_OF_COPIES) * xla_us
-    return dataclasses.replace(
-        plain,
-        backend="pallas" if is_fused else "xla",
-        reason=f"{plain.reason}; {of_sizes / 2**20:.3g} MiB are copied to whole rows and back",
         fused_us=fused_us,
         xla_us=xla_us,
     )

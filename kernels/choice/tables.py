@@ -19,8 +19,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from stretto.kernels.choice import neighbours
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
@@ -252,29 +250,6 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
         kernel=kernel,
         config=config if distance <= NEAR else kernel.default(problem),
     )
-
-
-def times_between(kernel: Kernel, problem: Problem) -> tuple[float, float] | None:
-    """(fused, XLA) times of a collective, in microseconds, between those of the table by its size.
-
-    Straight lines between the logarithms of entries' sizes and times; beyond the last entry in
-    proportion to the size. None where the table has fewer than two entries of it.
-    """
-    entries = [
-        entry
-        for entry in table_for(problem.machine.kind).entries
-        if math.isfinite(entry.distance(problem)) and is_of(entry, kernel, problem)
-    ]
-    if len(entries) < 2:
-        return None
-    known = sorted((math.log(math.prod(e.sizes.values())), e.fused_us, e.xla_us) for e in entries)
-    sizes, *of_both = zip(*known, strict=True)
-    asked = math.log(max(1, math.prod(problem.sizes.values())))
-    beyond = math.exp(max(0.0, asked - sizes[-1]))
-    fused_us, xla_us = (
-        beyond * math.exp(np.interp(asked, sizes, np.log(times))) for times in of_both
-    )
-    return fused_us, xla_us
 
 
 def is_of(entry: Entry, kernel: Kernel, problem: Problem) -> bool:

@@ -181,6 +181,7 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.by_rows,
     beside=beside.obstacle,
+    apart=unfused.by_gather(Config(unfused=True)),
 )
 
 
@@ -221,7 +222,9 @@ def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
     )
 
 
-SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
+SCALED = dataclasses.replace(
+    KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True, apart=None
+)
 """The kernel for operands in 8 bits: scales of lhs are gathered with its rows."""
 
 
