@@ -20,7 +20,7 @@ ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result
 UNALIGNED_ROW_BYTES = 8  # XLA's matmul is slow where rows of its operands are no multiples of it
-UNALIGNED_TILE = 128
+UNALIGNED_TILE, UNALIGNED_FROM_US = 128, 150.0  # Shorter ones differ too much to be known.
 UNALIGNED_US = {True: 0.017, False: 0.025}  # for one step of k of a tile; rows of words, or not
 FUSED_LAUNCH_US = 25.0
 XLA_LAUNCH_US = 12.0
@@ -34,7 +34,9 @@ def matmul(m: int, k: int, n: int, multiprocessors: int, matrices: int = 1) -> t
 
 
 def unaligned_matmul(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float:
-    """The least microseconds of XLA's matmul on one device; 0 where rows are multiples of 8 bytes.
+    """The least microseconds of XLA's matmul on one device; 0 where they are not known.
+
+    That is where rows are multiples of 8 bytes, and where it is short.
 
     Fitted to 2 H200s: 6610 x 6398 x 2442 took some 900 us, 1203 x 4111 x 5242 some 430.
     """
@@ -45,7 +47,8 @@ def unaligned_matmul(m: int, k: int, n: int, itemsize: int, multiprocessors: int
     if tiles < multiprocessors:  # Each is divided along k.
         waves = tiles / multiprocessors
     in_words = not any(size * itemsize % 4 for size in (k, n))
-    return waves * k * UNALIGNED_US[in_words]
+    us = waves * k * UNALIGNED_US[in_words]
+    return us if us >= UNALIGNED_FROM_US else 0.0
 
 
 def estimate(work: Work, machine: Machine) -> tuple[float, float]:

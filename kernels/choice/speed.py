@@ -95,10 +95,7 @@ def _with_copies(
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
-    is_fused = (
-        plain.backend == "pallas"
-        and fused_us < (1 - transfers.MARGIN_OF_COPIES * bool(of_sizes)) * xla_us
-    )
+    is_fused = plain.backend == "pallas" and fused_us < xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
     reason = f"{plain.reason}, but for {besides}" if turned else plain.reason
