@@ -18,11 +18,13 @@ FUSED_BYTES = 245e9  # per second, sent by one device beside a matmul
 XLA_BYTES = 270e9  # per second, NCCL alone
 ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
+ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result
 UNALIGNED_ROW_BYTES = 8  # XLA's matmul is slow where rows of its operands are no multiples of it
 UNALIGNED_TILE, UNALIGNED_FROM_US = 128, 150.0  # Shorter ones differ too much to be known.
 UNALIGNED_US = {True: 0.017, False: 0.025}  # for one step of k of a tile; rows of words, or not
 FUSED_LAUNCH_US = 25.0
+MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
 
 
@@ -51,10 +53,14 @@ def unaligned_matmul(m: int, k: int, n: int, itemsize: int, multiprocessors: int
     return us if us >= UNALIGNED_FROM_US else 0.0
 
 
-def estimate(work: Work, machine: Machine) -> tuple[float, float]:
+def estimate(
+    work: Work, machine: Machine, measured: tuple[float, float] | None = None
+) -> tuple[float, float]:
     """(fused, XLA unfused) times in microseconds of a matmul with a collective.
 
     A kernel hides what it sends under all waves of its tiles but one; XLA hides nothing.
+    `measured` are microseconds, where a table has them: of a kernel that sends next to nothing, and
+    of XLA's collective.
     """
     if work.product is None and work.attention:
         return _attention(work)
@@ -62,14 +68,15 @@ def estimate(work: Work, machine: Machine) -> tuple[float, float]:
         raise ValueError("only operations with a matmul have an estimate.")
     compute, waves = matmul(*work.product, machine.multiprocessors)
     exposed = max(0.0, 1e6 * work.sent_bytes / FUSED_BYTES - compute * (waves - 1) / waves)
-    fused = compute + exposed + FUSED_LAUNCH_US
+    sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
+    launch_us, sent_by_xla = measured or (FUSED_LAUNCH_US, sent_by_xla)
+    fused = compute + exposed + launch_us
     itemsize = work.traffic.itemsize if work.traffic is not None else 2
     slow = unaligned_matmul(*work.product, itemsize, machine.multiprocessors)
     # XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
     by_xla, _ = matmul(*work.product, machine.multiprocessors, work.matrices)
     by_xla = max(by_xla, slow)
-    unfused = by_xla + 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
-    return fused, unfused
+    return fused, by_xla + sent_by_xla
 
 
 def _attention(work: Work) -> tuple[float, float]:
@@ -88,6 +95,19 @@ def sent_by_xla_us(sent: float) -> float:
     return 1e6 * sent / XLA_BYTES
 
 
+def copies_launches_us(work: Work, itemsize: int) -> float:
+    """Microseconds of the launches that copy a matmul's operands and result to aligned rows.
+
+    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
+    """
+    if work.product is None:
+        return 0.0
+    _, k, n = work.product
+    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
+    is_lhs, is_rhs = (size * itemsize % ROW_BYTES > 0 for size in (columns, n))
+    return COPY_LAUNCH_US * (is_lhs + (is_lhs or is_rhs) + is_rhs)
+
+
 def copies_us(copied: int) -> float:
     """Microseconds in which XLA copies an operand and a result, of so many bytes together."""
     return moved_in_memory_us(copied) + 2 * COPY_LAUNCH_US
@@ -101,7 +121,7 @@ def moved_in_memory_us(moved: int) -> float:
 def compare(times: tuple[float, float]) -> dict[str, Any]:
     """What an estimate, (fused, XLA) in microseconds, says: fields of a `Choice`."""
     fused_us, xla_us = times
-    backend = "pallas" if fused_us < xla_us else "xla"
+    backend = "pallas" if fused_us < (1 - MARGIN) * xla_us else "xla"
     return dict(
         backend=backend, reason="it is estimated to be faster", fused_us=fused_us, xla_us=xla_us
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from stretto.kernels.choice import costs, tables, transfers
@@ -95,6 +96,8 @@ def _with_copies(
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
+    if of_sizes:
+        fused_us += costs.copies_launches_us(operation.work(problem), problem.types.itemsize)
     is_fused = plain.backend == "pallas" and fused_us < xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
@@ -132,13 +135,13 @@ def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[fl
     and the time of the copies that order the fused kernel's operands.
     """
     if kernel.stands_for is None:
-        return costs.estimate(operation.work(problem), problem.machine)
-    other, moved = kernel.stands_for(problem)
+        return transfers.estimate(operation, problem)
+    _, moved = kernel.stands_for(problem)
     found = _measured(operation, kernel, problem)
     if found is not None and found.fused_us and found.xla_us:
         fused_us, xla_us = found.fused_us, found.xla_us
     else:
-        fused_us, xla_us = costs.estimate(operation.work(problem), other.machine)
+        fused_us, xla_us = transfers.estimate(operation, problem)
     return fused_us + costs.moved_in_memory_us(moved), xla_us
 
 
@@ -183,5 +186,4 @@ def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice |
     """
     if not has_estimate(operation, kernel, problem):
         return tables.look_up(kernel, problem)
-    estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
-    return tables.look_up(kernel, problem, estimated)
+    return tables.look_up(kernel, problem, functools.partial(transfers.estimate, operation))

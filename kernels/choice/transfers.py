@@ -9,6 +9,7 @@ import numpy as np
 
 from stretto.kernels.choice import costs, tables
 from stretto.kernels.choice.choice import Choice
+from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
 
@@ -29,13 +30,9 @@ def times(problem: Problem, name: str, elements: int) -> tuple[float, float] | N
       name: of the collective.
       elements: of a device's operand.
     """
-    if not tables.exists(problem.machine.kind):
-        return None
-    asked_of = (name, problem.types.lhs, problem.devices)
     known = sorted(
         (math.log(math.prod(entry.sizes.values())), entry.fused_us, entry.xla_us)
-        for entry in tables.table_for(problem.machine.kind).entries
-        if (entry.op, entry.dtype, entry.devices) == asked_of
+        for entry in _entries(problem, name)
     )
     if len(known) < 2:
         return None
@@ -46,6 +43,27 @@ def times(problem: Problem, name: str, elements: int) -> tuple[float, float] | N
         float(beyond * np.exp(np.interp(asked, sizes, np.log(us)))) for us in of_both
     )
     return fused_us, xla_us
+
+
+def _entries(problem: Problem, name: str) -> list[Entry]:
+    """The entries of a collective with the problem's type, on as many of its GPUs."""
+    if not tables.exists(problem.machine.kind):
+        return []
+    asked_of = (name, problem.types.lhs, problem.devices)
+    entries = tables.table_for(problem.machine.kind).entries
+    return [entry for entry in entries if (entry.op, entry.dtype, entry.devices) == asked_of]
+
+
+def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
+    """`costs.estimate`, with the times of the collective inside where a table has them."""
+    work = operation.work(problem)
+    measured = None
+    if work.traffic is not None and work.product is not None:
+        name = work.traffic.collective
+        found = times(problem, name, math.prod(work.traffic.shape))
+        if found is not None:
+            measured = min(entry.fused_us for entry in _entries(problem, name)), found[1]
+    return costs.estimate(work, problem.machine, measured)
 
 
 def copied_to_rows(problem: Problem, plain: Choice, of_sizes: int) -> Choice:
