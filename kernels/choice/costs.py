@@ -23,6 +23,14 @@ COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result
 UNALIGNED_ROW_BYTES = 8  # XLA's matmul is slow where rows of its operands are no multiples of it
 UNALIGNED_TILE, UNALIGNED_FROM_US = 128, 150.0  # Shorter ones differ too much to be known.
 UNALIGNED_US = {True: 0.017, False: 0.025}  # for one step of k of a tile; rows of words, or not
+# What follows was fitted to 142 random sizes on 2 H200s. It serves where a table has collectives.
+NARROW_STEP_US = {64: 0.27, 128: 0.42}  # for a step of TILE_K, where no block has two such tiles
+LEAST_COLUMNS_OF_SUMS = 128
+MOST_DEVICES = 2  # of which what follows is known
+LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=16.0)  # of a matmul's kernel
+PRODUCT_LAUNCH_US = 3.5  # of XLA's matmul
+LEAST_SHARE = 0.15  # of a whole matmul's time that XLA's takes at least, divided along k
+PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
@@ -59,24 +67,54 @@ def estimate(
     """(fused, XLA unfused) times in microseconds of a matmul with a collective.
 
     A kernel hides what it sends under all waves of its tiles but one; XLA hides nothing.
-    `measured` are microseconds, where a table has them: of a kernel that sends next to nothing, and
-    of XLA's collective.
+    `measured` are microseconds, where a table has them: of the collective's kernel where it sends
+    next to nothing, and of XLA's collective.
     """
     if work.product is None and work.attention:
         return _attention(work)
     if work.product is None:
         raise ValueError("only operations with a matmul have an estimate.")
     compute, waves = matmul(*work.product, machine.multiprocessors)
-    exposed = max(0.0, 1e6 * work.sent_bytes / FUSED_BYTES - compute * (waves - 1) / waves)
-    sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
-    launch_us, sent_by_xla = measured or (FUSED_LAUNCH_US, sent_by_xla)
-    fused = compute + exposed + launch_us
+    unhidden = 1e6 * work.sent_bytes / FUSED_BYTES
+    by_xla, waves_of_all = matmul(*work.product, machine.multiprocessors, work.matrices)
+    if measured is None or work.traffic is None or work.traffic.devices > MOST_DEVICES:
+        launch_us = FUSED_LAUNCH_US
+        sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
+    else:
+        launch_us, sent_by_xla = measured
+        launch_us += LAUNCH_BESIDE_US[work.traffic.collective]
+        compute, waves = _of_narrow_tiles(work, machine) or (compute, waves)
+        unhidden = max(unhidden, _pieces_us(work, machine))
+        sent_by_xla += PRODUCT_LAUNCH_US
+        if waves_of_all == 1:  # Few tiles are divided along k.
+            tiles = ceil_div(work.product[0], TILE_M) * ceil_div(work.product[2], TILE_N)
+            by_xla *= max(LEAST_SHARE, tiles / machine.multiprocessors)
+    fused = compute + max(0.0, unhidden - compute * (waves - 1) / waves) + launch_us
     itemsize = work.traffic.itemsize if work.traffic is not None else 2
-    slow = unaligned_matmul(*work.product, itemsize, machine.multiprocessors)
     # XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
-    by_xla, _ = matmul(*work.product, machine.multiprocessors, work.matrices)
-    by_xla = max(by_xla, slow)
-    return fused, by_xla + sent_by_xla
+    slow = unaligned_matmul(*work.product, itemsize, machine.multiprocessors)
+    return fused, max(by_xla, slow) + sent_by_xla
+
+
+def _of_narrow_tiles(work: Work, machine: Machine) -> tuple[float, int] | None:
+    """(microseconds, waves) of a kernel's narrower tiles; None of more than one wave."""
+    m, k, n = work.product or (0, 0, 0)
+    for tile_n, step_us in NARROW_STEP_US.items():
+        is_sum = work.traffic is not None and not work.traffic.gathers
+        if is_sum and tile_n < LEAST_COLUMNS_OF_SUMS:
+            continue
+        if ceil_div(m, TILE_M) * ceil_div(n, tile_n) <= machine.multiprocessors:
+            return ceil_div(k, TILE_K) * step_us, 1
+    return None
+
+
+def _pieces_us(work: Work, machine: Machine) -> float:
+    """Microseconds in which each block pulls its pieces of a gather, one after another."""
+    if work.traffic is None or not work.traffic.gathers:
+        return 0.0
+    rows, columns = work.traffic.shape
+    pieces = (work.traffic.devices - 1) * ceil_div(rows, PIECE[0]) * ceil_div(columns, PIECE[1])
+    return PIECE_US * (ceil_div(pieces, machine.multiprocessors) - 1)
 
 
 def _attention(work: Work) -> tuple[float, float]:

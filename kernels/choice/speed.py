@@ -24,14 +24,29 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     found = plain
     if problem.copied or problem.applied or of_sizes:
         found = _with_copies(operation, kernel, problem, plain, of_sizes)
-    if found.backend == "pallas" or problem.copied or problem.applied or kernel.apart is None:
+    return _or_apart(operation, kernel, problem, found, of_sizes)
+
+
+def _or_apart(
+    operation: Operation, kernel: Kernel, problem: Problem, found: Choice, of_sizes: int
+) -> Choice:
+    """`found`, or the matmul in two parts, where that is faster by the table of its collective.
+
+    `of_sizes` bytes are copied for the fused kernel. Where it needs none, a near entry has been
+    tuned with two parts, too.
+    """
+    known = tables.exists(problem.machine.kind)
+    is_tuned = known and tables.table_for(problem.machine.kind).nearest(problem) is not None
+    if problem.copied or problem.applied or kernel.apart is None or not known:
         return found
-    if tables.exists(problem.machine.kind) and tables.table_for(problem.machine.kind).nearest(
-        problem
-    ):
-        return found  # The tuner tried both parts there, too.
+    if not of_sizes and (is_tuned or found.backend == "pallas"):
+        return found
     _, xla_us = estimate(operation, kernel, problem)
-    return transfers.apart(operation, kernel, problem, xla_us) or found
+    two = transfers.apart(operation, kernel, problem, xla_us)
+    if two is None or two.fused_us is None:
+        return found
+    is_faster = found.backend == "pallas" and (found.fused_us or 0.0) <= two.fused_us
+    return found if is_faster else two
 
 
 def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:

@@ -61,7 +61,7 @@ def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
     if work.traffic is not None and work.product is not None:
         name = work.traffic.collective
         found = times(problem, name, math.prod(work.traffic.shape))
-        if found is not None:
+        if found is not None and name in costs.LAUNCH_BESIDE_US:
             measured = min(entry.fused_us for entry in _entries(problem, name)), found[1]
     return costs.estimate(work, problem.machine, measured)
 
