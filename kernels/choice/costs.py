@@ -156,10 +156,13 @@ def moved_in_memory_us(moved: int) -> float:
     return 1e6 * 2 * moved / MEMORY_BYTES
 
 
-def compare(times: tuple[float, float]) -> dict[str, Any]:
-    """What an estimate, (fused, XLA) in microseconds, says: fields of a `Choice`."""
+def compare(times: tuple[float, float], margin: float = MARGIN) -> dict[str, Any]:
+    """What an estimate, (fused, XLA) in microseconds, says: fields of a `Choice`.
+
+    The fused kernel must be faster by `margin`, a share.
+    """
     fused_us, xla_us = times
-    backend = "pallas" if fused_us < (1 - MARGIN) * xla_us else "xla"
+    backend = "pallas" if fused_us < (1 - margin) * xla_us else "xla"
     return dict(
         backend=backend, reason="it is estimated to be faster", fused_us=fused_us, xla_us=xla_us
     )

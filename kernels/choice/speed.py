@@ -85,7 +85,9 @@ def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> C
     if kernel.fused_from is not None:
         choice = costs.by_size(kernel.fused_from, operation.work(problem))
     else:
-        choice = costs.compare(estimate(operation, kernel, problem))
+        is_measured = kernel.stands_for is not None and _measured(operation, kernel, problem)
+        margin = 0.0 if is_measured else costs.MARGIN
+        choice = costs.compare(estimate(operation, kernel, problem), margin)
     return Choice(
         problem=problem, kernel=kernel, config=best_config(operation, kernel, problem), **choice
     )
