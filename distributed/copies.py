@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,13 @@ class Place:
     to: tuple[Int, Int] | None = None
 
 
+class OneOf(NamedTuple):
+    """One of several refs, which a number chooses that is known in the kernel."""
+
+    index: Int
+    refs: Sequence[Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pull:
     """One warp of a block fetches pieces of peers' arrays into local memory.
@@ -64,7 +71,8 @@ class Pull:
       pieces: the number of pieces that this block fetches.
       place: the block's `i`-th piece -> its `Place`.
       sources: `[rows, columns]` refs, on peers.
-      destination: index of the source -> the local `[rows, columns]` ref to store to.
+      destination: index of the source -> the local `[rows, columns]` ref to store to, or `OneOf`
+        several.
       arrived: called with the `Place` of each piece that is in place, if given.
       buffers: shared memory `[slots, piece_rows, piece_columns]`.
       barriers: one a slot, each completed by the arrival of a piece.
@@ -124,8 +132,16 @@ class Pull:
         slot = rem(i, self.buffers.shape[0])
         plgpu.barrier_wait(self.barriers.at[slot])
         row, column = (place.row, place.column) if place.to is None else place.to
-        window = self._window(self.destination(place.source), row, column)
-        plgpu.copy_smem_to_gmem(self.buffers.at[slot], window)
+        found = self.destination(place.source)
+
+        def store(ref: Any) -> None:
+            plgpu.copy_smem_to_gmem(self.buffers.at[slot], self._window(ref, row, column))
+
+        if not isinstance(found, OneOf):
+            store(found)
+            return
+        for index, ref in enumerate(found.refs):
+            pl.when(found.index == index)(lambda ref=ref: store(ref))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,8 @@ class Kernel:
         that XLA moves in memory in addition; None for a kernel with entries of its own.
       copies: (problem, configuration) -> bytes that XLA copies because of the sizes, or whose copy
         would take as long as what the kernel loses by them; even sizes cost none.
+      apart: problem -> the configuration in two parts, XLA's matmul and a kernel of the collective
+        alone, whose own table says what it saves; None where that kernel's parts are copied.
       beside: (configuration, options, layout and type of each array) -> why XLA must apply an
         epilogue with arrays, or of two products, after the kernel; None where the kernel applies
         it. None for a kernel that applies none of those.
@@ -61,6 +63,7 @@ class Kernel:
     recorded_to: int | None = None
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
     copies: Callable[[Problem, Any], int] = lambda problem, config: 0
+    apart: Callable[[Problem], Any] | None = None
     beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None
 
 

@@ -80,7 +80,8 @@ class BenchOptions:
     """Element types, comma separated: bfloat16, float16, float32."""
     peers: Annotated[str, arg(help=PEERS_HELP)] = ""
     values: str = ""
-    """How operands are drawn, comma separated: `usual`, and of experts `zipf`; default: `usual`."""
+    """How operands are drawn, comma separated: `usual`, of experts `zipf`, of operands in 8 bits
+    `tensor` (one scale each); default: `usual`."""
     scaling: str = ""
     """`weak` multiplies the rows by the device count; `strong` keeps the problem."""
     config: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from typing import Annotated
 
 import jax
@@ -22,6 +23,7 @@ from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Draw, Results
 from stretto.benchmarks.never_slower import candidates, summary
 from stretto.benchmarks.never_slower.draw import cases, drawable
+from stretto.benchmarks.never_slower.verdicts import is_decided
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.sweeps.expand import Task
@@ -32,8 +34,6 @@ from stretto.benchmarks.timing.timers import first_process_draws
 from stretto.kernels.operations import OPERATIONS
 
 NAME = "stretto bench never-slower"
-BATCH = 6
-"""Cases whose programs, a dozen each, are compiled together."""
 BEGIN, END = "<!-- never-slower -->", "<!-- /never-slower -->"
 WIDTH = 110
 
@@ -69,7 +69,11 @@ class NeverSlowerOptions:
     candidates: int = 10
     """Configurations that are drawn for each case; 0 for none."""
     repeats: int = 20
-    """Samples per program and case, two a visit."""
+    """Samples per program and case at most, two a visit; fewer where 99.9% intervals decide."""
+    batch: int = 6
+    """Cases whose programs, a dozen each, are compiled together."""
+    part: str = "1/1"
+    """"2/3" takes the second of three equal parts of the cases, as where each has a process."""
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
     """Time nothing; summarise these results."""
     page: Annotated[pathlib.Path | None, arg(metavar="FILE")] = None
@@ -89,15 +93,16 @@ def main(argv: list[str]) -> int:
     draw = draw_of(options, jax.device_count())
     peers = [PEERS["auto"], PEERS["xla"]]
     peers += [candidates.peer(draw)] if draw.candidates else []
-    tasks = [Task(case, tuple(peers)) for case in cases(draw)]
+    which, parts = part_of(options.part)
+    tasks = [Task(case, tuple(peers)) for case in cases(draw)[which - 1 :: parts]]
     run = Run(
         options.json,
         resume=options.resume,
         overwrite=options.overwrite,
         command=[*NAME.split(), *argv],
-        settings=Settings(repeats=options.repeats, seed=first_process_draws()),
+        settings=Settings(repeats=options.repeats, seed=first_process_draws(), enough=is_decided),
         draw=draw,
-        batch=BATCH,
+        batch=options.batch,
     )
     run.results.machine.commit = run.results.machine.commit or options.commit
     console = Console(width=max(WIDTH, Console().width))
@@ -140,8 +145,21 @@ def draw_of(options: NeverSlowerOptions, devices: int) -> Draw:
     )
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """(which, of how many) of "2/3".
+
+    Raises:
+      BenchmarkError: it is no such part.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    which, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= which <= parts:
+        raise BenchmarkError(f"--part {text!r} must be such as 2/3, from 1/3 to 3/3.")
+    return which, parts
+
+
 def _check(options: NeverSlowerOptions) -> None:
-    least = {"random": 1, "largest": 8, "repeats": 4, "candidates": 0}
+    least = {"random": 1, "largest": 8, "repeats": 4, "candidates": 0, "batch": 1}
     for name, wanted in least.items():
         value = getattr(options, name)
         if value < wanted:
@@ -156,6 +174,7 @@ def _say(options: NeverSlowerOptions, found: list[Results]) -> int:
     """Prints a summary of the results, and writes it into the page; 1 if `auto` was slower."""
     if any(one.draw is None for one in found):
         raise BenchmarkError(f"these are no results of {NAME}.")
+    found = _by_draw(found)
     for one in found:
         if not one.measurement_of_speed:
             print(terminal.NOT_A_MEASUREMENT)
@@ -163,6 +182,12 @@ def _say(options: NeverSlowerOptions, found: list[Results]) -> int:
     if options.page is not None:
         _write(options.page, found)
     return int(any(summary.slower(one) for one in found))
+
+
+def _by_draw(found: list[Results]) -> list[Results]:
+    """The results of each draw, in one: of parts, or of several loans of a machine."""
+    draws = dict.fromkeys(one.draw for one in found)
+    return [results.merged([one for one in found if one.draw == draw]) for draw in draws]
 
 
 def _write(page: pathlib.Path, found: list[Results]) -> None:

@@ -29,7 +29,8 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `time` is the median of the `samples`, each of which is a mean over `calls` calls. `intervals`
     has the 95% interval of figures, by their names. `temp_bytes` is what the program needs on a
-    device besides operands and results.
+    device besides operands and results. `looks` has the short first times of several candidates, by
+    their configurations; the best of them was timed.
     """
 
     peer: str
@@ -49,6 +50,7 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     exposed: float | None = None
     over_xla: float | None = None
     intervals: dict[str, tuple[float, float]] = {}
+    looks: dict[str, float] = {}
     relative_error: float | None = None
     temp_bytes: int | None = None
 

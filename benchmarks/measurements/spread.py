@@ -68,24 +68,32 @@ def visits(samples: Sequence[float], per_visit: int) -> np.ndarray:
     return np.append(found, np.median(rest)) if len(rest) else found
 
 
-def interval(values: Sequence[float] | np.ndarray) -> Interval | None:
+def interval(
+    values: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE
+) -> Interval | None:
     """The mean of independent observations; None of fewer than two, which have no interval."""
     values = np.asarray(values, dtype=np.float64)
     if len(values) < 2:
         return None
-    return _around(values.mean(), values.var(ddof=1) / len(values), len(values) - 1)
+    variance = values.var(ddof=1) / len(values)
+    return _around(values.mean(), variance, len(values) - 1, confidence)
 
 
-def geometric(ratios: np.ndarray) -> Interval | None:
+def geometric(ratios: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
     """The geometric mean of independent ratios; None of fewer than two."""
-    return _exponential(interval(np.log(ratios)))
+    return _exponential(interval(np.log(ratios), confidence))
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float], per_visit: int) -> Interval | None:
+def ratio(
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    per_visit: int,
+    confidence: float = CONFIDENCE,
+) -> Interval | None:
     """Our time over theirs, by pairs of visits of one round; None of fewer than two pairs."""
     a, b = visits(ours, per_visit), visits(theirs, per_visit)
     pairs = min(len(a), len(b))
-    return geometric(a[:pairs] / b[:pairs])
+    return geometric(a[:pairs] / b[:pairs], confidence)
 
 
 def ratio_of_runs(
@@ -108,16 +116,18 @@ def ratio_of_runs(
     return _exponential(_around(logs[0].mean() - logs[1].mean(), total, freedom))
 
 
-def _around(mean: float, variance: float, freedom: float) -> Interval:
-    half = np.sqrt(variance) * _quantile(float(freedom))
+def _around(
+    mean: float, variance: float, freedom: float, confidence: float = CONFIDENCE
+) -> Interval:
+    half = np.sqrt(variance) * _quantile(float(freedom), confidence)
     return Interval(float(mean), float(mean - half), float(mean + half))
 
 
 @functools.cache
-def _quantile(freedom: float) -> float:
+def _quantile(freedom: float, confidence: float) -> float:
     """A quantile of Student's t, cached: many intervals have the same degrees of freedom."""
     # `scipy.stats` has it too, and takes most of a second to import.
-    return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    return float(special.stdtrit(freedom, (1 + confidence) / 2))
 
 
 def _exponential(found: Interval | None) -> Interval | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.shapes import operation_named
+from stretto.benchmarks.measurements import spread
 from stretto.benchmarks.measurements.results import Measurement
 from stretto.benchmarks.measurements.spread import Interval
 from stretto.benchmarks.never_slower.candidates import DRAWN
@@ -14,6 +16,24 @@ SLOWER = 1.02
 """`auto` is slower than XLA where the whole interval of its ratio is above this."""
 FASTER = 0.97
 """A configuration is faster than `auto` where the whole interval of its ratio is below this."""
+
+SURELY = 0.999
+"""Confidence of the intervals that end a case early. The verdict's own are at 95%: to look at one
+of those after each round, and to stop once it decides, would be wrong more often than that."""
+
+
+def is_decided(samples: Mapping[str, Sequence[float]], per_visit: int) -> bool:
+    """Whether more samples of `auto`, XLA and the drawn configuration would change no verdict.
+
+    That is where each interval, at `SURELY`, lies on one side of its limit.
+    """
+    pairs = (("auto", "xla", SLOWER), (DRAWN, "auto", FASTER))
+    for ours, theirs, limit in pairs:
+        if ours in samples and theirs in samples:
+            found = spread.ratio(samples[ours], samples[theirs], per_visit, SURELY)
+            if found is None or found.holds(limit):
+                return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,9 @@ SERVED: dict[Operation, str] = {
     collectives.REDUCE_SCATTER: "reduce_scatter",
     collectives.ALL_REDUCE: "all_reduce",
     collectives.ALL_TO_ALL: "all_to_all",
+    matmuls.SCALED_GATHER["row"]: "all_gather_scaled_matmul",
+    matmuls.SCALED_REDUCE_SCATTER["row"]: "scaled_matmul_reduce_scatter",
+    matmuls.SCALED_ALL_REDUCE["row"]: "scaled_matmul_all_reduce",
 }
 
 
@@ -83,8 +86,7 @@ class TorchHelper:
             "do": "prepare",
             "peer": peer,
             "operation": SERVED[case.operation],
-            "shapes": [operand.shape for operand in case.operands],
-            "dtype": case.dtype,
+            "operands": [(x.shape, x.dtype or case.dtype) for x in case.operands],
             "sets": sets,
             "calls": calls,
         }

@@ -1,11 +1,11 @@
 """The helper process that times PyTorch's peers: one process per device, requests over a pipe.
 
 Run as a file by an interpreter that has PyTorch, which need not have Stretto: this imports the
-standard library and torch only. `torch_peers.py` starts it. Requests come as lines of JSON on
-standard input and each is answered by one line on standard output:
+standard library, torch and `torch_calls.py` only. `torch_peers.py` starts it. Requests come as
+lines of JSON on standard input and each is answered by one line on standard output:
 
     {"do": "prepare", "peer": "torch", "operation": "all_gather_matmul",
-     "shapes": [[64, 32], [32, 16]], "dtype": "bfloat16", "sets": 2, "calls": 20}
+     "operands": [[[64, 32], "bfloat16"], [[32, 16], "bfloat16"]], "sets": 2, "calls": 20}
     {"do": "visit", "id": ..., "samples": ...}
     {"do": "release"}
 
@@ -17,22 +17,33 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
+import pathlib
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 REPLY_TIMEOUT_S = 180.0
-ONE_SHOT_BYTES = 256 * 1024
-"""Up to this size PyTorch's all-reduce takes one step, in which every device adds everything."""
 
 
-class Unsupported(Exception):
-    """The peer has no such operation."""
+def _beside(name: str) -> Any:
+    """The module in the file `name` beside this one, where Stretto is not installed."""
+    path = pathlib.Path(__file__).with_name(name + ".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is missing")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+torch_calls = _beside("torch_calls")
 
 
 class Rank:
@@ -76,9 +87,9 @@ class Rank:
         return {}
 
     def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        dtype = getattr(self.torch, request["dtype"])
+        operands = [(shape, getattr(self.torch, name)) for shape, name in request["operands"]]
         sets = [
-            [self._operand(shape, dtype, request) for shape in request["shapes"]]
+            [self._operand(shape, dtype, request) for shape, dtype in operands]
             for _ in range(request["sets"])
         ]
         call = self._built(request["peer"], request["operation"], sets)
@@ -99,24 +110,24 @@ class Rank:
 
     def _symmetric_memory(self) -> Any:
         if not self.on_gpu:
-            raise Unsupported("symmetric memory needs GPUs")
+            raise torch_calls.Unsupported("symmetric memory needs GPUs")
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
         with contextlib.suppress(Exception):
             symmetric.enable_symm_mem_for_group(self.group)
         return symmetric
 
-    def _built(self, peer: str, operation: str, sets: Sets) -> Call:
+    def _built(self, peer: str, operation: str, sets: list[list[Any]]) -> Callable[[int], Any]:
         """A function that calls the peer's operation on set `i`."""
         if peer != "torch-symm":
-            return UNFUSED[operation](self, sets)
+            return torch_calls.UNFUSED[operation](self, sets)
         self._symmetric_memory()
-        if operation not in SYMMETRIC:
-            raise Unsupported("PyTorch has no such operation over symmetric memory")
-        return SYMMETRIC[operation](self, sets)
+        if operation not in torch_calls.SYMMETRIC:
+            raise torch_calls.Unsupported("PyTorch has no such operation over symmetric memory")
+        return torch_calls.SYMMETRIC[operation](self, sets)
 
-    def empty(self, like: Any, rows: int, columns: int) -> Any:
-        """An array of `like`'s type on this device."""
-        return self.torch.empty(rows, columns, device=self.device, dtype=like.dtype)
+    def empty(self, dtype: Any, rows: int, columns: int) -> Any:
+        """An array of a type on this device."""
+        return self.torch.empty(rows, columns, device=self.device, dtype=dtype)
 
     @property
     def symm_mem(self) -> Any:
@@ -155,119 +166,6 @@ class Rank:
             self.torch.cuda.synchronize()
 
 
-Call = Callable[[int], Any]
-Sets = list[list[Any]]
-
-# --- NCCL's collective and cuBLAS' matmul, one after the other ------------------------------------
-
-
-def _all_gather_matmul(this: Rank, sets: Sets) -> Call:
-    lhs, rhs = sets[0]
-    gathered = this.empty(lhs, lhs.shape[0] * this.world, lhs.shape[1])
-    out = this.empty(lhs, gathered.shape[0], rhs.shape[1])
-
-    def call(i: int) -> None:
-        this.dist.all_gather_into_tensor(gathered, sets[i][0])
-        this.torch.mm(gathered, sets[i][1], out=out)
-
-    return call
-
-
-def _matmul_reduce_scatter(this: Rank, sets: Sets) -> Call:
-    lhs, rhs = sets[0]
-    partial = this.empty(lhs, lhs.shape[0], rhs.shape[1])
-    out = this.empty(lhs, partial.shape[0] // this.world, partial.shape[1])
-
-    def call(i: int) -> None:
-        this.torch.mm(*sets[i], out=partial)
-        this.dist.reduce_scatter_tensor(out, partial)
-
-    return call
-
-
-def _matmul_all_reduce(this: Rank, sets: Sets) -> Call:
-    lhs, rhs = sets[0]
-    partial = this.empty(lhs, lhs.shape[0], rhs.shape[1])
-
-    def call(i: int) -> None:
-        this.torch.mm(*sets[i], out=partial)
-        this.dist.all_reduce(partial)
-
-    return call
-
-
-def _all_gather(this: Rank, sets: Sets) -> Call:
-    x = sets[0][0]
-    out = this.empty(x, x.shape[0] * this.world, x.shape[1])
-    return lambda i: this.dist.all_gather_into_tensor(out, sets[i][0])
-
-
-def _reduce_scatter(this: Rank, sets: Sets) -> Call:
-    x = sets[0][0]
-    out = this.empty(x, x.shape[0] // this.world, x.shape[1])
-    return lambda i: this.dist.reduce_scatter_tensor(out, sets[i][0])
-
-
-def _all_reduce(this: Rank, sets: Sets) -> Call:
-    # In place, as PyTorch has it; the sums overflow in time, which changes no time.
-    return lambda i: this.dist.all_reduce(sets[i][0])
-
-
-def _all_to_all(this: Rank, sets: Sets) -> Call:
-    out = this.empty(sets[0][0], *sets[0][0].shape)
-    return lambda i: this.dist.all_to_all_single(out, sets[i][0])
-
-
-UNFUSED: dict[str, Callable[[Rank, Sets], Call]] = {
-    "all_gather_matmul": _all_gather_matmul,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-    "matmul_all_reduce": _matmul_all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-}
-
-
-# --- PyTorch's kernels over symmetric memory ------------------------------------------------------
-
-
-def _symmetric_all_gather_matmul(this: Rank, sets: Sets) -> Call:
-    # Without the gathered operand PyTorch would multicast where it thinks it can.
-    return lambda i: this.symm_mem.fused_all_gather_matmul(
-        sets[i][0], [sets[i][1]], 0, this.group, return_A=True
-    )
-
-
-def _symmetric_matmul_reduce_scatter(this: Rank, sets: Sets) -> Call:
-    return lambda i: this.symm_mem.fused_matmul_reduce_scatter(*sets[i], "sum", 0, this.group)
-
-
-def _symmetric_all_gather(this: Rank, sets: Sets) -> Call:
-    return lambda i: this.wait(this.symm_mem._low_contention_all_gather(sets[i][0], this.group))
-
-
-def _symmetric_reduce_scatter(this: Rank, sets: Sets) -> Call:
-    return lambda i: this.wait(
-        this.symm_mem._low_contention_reduce_scatter(sets[i][0], "sum", this.group)
-    )
-
-
-def _symmetric_all_reduce(this: Rank, sets: Sets) -> Call:
-    if sets[0][0].numel() * sets[0][0].element_size() <= ONE_SHOT_BYTES:
-        return lambda i: this.symm_mem.one_shot_all_reduce(sets[i][0], "sum", this.group)
-    return lambda i: this.symm_mem.two_shot_all_reduce_(sets[i][0], "sum", this.group)
-
-
-SYMMETRIC: dict[str, Callable[[Rank, Sets], Call]] = {
-    "all_gather_matmul": _symmetric_all_gather_matmul,
-    "matmul_reduce_scatter": _symmetric_matmul_reduce_scatter,
-    "all_gather": _symmetric_all_gather,
-    "reduce_scatter": _symmetric_reduce_scatter,
-    "all_reduce": _symmetric_all_reduce,
-}
-
-
 def rank_main(
     rank: int, world: int, address: str, pipe: multiprocessing.connection.Connection
 ) -> None:
@@ -281,7 +179,7 @@ def rank_main(
     while (request := pipe.recv()) is not None:
         try:
             answer = this.answer(request)
-        except Unsupported as error:
+        except torch_calls.Unsupported as error:
             answer = {"error": str(error)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}

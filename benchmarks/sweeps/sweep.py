@@ -10,7 +10,7 @@ from stretto.benchmarks.cases.shapes import operation_named, shapes_of, suits
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.peers.peers import peers_named
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import KNOWN, OPERATIONS
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -43,7 +43,7 @@ class Sweep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
                 raise BenchmarkError(f"devices={count} must be at least 1.")
         if self.scaling not in ("", "strong", "weak"):
             raise BenchmarkError(f'scaling {self.scaling!r} is not "strong" or "weak".')
-        known = {name for record in OPERATIONS.values() for name in record.examples.values}
+        known = {name for record in KNOWN.values() for name in record.examples.values}
         for name in self.values:
             if name and name not in known:
                 raise BenchmarkError(f"values {name!r} is not one of {', '.join(sorted(known))}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -20,7 +20,7 @@ from stretto.benchmarks.peers.peer import FUSED, Peer, applies
 from stretto.benchmarks.timing import memory
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.prepare import Bench, Ready
-from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, Timer
+from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, Timer, agreed
 from stretto.benchmarks.timing.turns import in_turns
 from stretto.distributed.errors import BackendUnavailableError
 
@@ -30,7 +30,8 @@ class Settings:
     """How each case is timed.
 
     `repeats` samples per peer, in visits of `SAMPLES_PER_VISIT` with `rest_s` seconds of idle
-    between; `check` compares Stretto's results with XLA's first.
+    between; `check` compares Stretto's results with XLA's first. `enough` is asked after each
+    round: (samples of each peer, samples of a visit) -> whether the case needs no more.
     """
 
     repeats: int = 20
@@ -38,6 +39,7 @@ class Settings:
     seed: int = 0
     check: bool = True
     link_gb_per_s: float = 350.0
+    enough: Callable[[Mapping[str, Sequence[float]], int], bool] | None = None
 
 
 class Helper(Protocol):
@@ -58,6 +60,7 @@ class _Entry:
     config: str = ""
     backend: str = ""
     error: float | None = None
+    looks: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -188,8 +191,8 @@ def _from_jax(bench: Bench, peer: Peer, settings: Settings) -> tuple[Ready, _Ent
     found = bench.ready(peer.name)
     if isinstance(found, Exception):
         raise found
-    best = fastest(found)
-    entry = _Entry(peer, config=best.config)
+    best, looks = fastest(found)
+    entry = _Entry(peer, config=best.config, looks=looks)
     if peer.role == FUSED:
         is_ours = best.backend == "pallas" or not bench.case.needs_kernel
         if peer.name == "fused" and bench.on_gpu and not is_ours:
@@ -200,11 +203,16 @@ def _from_jax(bench: Bench, peer: Peer, settings: Settings) -> tuple[Ready, _Ent
     return best, entry
 
 
-def fastest(found: list[Ready]) -> Ready:
-    """The candidate with the best of two samples; the only one is taken untimed."""
+def fastest(found: list[Ready]) -> tuple[Ready, dict[str, float]]:
+    """The candidate with the best of two samples, and each one's, by its configuration.
+
+    An only candidate is taken untimed.
+    """
     if len(found) == 1:
-        return found[0]
-    return min(found, key=lambda ready: min(ready.timer.visit(2)))
+        return found[0], {}
+    looks = [min(ready.timer.visit(2)) for ready in found]
+    best = min(range(len(found)), key=lambda place: looks[place])
+    return found[best], {r.config: round(us, 3) for r, us in zip(found, looks, strict=True)}
 
 
 def _take_turns(
@@ -220,12 +228,23 @@ def _take_turns(
         for entry in programs[place].entries:
             _miss(measurement, entry.peer, error, mesh)
 
+    def enough(found: Sequence[Sequence[float]]) -> bool:
+        if settings.enough is None:
+            return False
+        of_peers = {
+            entry.peer.name: samples
+            for program, samples in zip(programs, found, strict=True)
+            for entry in program.entries
+        }
+        return agreed(settings.enough(of_peers, SAMPLES_PER_VISIT))
+
     found = in_turns(
         [program.timer for program in programs],
         settings.repeats,
         seed=settings.seed,
         rest_s=settings.rest_s,
         failed=failed,
+        enough=enough,
         say=say,
     )
     for program, samples in zip(programs, found, strict=True):
@@ -244,6 +263,7 @@ def _timed(entry: _Entry, program: _Program) -> Timed:
         calls=program.timer.calls,
         config=entry.config,
         backend=entry.backend,
+        looks=entry.looks,
         relative_error=entry.error,
         temp_bytes=program.timer.temp_bytes,
     )

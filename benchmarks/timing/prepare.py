@@ -128,8 +128,8 @@ class Bench:
         with choose.recorded() as choices:
             traced = programs.traced(candidate, self.mesh, described, self.sets, self.rounds)
         fused = choices[0] if choices and choices[0].backend == "pallas" else None
-        # Lowering a kernel takes a second: not again where `auto` is what `fused` is.
-        key = fused and (fused.config, candidate.config)
+        # Lowering a kernel takes a second: not again where `auto` is what another peer is.
+        key = fused and (fused.config, _config(candidate, fused))
         if key is not None and key in self._fused:
             return dataclasses.replace(self._fused[key], candidate=candidate)
         program = traced.lower()

@@ -18,9 +18,10 @@ def in_turns(
     per_visit: int = SAMPLES_PER_VISIT,
     rest_s: float = 0.0,
     failed: Callable[[int, Exception], None] | None = None,
+    enough: Callable[[Sequence[Sequence[float]]], bool] = lambda found: False,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[list[float]]:
-    """So many `samples` of each timer, in its unit.
+    """So many `samples` of each timer, in its unit; fewer where these are `enough`.
 
     Args:
       timers: visited in a new order each round (`balance.orders`). It comes from the seed, so that
@@ -31,6 +32,8 @@ def in_turns(
       rest_s: seconds of idle after each visit.
       failed: called with the place and the error of a timer that raised; the timer is left out from
         then on, without samples. None to raise it.
+      enough: called after each round with the samples of each timer so far; True ends the turns.
+        All processes must say the same.
       say: called with the remaining work.
     """
     rng = random.Random(seed)
@@ -51,4 +54,6 @@ def in_turns(
                 failed(place, error)
             time.sleep(rest_s)
         samples -= per_visit
+        if enough(found):
+            break
     return found

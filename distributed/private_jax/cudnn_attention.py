@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+TWICE = (
+    "attention by cuDNN, or by the kernel of method='fused', has no second derivative; cast q, k"
+    " and v to float32 and pass method='gather': jax.lax then attends, which has."
+)
 MOST_DIM, DIM_STEP = 256, 8
 _FORWARD = [
     "query",
@@ -105,18 +110,22 @@ def forward(
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    queries, keys = _lengths(q, keys)
-    out, lse = cast(Any, fused.dot_product_attention)(
-        q,
-        k,
-        v,
-        q_seqlen=queries,
-        kv_seqlen=keys,
-        scale=scale,
-        mask_type=_mask_type(fused, causal, keys),
-        sliding_window_length=window,
-        return_residual=True,
-    )
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *lengths: jax.Array) -> Any:
+        queries, keys = lengths or (None, None)
+        return cast(Any, fused.dot_product_attention)(
+            q,
+            k,
+            v,
+            q_seqlen=queries,
+            kv_seqlen=keys,
+            scale=scale,
+            mask_type=_mask_type(fused, causal, keys),
+            sliding_window_length=window,
+            return_residual=True,
+        )
+
+    lengths = [x for x in _lengths(q, keys) if x is not None]
+    out, lse = derived_once(attend)(q, k, v, *lengths)
     return out, lse
 
 
@@ -146,8 +155,8 @@ def backward(
     queries, keys = _lengths(q, keys)
     nothing = jnp.zeros(0, q.dtype)
     lengths = (nothing, nothing) if keys is None else (queries, keys)
-    bars = fused._dot_product_attention_bwd_p_wrapper.bind(
-        *(q, k, v, nothing, *lengths, nothing, nothing, nothing, nothing, lse, out, out_bar),
+    derive = functools.partial(
+        fused._dot_product_attention_bwd_p_wrapper.bind,
         scale=scale,
         seed=42,
         dropout_rate=0.0,
@@ -156,8 +165,23 @@ def backward(
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
-    q_bar, k_bar, v_bar = bars
+    given = q, k, v, nothing, *lengths, nothing, nothing, nothing, nothing, lse, out, out_bar
+    q_bar, k_bar, v_bar = derived_once(derive)(*given)
     return q_bar, k_bar, v_bar
+
+
+def derived_once[Result](function: Callable[..., Result]) -> Callable[..., Result]:
+    """`function`, of arrays given by position; NotImplementedError where JAX derives it.
+
+    For what rules of derivatives call: there it is derived for second derivatives only.
+    """
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(TWICE)
+
+    return guarded
 
 
 def _lengths(q: jax.Array, keys: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:

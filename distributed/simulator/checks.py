@@ -106,6 +106,17 @@ class Checks:
             name=barrier.name,
         )
 
+    def arrival_at_ended_block(self, name: str, block: Any, task: Any, site: Site) -> None:
+        """A task arrives at a barrier of a block that has ended."""
+        self._find(
+            "ended block",
+            f"{task.describe()} arrives at barrier {name} at {site}, in block {block.index} of its"
+            " cluster too, which has ended: its shared memory is gone. Let that block wait for the"
+            " arrival before it ends.",
+            site,
+            name=name,
+        )
+
     def stray(self, copy: Any, taken: Taken) -> None:
         """A copy takes more than the window that it is given, or something else."""
         if taken.stray:

@@ -20,8 +20,8 @@ _LIMITS = re.compile(
 )
 # Instructions that reach global memory but for bulk copies, with their scope and order.
 _ACCESS = re.compile(r"(?<![\w.])((?:red|atom|ld|st)\.[\w.:]*global[\w.:]*)")
-# What only reads what the host wrote before the launch: pointers, sizes, descriptors.
-_READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?\.b(32|64)")
+# What only reads what was written before the launch: pointers, sizes, descriptors, tables.
+_READS_PARAMETERS = re.compile(r"ld\.global(\.nc)?(\.v[24])?\.b(32|64)")
 _TENSOR_CORES = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
 _BARRIER = re.compile(r"num_barriers=(\d+)[^)]*\): (\d+)")
 _BARRIER_BYTES = 8

@@ -2,32 +2,33 @@
 
 The device's own keys are first: they need no transfer. In both layouts a device holds its tokens in
 the order of the sequence, so a causal mask over the own keys is a causal mask over positions in the
-arrays. Of a peer's keys, a chunk of queries attends to all chunks before it: these are the first
-chunks of the peer. Their number depends on both devices, and one program serves all, so cuDNN reads
-it at run time. All shares are merged once, at the end. The derivative of each share uses the
-logsumexp of all keys. Where keys have fewer heads than queries, both chunks are one call with a
-batch of two and the keys twice: that copies less than splitting the queries.
+arrays. Of a peer's keys, the queries that see any all see the same ones: a rectangle without a
+mask, which is one call of cuDNN. Which rectangle depends on both devices, and one program serves
+all, so it has a branch for each.
 
-    zigzag, own chunks i and 2n - 1 - i | peer j < i | peer j > i
-    the early chunk attends to          | chunk j    | none
-    the late chunk attends to           | chunk j    | both
+    own chunks i and 2n - 1 - i | peer j < i                | peer j > i
+    zigzag                      | both chunks see chunk j   | the late chunk sees both chunks of j
+    contiguous                  | all queries see all keys  | none
+
+All shares are merged once, at the end. The derivative of each share uses the logsumexp of all keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.private_jax import cudnn_attention as cudnn
 from stretto.kernels.attention import blockwise
-from stretto.kernels.attention.folding import folded, folded_rows, unfolded, unfolded_rows
 from stretto.kernels.attention.layouts import Span
 from stretto.kernels.attention.masks import Mask, Tokens
-from stretto.kernels.attention.shares import Share, counted, joined, sum_of
+from stretto.kernels.attention.shares import Share
 from stretto.kernels.xla.matmul import accumulator_dtype
 
 type Bars = tuple[jax.Array, jax.Array, jax.Array]
@@ -41,17 +42,11 @@ class Keys(NamedTuple):
     segments: jax.Array | None = None
 
 
-class _Chunk(NamedTuple):
-    """A chunk of the device's queries, and the keys of a peer that it attends to."""
+class _Rectangle(NamedTuple):
+    """The queries from `first` on, which all see the first `keys` keys of a peer, and no others."""
 
-    start: int
-    size: int
-    limit: int  # the most keys of a peer that it sees on any device
-    keys: jax.Array  # how many it sees of this one's
-
-    def of(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """The chunk's part of an array of the device's queries."""
-        return jax.lax.slice_in_dim(x, self.start, self.start + self.size, axis=axis)
+    first: int
+    keys: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +81,7 @@ class Queries:
             return Share(*found)
         if device is None or not self.mask.causal:
             return Share(*cudnn.forward(self.q, keys.k, keys.v, **self._of_own(device)))
-        if self._folds(keys):
-            return self._attend_folded(keys, device)
-        shares = []
-        for chunk in self._chunks(keys, device):
-            known = keys.k[:, : chunk.limit], keys.v[:, : chunk.limit]
-            found = cudnn.forward(chunk.of(self.q), *known, scale=self.scale, keys=chunk.keys)
-            shares.append(counted(Share(*found), chunk.keys))
-        return joined(shares)
+        return self._on_the_side_of(device, lambda part: self._attend_to(keys, part), keys)
 
     def derive(
         self,
@@ -110,7 +98,7 @@ class Queries:
           whole: attention to all keys.
           out_bar, lse_bar: its cotangents; with that of the logsumexp, `jax.lax` serves.
         """
-        if not self.by_cudnn or lse_bar is not None:
+        if self._is_by_lax(lse_bar):
             tokens = self._tokens(keys, device)
             return blockwise.backward(
                 *(self.q, keys.k, keys.v),
@@ -122,71 +110,77 @@ class Queries:
         if device is None or not self.mask.causal:
             given = self.q, keys.k, keys.v, whole.out, whole.lse, out_bar
             return cudnn.backward(*given, **self._of_own(device))
-        if self._folds(keys):
-            return self._derive_folded(keys, whole, out_bar, device)
-        q_bars, k_bars, v_bars = [], [], []
-        for chunk in self._chunks(keys, device):
-            known = keys.k[:, : chunk.limit], keys.v[:, : chunk.limit]
-            rest = chunk.of(whole.out), chunk.of(whole.lse, 2), chunk.of(out_bar)
-            found = cudnn.backward(
-                chunk.of(self.q), *known, *rest, scale=self.scale, keys=chunk.keys
-            )
-            q_bars.append(jnp.where(chunk.keys > 0, found[0], 0))
-            within = (jnp.arange(chunk.limit) < chunk.keys)[:, None, None]
-            missing = keys.k.shape[1] - chunk.limit
-            for bars, bar in zip((k_bars, v_bars), found[1:], strict=True):
-                bar = jnp.where(within, bar, 0).astype(jnp.float32)
-                bars.append(jnp.pad(bar, ((0, 0), (0, missing), (0, 0), (0, 0))))
-        return jnp.concatenate(q_bars, 1), sum_of(k_bars), sum_of(v_bars)
+        return self._on_the_side_of(
+            device, lambda part: self._derive_of(keys, whole, out_bar, part), keys
+        )
 
-    def _folds(self, keys: Keys) -> bool:
-        return self.span.chunks > 1 and self.q.shape[2] > keys.k.shape[2]
+    def derive_to_send(
+        self,
+        keys: Keys,
+        whole: Share,
+        out_bar: jax.Array,
+        lse_bar: jax.Array | None,
+        device: jax.Array | int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(q_bar, `[2, ...]` k_bar and v_bar of k's type, for one transfer); arguments as above."""
 
-    def _folded_keys(
-        self, keys: Keys, device: jax.Array | int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """k and v for every chunk, and how many of them each chunk of each sequence sees."""
-        seen = jnp.stack([chunk.keys for chunk in self._chunks(keys, device)])
-        k, v = (jnp.repeat(x, self.span.chunks, axis=0) for x in (keys.k, keys.v))
-        return k, v, jnp.tile(seen, len(keys.k))
+        def together(bars: Bars) -> tuple[jax.Array, jax.Array]:
+            q_bar, *others = bars
+            return q_bar, jnp.stack(others).astype(keys.k.dtype)
 
-    def _attend_folded(self, keys: Keys, device: jax.Array | int) -> Share:
-        chunks = self.span.chunks
-        k, v, seen = self._folded_keys(keys, device)
-        out, lse = cudnn.forward(folded(self.q, chunks), k, v, scale=self.scale, keys=seen)
-        out, lse = counted(Share(out, lse), seen[:, None, None])
-        return Share(unfolded(out, chunks), unfolded_rows(lse, chunks))
+        if self._is_by_lax(lse_bar) or not self.mask.causal:
+            return together(self.derive(keys, whole, out_bar, lse_bar, device))
+        # In the branches, where it is one pass with the zeros that are added.
+        return self._on_the_side_of(
+            device, lambda part: together(self._derive_of(keys, whole, out_bar, part)), keys
+        )
 
-    def _derive_folded(
-        self, keys: Keys, whole: Share, out_bar: jax.Array, device: jax.Array | int
-    ) -> Bars:
-        chunks = self.span.chunks
-        k, v, seen = self._folded_keys(keys, device)
-        q, out, bar = (folded(x, chunks) for x in (self.q, whole.out, out_bar))
-        rest = out, folded_rows(whole.lse, chunks), bar
-        found = cudnn.backward(q, k, v, *rest, scale=self.scale, keys=seen)
-        seen = seen[:, None, None, None]
-        q_bar = jnp.where(seen > 0, found[0], 0)
-        within = jnp.arange(k.shape[1])[:, None, None] < seen
+    def _is_by_lax(self, lse_bar: jax.Array | None) -> bool:
+        return not self.by_cudnn or lse_bar is not None
 
-        def of_keys(bar: jax.Array) -> jax.Array:
-            bar = jnp.where(within, bar, 0).astype(jnp.float32)
-            return bar.reshape(-1, chunks, *bar.shape[1:]).sum(1)
+    def _on_the_side_of[T](
+        self, device: jax.Array | int, compute: Callable[[_Rectangle], T], keys: Keys
+    ) -> T:
+        """`compute` of the rectangle of a peer's keys that its place in the sequence leaves."""
+        queries, count, chunks = self.q.shape[1], keys.k.shape[1], self.span.chunks
+        if chunks > 1:
+            before, behind = _Rectangle(0, count // chunks), _Rectangle(queries // chunks, count)
+        else:
+            before, behind = _Rectangle(0, count), _Rectangle(queries, 0)
+        axes = frozenset().union(*map(varying_axes, (self.q, keys.k, keys.v)))
 
-        return unfolded(q_bar, chunks), of_keys(found[1]), of_keys(found[2])
+        def branch(part: _Rectangle) -> Callable[[], T]:
+            return lambda: jax.tree.map(lambda x: make_varying(x, axes), compute(part))
+
+        return lax.cond(device < self.span.device, branch(before), branch(behind))
+
+    def _attend_to(self, keys: Keys, part: _Rectangle) -> Share:
+        """The share of a rectangle; queries outside have a logsumexp of minus infinity."""
+        if not part.keys:
+            batch, queries, heads, _ = self.q.shape
+            lse = jnp.full((batch, heads, queries), -jnp.inf, jnp.float32)
+            return Share(jnp.zeros_like(self.q), lse)
+        k, v = (x[:, : part.keys] for x in (keys.k, keys.v))
+        out, lse = cudnn.forward(self.q[:, part.first :], k, v, scale=self.scale)
+        lse = jnp.pad(lse, ((0, 0), (0, 0), (part.first, 0)), constant_values=-jnp.inf)
+        return Share(_padded(out, before=part.first), lse)
+
+    def _derive_of(self, keys: Keys, whole: Share, out_bar: jax.Array, part: _Rectangle) -> Bars:
+        """The derivatives of a rectangle's share, of all queries and keys."""
+        if not part.keys:
+            return jnp.zeros_like(self.q), jnp.zeros_like(keys.k), jnp.zeros_like(keys.v)
+        k, v = (x[:, : part.keys] for x in (keys.k, keys.v))
+        q, out, bar = (x[:, part.first :] for x in (self.q, whole.out, out_bar))
+        lse = whole.lse[:, :, part.first :]
+        q_bar, *bars = cudnn.backward(q, k, v, out, lse, bar, scale=self.scale)
+        missing = keys.k.shape[1] - part.keys
+        k_bar, v_bar = (_padded(x, behind=missing) for x in bars)
+        return _padded(q_bar, before=part.first), k_bar, v_bar
 
     def _of_own(self, device: jax.Array | int | None) -> dict:
         """cuDNN's arguments for a peer's whole keys, or for the own keys with their mask."""
         own = device is None and self.mask.causal
         return dict(scale=self.scale, causal=own, window=self.mask.window if own else None)
-
-    def _chunks(self, keys: Keys, device: jax.Array | int) -> Iterator[_Chunk]:
-        chunks, size = self.span.chunks, self.q.shape[1] // self.span.chunks
-        peer = dataclasses.replace(self.span, device=device)
-        for i, number in enumerate(self.span.numbers):
-            before = sum(jnp.asarray(other < number, jnp.int32) for other in peer.numbers)
-            seen = jnp.asarray(before, jnp.int32) * (keys.k.shape[1] // chunks)
-            yield _Chunk(i * size, size, (i + 1) * (keys.k.shape[1] // chunks), seen)
 
     def _tokens(self, keys: Keys, device: jax.Array | int | None) -> tuple[Tokens, Tokens]:
         span = self.span if device is None else dataclasses.replace(self.span, device=device)
@@ -194,3 +188,8 @@ class Queries:
             Tokens(self.span.positions(self.q.shape[1]), self.segments),
             Tokens(span.positions(keys.k.shape[1]), keys.segments),
         )
+
+
+def _padded(x: jax.Array, *, before: int = 0, behind: int = 0) -> jax.Array:
+    """`x` with so many tokens of zeros added on either side."""
+    return jnp.pad(x, ((0, 0), (before, behind), (0, 0), (0, 0)))

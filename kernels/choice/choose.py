@@ -21,6 +21,7 @@ from stretto.kernels.choice.speed import UNTRIED, best_config, faster, recorded_
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
+from stretto.kernels.problem.fields import check_fields
 from stretto.kernels.problem.problem import Problem
 
 RECORDED = "a recorded program has no kernel that reads its peers' operands."
@@ -155,7 +156,10 @@ def serving(
 
 
 def _check_config(operation: Operation, config: Any) -> None:
-    """Raises ValueError unless `config` is of one of the operation's kernels, or has such a one."""
+    """Raises ValueError unless `config` is of one of the operation's kernels, or has such a one.
+
+    And for a field of another type than it is annotated with.
+    """
     own = config.kernel if isinstance(config, node_config.Config) else config
     types = tuple(kernel.Config for kernel in operation.kernels)
     if own is not None and not isinstance(own, types):
@@ -164,6 +168,8 @@ def _check_config(operation: Operation, config: Any) -> None:
             f"{operation.name}: config={own!r:.60} is a {type(own).__module__}."
             f"{type(own).__qualname__}; pass a {wanted}, or None."
         )
+    if config is not None:
+        check_fields(config)
 
 
 def _fall_back(problem: Problem, backend: str, obstacle: str) -> Choice:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice import costs, tables, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem import machine
@@ -20,9 +21,32 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
     plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0, applied=0))
     of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
-    if not (problem.copied or problem.applied or of_sizes):
-        return plain
-    return _with_copies(operation, kernel, problem, plain, of_sizes)
+    found = plain
+    if problem.copied or problem.applied or of_sizes:
+        found = _with_copies(operation, kernel, problem, plain, of_sizes)
+    return _or_apart(operation, kernel, problem, found, of_sizes)
+
+
+def _or_apart(
+    operation: Operation, kernel: Kernel, problem: Problem, found: Choice, of_sizes: int
+) -> Choice:
+    """`found`, or the matmul in two parts, where that is faster by the table of its collective.
+
+    `of_sizes` bytes are copied for the fused kernel. Where it needs none, a near entry has been
+    tuned with two parts, too.
+    """
+    known = tables.exists(problem.machine.kind)
+    is_tuned = known and tables.table_for(problem.machine.kind).nearest(problem) is not None
+    if problem.copied or problem.applied or kernel.apart is None or not known:
+        return found
+    if not of_sizes and (is_tuned or found.backend == "pallas"):
+        return found
+    _, xla_us = estimate(operation, kernel, problem)
+    two = transfers.apart(operation, kernel, problem, xla_us)
+    if two is None or two.fused_us is None:
+        return found
+    is_faster = found.backend == "pallas" and (found.fused_us or 0.0) <= two.fused_us
+    return found if is_faster else two
 
 
 def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
@@ -61,7 +85,9 @@ def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> C
     if kernel.fused_from is not None:
         choice = costs.by_size(kernel.fused_from, operation.work(problem))
     else:
-        choice = costs.compare(estimate(operation, kernel, problem))
+        is_measured = kernel.stands_for is not None and _measured(operation, kernel, problem)
+        margin = 0.0 if is_measured else costs.MARGIN
+        choice = costs.compare(estimate(operation, kernel, problem), margin)
     return Choice(
         problem=problem, kernel=kernel, config=best_config(operation, kernel, problem), **choice
     )
@@ -77,6 +103,8 @@ def _with_copies(
     """
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
+    if kernel.fused_from is not None and of_sizes:
+        return transfers.copied_to_rows(problem, plain, of_sizes)
     if kernel.untried and problem.copied and plain.backend == "pallas":
         reason = f"{plain.reason}, but never with copies that put rows in order"
         others = dict(reason=reason, fused_us=None, xla_us=None)
@@ -85,6 +113,8 @@ def _with_copies(
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
+    if of_sizes:
+        fused_us += costs.copies_launches_us(operation.work(problem), problem.types.itemsize)
     is_fused = plain.backend == "pallas" and fused_us < xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
@@ -122,13 +152,13 @@ def estimate(operation: Operation, kernel: Kernel, problem: Problem) -> tuple[fl
     and the time of the copies that order the fused kernel's operands.
     """
     if kernel.stands_for is None:
-        return costs.estimate(operation.work(problem), problem.machine)
-    other, moved = kernel.stands_for(problem)
+        return transfers.estimate(operation, problem)
+    _, moved = kernel.stands_for(problem)
     found = _measured(operation, kernel, problem)
     if found is not None and found.fused_us and found.xla_us:
         fused_us, xla_us = found.fused_us, found.xla_us
     else:
-        fused_us, xla_us = costs.estimate(operation.work(problem), other.machine)
+        fused_us, xla_us = transfers.estimate(operation, problem)
     return fused_us + costs.moved_in_memory_us(moved), xla_us
 
 
@@ -173,5 +203,4 @@ def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice |
     """
     if not has_estimate(operation, kernel, problem):
         return tables.look_up(kernel, problem)
-    estimated = lambda other: costs.estimate(operation.work(other), other.machine)  # noqa: E731
-    return tables.look_up(kernel, problem, estimated)
+    return tables.look_up(kernel, problem, functools.partial(transfers.estimate, operation))

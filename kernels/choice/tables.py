@@ -37,6 +37,10 @@ whose nearest entries are 2 to 3 doublings away were still predicted better than
 MARGIN = 0.03
 """Share by which the fused kernel must be faster at a shape that was not measured."""
 
+SHORT_US, MARGIN_OF_SHORT = 30.0, 0.2
+"""Microseconds of XLA's that a short collective takes, and that share of it. The host launches it,
+and both times vary between runs by that: on 2 H200s XLA took 15 to 23 at sizes up to 1 MB."""
+
 
 KINDS = ("masking", "dim")
 """Sizes, of attention, of which each number is a kind: what was measured of one says nothing of
@@ -235,10 +239,12 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
         )
     near = [(distance, entry) for distance, entry, _ in fitting]
     ratio = ratio_between(near, problem, estimate)
+    is_short = estimate is None and nearest.xla_us < SHORT_US
+    margin = MARGIN_OF_SHORT if is_short else MARGIN
     shapes = ", ".join(entry.shape for _, entry in near[: neighbours.COUNT])
     return Choice(
         problem=problem,
-        backend="pallas" if ratio <= 1 - MARGIN else "xla",
+        backend="pallas" if ratio <= 1 - margin else "xla",
         reason=f"the fused kernel should take {_percent(ratio)} of XLA's time, by the nearest"
         f" shapes in the table, {shapes}",
         kernel=kernel,

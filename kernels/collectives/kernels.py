@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from stretto.distributed import posting
-from stretto.kernels.collectives import arrays, by_heap, exchange, summation
+from stretto.kernels.collectives import arrays, by_heap, exchange, row_layout, summation
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 
@@ -81,6 +82,28 @@ def _all_to_all(x: jax.Array, call: Call) -> jax.Array:
     )
 
 
+def _copies(parts: Callable[[Problem], int], results: Callable[[int], float]) -> Any:
+    """What XLA copies where parts are not made of whole rows: the operand, and the result.
+
+    `parts` is how many the operand has, `results` how many times as large the result is, for a
+    number of devices.
+    """
+
+    def found(problem: Problem, config: Any) -> int:
+        del config
+        size, dtype = math.prod(problem.sizes.values()), problem.types.lhs
+        if row_layout.is_in_rows(size // parts(problem), dtype):
+            return 0
+        return int(size * problem.types.itemsize * (1 + results(problem.devices)))
+
+    return found
+
+
+def _parts_of_all_reduce(problem: Problem) -> int:
+    size = math.prod(problem.sizes.values()) * problem.types.itemsize
+    return 1 if size <= arrays.ONE_SHOT_BYTES else problem.devices
+
+
 def _by_heap(obstacle: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
     """Where a collective through the heap has one: it serves what the other kernel does."""
 
@@ -98,8 +121,14 @@ ALL_GATHER = Kernel(
     default=lambda problem: exchange.Config(),
     candidates=exchange.Config.candidates,
     fused_from=4 * MIB,
+    copies=_copies(lambda problem: 1, lambda devices: devices),
 )
-ALL_TO_ALL = dataclasses.replace(ALL_GATHER, run=_all_to_all, fused_from=16 * MIB)
+ALL_TO_ALL = dataclasses.replace(
+    ALL_GATHER,
+    run=_all_to_all,
+    fused_from=16 * MIB,
+    copies=_copies(lambda problem: problem.devices, lambda devices: 1),
+)
 REDUCE_SCATTER = Kernel(
     Config=summation.Config,
     run=_reduce_scatter,
@@ -107,8 +136,14 @@ REDUCE_SCATTER = Kernel(
     default=lambda problem: summation.Config(),
     candidates=summation.Config.candidates,
     fused_from=64 * MIB,
+    copies=_copies(lambda problem: problem.devices, lambda devices: 1 / devices),
 )
-ALL_REDUCE = dataclasses.replace(REDUCE_SCATTER, run=_all_reduce, fused_from=16 * MIB)
+ALL_REDUCE = dataclasses.replace(
+    REDUCE_SCATTER,
+    run=_all_reduce,
+    fused_from=16 * MIB,
+    copies=_copies(_parts_of_all_reduce, lambda devices: 1),
+)
 
 # A caller's config chooses these, and a recorded program: there they were timed on 2 H200s.
 ALL_GATHER_BY_HEAP = Kernel(
@@ -119,6 +154,7 @@ ALL_GATHER_BY_HEAP = Kernel(
     candidates=by_heap.Config.candidates,
     untried=True,
     recorded_to=64 * KIB,
+    copies=lambda problem, config: 0,
 )
 ALL_REDUCE_BY_HEAP = dataclasses.replace(
     ALL_GATHER_BY_HEAP, run=_all_reduce, obstacle=_by_heap(_adds), recorded_to=1 * MIB

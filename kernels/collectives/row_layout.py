@@ -42,6 +42,12 @@ def to_rows(x: jax.Array, parts: int) -> jax.Array:
     return flat.reshape(parts, rows, columns)
 
 
+def is_in_rows(size: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether `to_rows` takes parts of so many elements as they are, without a copy."""
+    rows, rest = divmod(size, columns_of(dtype))
+    return not rest and (rows <= FEW_ROWS or rows % ROWS == 0)
+
+
 def from_rows(rows: jax.Array, part_shape: tuple[int, ...]) -> jax.Array:
     """The inverse: `[parts, rows, columns]` as `[parts, *part_shape]`."""
     flat = rows.reshape(rows.shape[0], -1)

@@ -38,8 +38,8 @@ one H200 a product of 8192 x 8192 x 8192 took 1,615 us, of 8184 x 8200 x 8168 1,
 and 2,136 with it as it was. On two, a fused all-gather of such sizes lost 277 us more than XLA, a
 reduce-scatter 133; a copy of both operands takes some 145."""  # noqa: E501
 REUSE: dict[str, float] = dict(lhs=math.inf, rhs=math.inf)
-"""Uses, counted likewise, from which on an operand is copied to rows of 128 bytes. None is: products
-of such copies were simulated, and never timed on a GPU. `USES_OF_A_COPY` would be the place to begin."""  # noqa: E501
+"""Uses, counted likewise, from which on an operand is copied to rows of 128 bytes. None is: on two
+H200s an all-gather matmul of 1000 x 3072 x 8208 took 58 us, and 74 with a copy of rhs."""
 
 
 def columns_of(dtype: jax.typing.DTypeLike) -> int:

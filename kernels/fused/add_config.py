@@ -16,6 +16,7 @@ from stretto.kernels.engine.architectures import (
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.shared_memory import SMEM_BYTES, SWIZZLE_BYTES
 from stretto.kernels.fused.obstacles import check_pull_slots, check_unfused
+from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 FEW_ROWS = 1024
@@ -85,4 +86,11 @@ class AddConfig:
 def default_tiles(problem: Problem) -> TileConfig:
     """The tiles for a problem that no table has."""
     rows = ceil_div(problem.sizes["m"], problem.devices)
-    return tiles_for(problem).adding_for(rows, wide=problem.types.out == "float32")
+    tiles = tiles_for(problem)
+    narrow = tiles.adding[0]
+    count = problem.devices * ceil_div(rows, narrow.tile_m)
+    count *= ceil_div(problem.sizes["n"], narrow.tile_n)
+    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
+    if is_known and count <= problem.machine.multiprocessors:  # A block has one at most.
+        return narrow
+    return tiles.adding_for(rows, wide=problem.types.out == "float32")

@@ -29,7 +29,7 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import tiles_for
+from stretto.kernels.engine.architectures import TileConfig, tiles_for
 from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.fused import beside, copied, gathering, obstacles, row_blocks, unfused
 from stretto.kernels.fused.gather_ways import Gather, kept_columns
@@ -39,8 +39,13 @@ from stretto.kernels.fused.obstacles import check_unfused, obstacle
 from stretto.kernels.fused.pull_config import PullConfig, scale_piece
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
+from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
+STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
+"""Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
+sends beside a matmul, in a microsecond."""
+NARROW_MARGIN = 0.03
 LEAST_ROWS = 4
 """Of a piece, where all rows are gathered first: with fewer, copying lhs takes less time."""
 
@@ -107,6 +112,30 @@ def _is_small(problem: Problem) -> bool:
     return schedule.ceil_div(problem.sizes["m"], problem.devices) < tiles_for(problem).large.tile_m
 
 
+def tiles_in_shards(problem: Problem) -> TileConfig:
+    """The tiles with which the matmul of a shard after another ends soonest.
+
+    Tiles of half the size fill the last wave better, and the transfer, which is hidden under all
+    waves but one, better if there are few. Large ones read less, and serve unless
+    those are faster by `NARROW_MARGIN`.
+    """
+    m, k, n = (problem.sizes[name] for name in "mkn")
+    rows, columns = (schedule.ceil_div(size, problem.devices) for size in (m, n))
+    tiles = tiles_for(problem)
+    large, narrow = tiles.large_for(rows), tiles.narrow
+    if problem.types.scales is not None or problem.machine.architecture != HOPPER:
+        return large
+
+    def us(tile: TileConfig) -> float:
+        in_a_shard = schedule.ceil_div(rows, tile.tile_m) * schedule.ceil_div(columns, tile.tile_n)
+        waves = schedule.ceil_div(problem.devices * in_a_shard, problem.machine.multiprocessors)
+        of_a_wave = schedule.ceil_div(k, tile.tile_k) * tile.tile_m * tile.tile_n / STEPS_IN_A_US
+        sent = rows * k * problem.types.itemsize * (problem.devices - 1) / SENT_IN_A_US
+        return waves * of_a_wave + max(0.0, sent - (waves - 1) * of_a_wave)
+
+    return narrow if us(narrow) < (1 - NARROW_MARGIN) * us(large) else large
+
+
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has.
 
@@ -118,7 +147,8 @@ def default_config(problem: Problem) -> Config:
     if not _is_small(problem) or problem.types.scales is not None:
         rows = schedule.ceil_div(m, problem.devices)
         slots = Config.pull_slots + (problem.types.scales is not None)  # Pieces half as large.
-        return Config(tiles=tiles.large_for(rows), chunk_columns=chunk_columns, pull_slots=slots)
+        tile = tiles_in_shards(problem)
+        return Config(tiles=tile, chunk_columns=chunk_columns, pull_slots=slots)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)
@@ -181,6 +211,7 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.by_rows,
     beside=beside.obstacle,
+    apart=unfused.by_gather(Config(unfused=True)),
 )
 
 
@@ -221,7 +252,9 @@ def scaled(operands: Any, call: Call) -> tuple[jax.Array, ...]:
     )
 
 
-SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
+SCALED = dataclasses.replace(
+    KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True, apart=None
+)
 """The kernel for operands in 8 bits: scales of lhs are gathered with its rows."""
 
 

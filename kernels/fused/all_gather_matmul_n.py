@@ -33,4 +33,5 @@ KERNEL = dataclasses.replace(
     default=default_config,
     stands_for=transposed,
     copies=lambda problem, config: copied.by_rows(transposed(problem)[0], config),
+    apart=None,
 )

@@ -8,7 +8,7 @@ passed over, and need not have arrived.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
-| `gathered`, `2 (s - 1)` and the next | the pulling warps | | | keys and values of the `s`-th successor |
+| `gathered`, both at `s - 1` | the pulling warps | | | keys and values of the `s`-th successor |
 | `received[s - 1, c, h]` | each pulling warp, per piece | the polling warps, a segment | pieces of a chunk, of keys and of values | chunk `c` of its head `h` is in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's keys and values any more |
 
@@ -32,15 +32,19 @@ from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages
-from stretto.kernels.engine.attention import even_shares
-from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder
+from stretto.kernels.engine.attention import documents, even_shares
+from stretto.kernels.engine.attention.documents import Documents
+from stretto.kernels.engine.attention.order import AttentionOrder, EvenOrder, SortedOrder
 from stretto.kernels.engine.attention.parts import AttentionParts
+from stretto.kernels.engine.attention.visible import SeenByPlace
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper.attention.mainloop import Attention
 from stretto.kernels.engine.parts import Product, Ref, Sink, Tile, Transfer
 from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused.attention_config import Config, Sequence, Sizes, obstacle
 from stretto.kernels.fused.attention_keys import Keys
+
+type Pair = tuple[jax.Array, jax.Array]
 
 
 def attend_and_keep(
@@ -52,8 +56,9 @@ def attend_and_keep(
     *,
     scale: float,
     config: Config,
+    segments: Pair | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, Pair | None]:
     """Attention to the keys of all devices of `team`, of one device alone without one.
 
     Args:
@@ -63,12 +68,15 @@ def attend_and_keep(
       sequence: how tokens lie in it.
       scale: of the scores, above 0.
       config: of the kernel.
+      segments: of documents packed into the sequence: int32 `[batch, tokens]` of q, and `[devices,
+        batch, kv_tokens]` of all devices' keys, this device's first and then its successors' on
+        the ring. A query sees the keys of its own document.
       interpret: as `fuse` takes it.
 
     Returns:
       (q's shape and type, float32 logsumexp `[batch, heads, tokens]`, what was pulled). The latter
-      is None of one device; else `[2 * peers, batch * kv_tokens, kv_heads * dim]`, the keys and
-      then the values of each successor on the ring, undefined in chunks that no query sees.
+      is None of one device; else keys and values, each `[peers, batch * kv_tokens, kv_heads * dim]`
+      of the successors on the ring, undefined in chunks that no query sees.
 
     Raises:
       ValueError: a configuration that cannot be built.
@@ -83,7 +91,7 @@ def attend_and_keep(
     config.check_heads(q.shape[3], q.dtype.itemsize)
     several = None if team is None or team.is_alone else team
     sizes = Sizes.of(q, k, 1 if several is None else several.size, sequence, config)
-    return _launch(q, k, v, several, sizes, scale, interpret)
+    return _launch(q, k, v, several, sizes, scale, segments, interpret)
 
 
 def attend(*operands: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
@@ -98,12 +106,13 @@ def _launch(
     team: Team | None,
     sizes: Sizes,
     scale: float,
+    segments: Pair | None,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, Pair | None]:
     config, heads, queries = sizes.config, sizes.heads, sizes.visible.queries
     rows = sizes.batch * sizes.chunks
     keys = (sizes.batch * k.shape[1], sizes.kv_heads * sizes.dim)
-    outs = dict(
+    outs: dict[str, Any] = dict(
         out=jax.ShapeDtypeStruct((rows, queries, heads * sizes.dim), q.dtype),
         lse=jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
     )
@@ -111,17 +120,19 @@ def _launch(
     operands = dict(
         q=q.reshape(rows, queries, heads * sizes.dim), k=k.reshape(keys), v=v.reshape(keys)
     )
-    if sizes.is_uneven:
+    if segments is not None:
+        operands.update(_documents(segments, team, sizes))
+    elif sizes.is_uneven:
         order = _in_turn(sizes, num_blocks_for(sizes.num_tiles))
         operands["shares"] = jnp.asarray(even_shares.table(sizes.visible, order))
     if team is not None:
-        outs["gathered"] = jax.ShapeDtypeStruct((2 * sizes.peers, *keys), k.dtype)
+        outs["gathered"] = (jax.ShapeDtypeStruct((sizes.peers, *keys), k.dtype),) * 2
         received = SemaphoreArray((sizes.peers, rows, sizes.kv_heads), local=True)
         piece = Buffers(config.pull_slots, config.pull_rows, sizes.dim, k.dtype)
         moving = dict(semaphores=dict(received=received), buffers=piece, waits=True)
     product = Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype)
     found = fuse(
-        lambda refs: _parts(refs, team, sizes, scale),
+        lambda refs: _parts(refs, team, sizes, scale, is_packed=segments is not None),
         name="attention",
         team=team,
         mainloop=Attention(config.tiles, product, sizes.dim),
@@ -138,13 +149,32 @@ def _launch(
     return found["out"].reshape(q.shape), lse, found.get("gathered")
 
 
-def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> AttentionParts:
+def _documents(segments: Pair, team: Team | None, sizes: Sizes) -> dict[str, jax.Array]:
+    """The operands of documents, by name: these of queries, of keys, and what tiles see of them."""
+    visible = dataclasses.replace(sizes.visible, device=0 if team is None else team.device_id())
+    of_queries, of_keys = segments
+    of_queries = of_queries.reshape(sizes.batch * sizes.chunks, visible.queries)
+    of_keys = of_keys.transpose(1, 0, 2).reshape(sizes.batch, visible.segments * visible.keys)
+    table = documents.table(of_queries, of_keys, visible)
+    places = documents.most_work_first(table)
+    return dict(of_queries=of_queries, of_keys=of_keys, ranges=table, places=places)
+
+
+def _parts(
+    refs: Refs, team: Team | None, sizes: Sizes, scale: float, *, is_packed: bool
+) -> AttentionParts:
     device = 0 if team is None else team.device_id()
     visible = dataclasses.replace(sizes.visible, device=device)
-    keys = Keys(sizes=sizes, team=team, visible=visible, refs=refs)
+    packed = None
+    if is_packed:
+        packed = Documents(
+            visible=visible, table=refs.ranges, queries=refs.of_queries, keys=refs.of_keys
+        )
+    seen = packed or SeenByPlace(visible)
+    keys = Keys(sizes=sizes, team=team, visible=visible, seen=seen, refs=refs)
     queries = _Queries(sizes=sizes, refs=refs)
     return AttentionParts(
-        **_order(refs, device, sizes),
+        **_order(refs, device, sizes, is_packed=is_packed),
         k_tiles=visible.segments,
         lhs=keys.keys(),
         rhs=keys.values(),
@@ -154,6 +184,7 @@ def _parts(refs: Refs, team: Team | None, sizes: Sizes, scale: float) -> Attenti
         store_logsumexp=queries.store_logsumexp,
         visible=visible,
         exponent=scale * math.log2(math.e),
+        documents=packed,
     )
 
 
@@ -169,9 +200,12 @@ def _in_turn(sizes: Sizes, num_blocks: int) -> AttentionOrder:
     )
 
 
-def _order(refs: Refs, device: Int, sizes: Sizes) -> dict[str, Any]:
+def _order(refs: Refs, device: Int, sizes: Sizes, *, is_packed: bool) -> dict[str, Any]:
     """The fields of the kernel's parts that say which tiles a block makes."""
     tiles = _in_turn(sizes, refs.num_clusters)
+    if is_packed:
+        order = SortedOrder(tiles=tiles, heads=sizes.heads, place=lambda at: refs.places[at])
+        return dict(order=order, ahead=True)
     if not sizes.is_uneven:
         return dict(order=tiles)
 

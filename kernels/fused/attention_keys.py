@@ -9,10 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from stretto.distributed import copies
-from stretto.distributed.schedule import Int, div, rem, where
+from stretto.distributed.schedule import Int, div, where
 from stretto.distributed.team import Team
 from stretto.kernels.engine import stages, transfers
-from stretto.kernels.engine.attention.visible import VisibleKeys
+from stretto.kernels.engine.attention.documents import Documents
+from stretto.kernels.engine.attention.visible import SeenByPlace, VisibleKeys
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.parts import Arrival, Load, Ref, Stream, Tile
 from stretto.kernels.fused.attention_config import Sizes
@@ -26,12 +27,14 @@ class Keys:
       sizes: of the call.
       team: the devices; None if there is one.
       visible: which keys the tiles of this device see.
+      seen: which blocks of them a tile goes through.
       refs: of the kernel.
     """
 
     sizes: Sizes
     team: Team | None
     visible: VisibleKeys
+    seen: Documents | SeenByPlace
     refs: Refs
 
     def keys(self) -> Stream:
@@ -68,7 +71,7 @@ class Keys:
 
             @pl.when(step > 0)
             def _():
-                of_peer = self.refs.gathered.at[2 * (step - 1) + kind]
+                of_peer = self.refs.gathered[kind].at[step - 1]
                 stages.fill(of_peer.at[window], stage, barrier)
 
         return load
@@ -77,8 +80,7 @@ class Keys:
         """Returns once the keys and values of a segment are in place, if the tile sees some."""
         sizes, visible = self.sizes, self.visible
         step = visible.step(segment)
-        query = visible.first_query(rem(tile.step, sizes.chunks), tile.m)
-        first, last = visible.blocks(query, segment)
+        first, last = self.seen.blocks(tile, segment)
 
         @pl.when((step > 0) & (first < last))
         def _():
@@ -176,6 +178,7 @@ class _Fetch:
         pairs = zip(*(transfers.on_peers(x, self.team) for x in ref), strict=True)
         return [x for pair in pairs for x in pair]
 
-    def destination(self, gathered: Ref, source: Int) -> Ref:
+    def destination(self, gathered: tuple[Ref, Ref], source: Int) -> copies.OneOf:
         """Where they are kept."""
-        return gathered.at[source]
+        peer = div(source, 2)
+        return copies.OneOf(source - 2 * peer, [x.at[peer] for x in gathered])

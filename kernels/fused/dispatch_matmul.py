@@ -147,7 +147,7 @@ def dispatch_matmul(
     row = Rows.of(width, tiles.tile_k)
     activated = isinstance(rhs, Activated)
     if isinstance(rhs, Activated):
-        n, grouped, product = rhs.width, rhs.rows(rows), rhs.product(x.dtype)
+        n, grouped, product = rhs.width, rhs.rows(rows), rhs.product(x.dtype, x.dtype)
         operands, make = rhs.operands(), rhs.parts
     else:
         n = rhs.shape[1 if rhs_transposed else 2]

@@ -8,8 +8,12 @@ XLA reads and writes all of it. The epilogue and its barriers are those of `engi
 |---|---|---|
 | a matrix `[e, d, f]`, gated two, or one `[e, d, 2 f]` | as given | half a stage each (`engine/pairs`) |
 | a bias `[e, f]`, gated two, or one `[e, 2 f]` | float32 `[e + 1, f]`, padded to tiles | as a vector, at the tile's expert |
+| of operands in 8 bits, matrices `[e, f, d]` likewise | as given | half a stage each |
+| their scales `[e, f, 1]` | float32 `[e + 1, 1, f]`, padded to tiles | after a tile's last stage, those of gate and of up |
 
-The last row of a bias is that of rows of no expert, which share tiles with others.
+The last row of a bias is that of rows of no expert, which share tiles with others. Operands in 8 bits
+have scales of rows and columns, and the activation is stored in 16: in 8 bits it would need the scale
+of its row, which several tiles have parts of.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,14 +39,18 @@ from stretto.kernels.engine.parts import (
     Parts,
     Product,
     Ref,
+    Scales,
     Stream,
     Tile,
     elementwise,
 )
+from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.fused.group_tables import row_tiles
 from stretto.kernels.fused.grouped_matmul import GroupedRows
+from stretto.kernels.fused.scaled_groups import scaling_of_groups
 from stretto.kernels.problem import epilogues, lowered
 from stretto.kernels.problem.machine import BLACKWELL, Machine
+from stretto.kernels.problem.scales import FP8
 
 COLUMNS = 128  # Of a pair's tile: half of them are a piece of the result, a row of the swizzle.
 
@@ -54,10 +62,12 @@ class Activated:
     Attributes:
       function: of the float32 product, or of gate and up; elementwise.
       gated: which of the two.
-      sides: matrices `[e, d, f]`, padded; gated one or two (`w_in` of `mixture_of_experts`).
+      sides: matrices `[e, d, f]`, padded; gated one or two (`w_in` of `mixture_of_experts`). In 8
+        bits they are transposed, `[e, f, d]`.
       biases: `[e, f]` of each product; or none.
       width: f.
       tiles: of the matmul.
+      scaling: of operands in 8 bits.
     """
 
     function: Callable[..., jax.Array]
@@ -66,6 +76,7 @@ class Activated:
     biases: tuple[jax.Array, ...]
     width: int
     tiles: TileConfig
+    scaling: Scaling | None = None
 
     @classmethod
     def of(
@@ -91,6 +102,33 @@ class Activated:
             tiles=tiles,
         )
 
+    @classmethod
+    def of_8_bits(
+        cls,
+        lhs: jax.Array,
+        lhs_scale: jax.Array,
+        sides: Sequence[jax.Array],
+        scales: Sequence[jax.Array],
+        sizes: jax.Array,
+        function: Callable[..., jax.Array],
+        *,
+        gated: bool,
+        tiles: TileConfig,
+    ) -> Activated:
+        """Of rows `[m, d]` and transposed matrices `[e, f, d]` with scales of rows and columns."""
+        padded = tuple(padding.pad_to_tiles(x, padding.COLUMNS) for x in sides)
+        rows = padding.pad_to_tiles(lhs, padding.ROWS)
+        halved = gated and len(sides) == 1
+        return cls(
+            function=function,
+            gated=gated,
+            sides=padded,
+            biases=(),
+            width=sides[0].shape[1] // (2 if halved else 1),
+            tiles=tiles,
+            scaling=scaling_of_groups("row", rows, padded, sizes, lhs_scale, scales, tiles),
+        )
+
     @property
     def result_tile(self) -> TileConfig:
         """The tile of the result that a tile of products becomes."""
@@ -98,14 +136,23 @@ class Activated:
 
     def rows(self, m: int) -> GroupedRows:
         """The product of `m` rows, in tiles of the result."""
-        groups, k, _ = self.sides[0].shape
+        transposed = self.scaling is not None
+        groups, k = self.sides[0].shape[0], self.sides[0].shape[2 if transposed else 1]
         most = ceil_div(m, self.tiles.tile_m) + groups + 1
         columns = padding.padded(self.width, padding.COLUMNS)
-        return GroupedRows(most, k, columns, groups, self.result_tile, rhs_transposed=False)
+        return GroupedRows(most, k, columns, groups, self.result_tile, rhs_transposed=transposed)
 
-    def product(self, dtype: jax.typing.DTypeLike) -> Product:
-        """Of rows of a type, which the result has too."""
-        return Product(lhs=dtype, rhs=dtype, out=dtype, ragged=True, beside=self.beside)
+    def product(self, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike) -> Product:
+        """Of rows of a type, for a result of type `out`."""
+        return Product(
+            lhs=dtype,
+            rhs=self.sides[0].dtype,
+            out=out,
+            rhs_transposed=self.scaling is not None,
+            ragged=True,
+            scales=None if self.scaling is None else self.scaling.granularity,
+            beside=self.beside,
+        )
 
     @property
     def beside(self) -> Beside | None:
@@ -119,11 +166,16 @@ class Activated:
         tile_n = self.result_tile.tile_n
         missing = ceil_div(self.width, tile_n) * tile_n - self.width
         biases = [jnp.pad(bias.astype(jnp.float32), ((0, 1), (0, missing))) for bias in self.biases]
-        return dict(rhs=list(self.sides), biases=biases)
+        scales = {} if self.scaling is None else self.scaling.operands()
+        return dict(rhs=list(self.sides), biases=biases, **scales)
 
     def parts(self, refs: Refs, grouped: GroupedRows, lhs: Stream) -> Parts:
         """The kernel, whose rows are `lhs` and whose product is `rows`."""
-        made = dataclasses.replace(grouped.parts(refs, lhs), rhs=self._rhs(refs, grouped))
+        made = dataclasses.replace(
+            grouped.parts(refs, lhs),
+            rhs=self._rhs(refs, grouped),
+            scales=self._scales(refs, grouped),
+        )
         if self.beside is None:
             return dataclasses.replace(made, epilogue=elementwise(self.function))
         vectors = tuple(self._bias(ref) for ref in refs.biases)
@@ -142,15 +194,42 @@ class Activated:
             return streams.of(refs.rhs[0], grouped.rhs_window)
 
         def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            group, along_k, columns = grouped.rhs_window(tile, k)
-            up = pl.ds(columns.start + self.width, columns.size) if len(refs.rhs) == 1 else columns
+            transposed = grouped.rhs_transposed
+            group, *window = grouped.rhs_window(tile, k)
+            along_k, columns = window[::-1] if transposed else window
             windows = [
-                ref.at[group, along_k, window]
-                for ref, window in zip((refs.rhs[0], refs.rhs[-1]), (columns, up), strict=True)
+                ref.at[group, *((own, along_k) if transposed else (along_k, own))]
+                for ref, own in zip(self._of_pair(refs.rhs), self._halves(columns), strict=True)
             ]
-            pairs.fill(windows, self.tiles, stage, barrier)
+            pairs.fill(windows, self.tiles, stage, barrier, transposed)
 
         return Stream(load=load)
+
+    def _of_pair(self, refs: Sequence[Ref]) -> tuple[Ref, Ref]:
+        """Those of gate and up, which may lie in one."""
+        return refs[0], refs[-1]
+
+    def _halves(self, columns: pl.Slice) -> tuple[pl.Slice, pl.Slice]:
+        """Columns of the result, as those of gate and of up."""
+        if len(self.sides) > 1:
+            return columns, columns
+        return columns, pl.ds(columns.start + self.width, columns.size)
+
+    def _scales(self, refs: Refs, grouped: GroupedRows) -> Scales | None:
+        if self.scaling is None:
+            return None
+        if not self.gated:
+            return grouped.scales(refs, self.scaling)
+        tile_n = self.result_tile.tile_n
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            halves = self._halves(pl.ds(tile.n * tile_n, tile_n))
+            for index, ref in enumerate(self._of_pair(refs.rhs_scales)):
+                window = ref.at[tile.facts[0], k, halves[index]]
+                half = stage.at[pl.ds(index * tile_n, tile_n)]
+                plgpu.copy_gmem_to_smem(window, half, barrier)
+
+        return Scales(lhs=grouped.scales_of_rows(refs), rhs=load)
 
     def _bias(self, ref: Ref) -> Load:
         tile_n = self.result_tile.tile_n
@@ -171,16 +250,20 @@ def obstacle(
     gated: bool,
     tiles: Any,
 ) -> str | None:
-    """Why no kernel applies an activation to such a product; None if one does."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, not {x.dtype}."
+    """Why no kernel applies an activation to such a product; None if one does.
+
+    Of x in 8 bits `sides` are transposed, and have scales of rows and columns.
+    """
+    is_scaled = x.dtype.name in FP8
+    if not is_scaled and x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16, float16 and 8 bits, not {x.dtype}."
     if not isinstance(tiles, TileConfig) or Machine.of_mesh().architecture == BLACKWELL:
         return "an activation in a grouped product is built for Hopper GPUs only."
     if 0 in (*x.shape, *sides[0].shape):
         return "there is nothing to do."
     if gated and tiles.tile_n % COLUMNS:
         return f"tile_n={tiles.tile_n} of gate and up is no multiple of {COLUMNS}."
-    columns = sides[0].shape[2] // (2 if gated and len(sides) == 1 else 1)
+    columns = sides[0].shape[1 if is_scaled else 2] // (2 if gated and len(sides) == 1 else 1)
     if gated and len(sides) == 1 and columns % padding.COLUMNS:
         return f"up begins at column {columns} of w_in, which is no multiple of {padding.COLUMNS}."
     name, dtypes = epilogues.name_of(function), [jnp.dtype(jnp.float32)] * (1 + gated)
@@ -192,13 +275,18 @@ def obstacle(
 
 
 def activated_product(
-    lhs: jax.Array, sizes: jax.Array, activated: Activated, *, interpret: Any
+    lhs: jax.Array,
+    sizes: jax.Array,
+    activated: Activated,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any,
 ) -> jax.Array:
     """`[m, d]` in the order of the experts, `sizes` `[e]` of them -> `[m, f]`.
 
-    Rows of no expert are not written.
+    The result is of lhs's type, or of `out_dtype`. Rows of no expert are not written.
     """
-    m, tiles = lhs.shape[0], activated.tiles
+    m, tiles, out = lhs.shape[0], activated.tiles, jnp.dtype(out_dtype or lhs.dtype)
     lhs = padding.pad_to_tiles(lhs, padding.ROWS)
     rows = len(lhs)
     grouped = activated.rows(rows)
@@ -210,13 +298,13 @@ def activated_product(
         parts,
         name="grouped_activation",
         team=None,
-        mainloop=mainloop_of(tiles, activated.product(lhs.dtype)),
+        mainloop=mainloop_of(tiles, activated.product(lhs.dtype, out)),
         num_tiles=grouped.num_tiles,
         operands=dict(
             lhs=lhs,
             table=row_tiles(sizes, rows, tiles.tile_m, grouped.most, of_groups=True),
             **activated.operands(),
         ),
-        outs=dict(out=jax.ShapeDtypeStruct((rows, grouped.n), lhs.dtype)),
+        outs=dict(out=jax.ShapeDtypeStruct((rows, grouped.n), out)),
         interpret=interpret,
     )["out"][:m, : activated.width]

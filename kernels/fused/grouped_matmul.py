@@ -16,12 +16,10 @@ block waits for another. Rows that belong to no group are zero: they form a grou
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -37,13 +35,13 @@ from stretto.kernels.engine.architectures import (
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.orders import RowTilesOrder
-from stretto.kernels.engine.parts import Parts, Product, Ref, Scales, Sink, Stream, Tile
+from stretto.kernels.engine.parts import Load, Parts, Product, Ref, Scales, Sink, Stream, Tile
 from stretto.kernels.engine.scales import Scaling, load_arranged_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import rhs_window
-from stretto.kernels.fused import copied, obstacles
-from stretto.kernels.fused.group_tables import ALIGNED, bounds, row_tiles, rows_of_tiles
+from stretto.kernels.fused import copied
+from stretto.kernels.fused.group_tables import ALIGNED, row_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -103,49 +101,6 @@ def run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Arr
         tiles=call.config.tiles,
         rhs_transposed=transposed,
         zeros=call.options.zeros,
-        interpret=call.interpret,
-    )
-    return out[:m, :n]
-
-
-def scaled(operands: Any, call: Call) -> jax.Array:
-    """`run` in 8 bits, rhs transposed: of (lhs, rhs, sizes, lhs's scales, rhs's scales).
-
-    The scales are as `problem.scales.checked` returns them. Rows that belong to no group get the
-    scales of one more group, zeros, so their results are zero whatever they contain; of "mx" they
-    have no products.
-    """
-    lhs, rhs, sizes, lhs_scale, rhs_scale = operands
-    m, n = lhs.shape[0], rhs.shape[1]
-    padded = padding.pad_to_tiles(lhs, padding.ROWS)
-    sides = padding.pad_to_tiles(rhs, padding.COLUMNS)
-    tiles = call.config.tiles
-    scale = functools.partial(
-        Scaling.of,
-        call.options.scales,
-        k=padded.shape[1],
-        columns=[sides.shape[1]],
-        shape=tiles,
-    )
-    if call.options.scales == "mx":
-        most = GroupedRows.of(padded.shape[0], sides, tiles, True).most
-        rows = rows_of_tiles(sizes, padded.shape[0], tiles.tile_m, most)
-        scaling = scale(lhs_scale[jnp.minimum(rows, m - 1)], [rhs_scale], rows=len(rows))
-    else:
-        in_a_group = jnp.arange(m) < bounds(sizes, m)[1][-1]
-        scaling = scale(
-            jnp.where(in_a_group[:, None], lhs_scale, 0),
-            [jnp.concatenate([rhs_scale, jnp.zeros_like(rhs_scale[:1])])],
-            rows=padded.shape[0] + tiles.tile_m,  # The last tile may begin at any eighth row.
-        )
-    out = grouped(
-        padded,
-        sides,
-        sizes,
-        out_dtype=call.options.out_dtype,
-        tiles=tiles,
-        rhs_transposed=True,
-        scaling=scaling,
         interpret=call.interpret,
     )
     return out[:m, :n]
@@ -282,15 +237,20 @@ class GroupedRows:
         columns = Segments.of([self.n], self.tiles.tile_n)
         leading = lambda tile: (_group(tile),)  # noqa: E731
 
-        def load_rows(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            window = refs.lhs_scales.at[k, pl.ds(_first_row(tile), self.tiles.tile_m)]
-            plgpu.copy_gmem_to_smem(window, stage, barrier)
-
         if scaling.granularity == "mx":  # Tile by tile (`_rows_of_tiles`).
             load = load_arranged_rows(lambda _: refs.lhs_scales, self.tiles)
         else:
-            load = load_rows
+            load = self.scales_of_rows(refs)
         return scaling.parts(load, refs.rhs_scales, columns, self.tiles, leading)
+
+    def scales_of_rows(self, refs: Refs) -> Load:
+        """Loads the scales of a tile's rows, or those of their blocks along the contraction."""
+
+        def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
+            window = refs.lhs_scales.at[k, pl.ds(_first_row(tile), self.tiles.tile_m)]
+            plgpu.copy_gmem_to_smem(window, stage, barrier)
+
+        return load
 
 
 def _group(tile: Tile) -> Int:
@@ -309,6 +269,3 @@ KERNEL = Kernel(
     candidates=Config.candidates,
     copies=copied.one_device,
 )
-
-SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
-"""Of operands in 8 bits with scales."""

@@ -50,6 +50,7 @@ KERNEL = Kernel(
     default=default_config,
     candidates=Config.candidates,
     copies=copied.everywhere,
+    apart=unfused.by_sum(Config(unfused=True)),
 )
 
 
@@ -59,4 +60,6 @@ def scaled(operands: Any, call: Call) -> jax.Array:
     return out.reshape(-1, out.shape[2])[: operands[0][0].shape[0]]
 
 
-SCALED = dataclasses.replace(KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True)
+SCALED = dataclasses.replace(
+    KERNEL, run=scaled, obstacle=obstacles.scaled, untried=True, apart=None
+)

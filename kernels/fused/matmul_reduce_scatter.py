@@ -181,6 +181,7 @@ KERNEL = Kernel(
     default=default_config,
     candidates=Config.candidates,
     copies=copied.scattered,
+    apart=unfused.by_scatter(Config(unfused=True)),
 )
 
 SCALED = dataclasses.replace(
@@ -189,6 +190,7 @@ SCALED = dataclasses.replace(
     obstacle=obstacles.scaled,
     beside=None,
     untried=True,
+    apart=None,
 )
 """The kernel for operands in 8 bits: scales are the device's own, and are not sent."""
 

@@ -11,7 +11,7 @@ order of the devices, rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.schedule import ceil_div
-from stretto.kernels.collectives import arrays
+from stretto.kernels.collectives import arrays, row_layout
 from stretto.kernels.operation import Call
 from stretto.kernels.problem.epilogue import with_arrays
+from stretto.kernels.problem.problem import Problem
 from stretto.kernels.xla.matmul import matmul, sum_of_products
 
 type Pairs = tuple[Sequence[jax.Array], Sequence[jax.Array]]
@@ -52,6 +53,35 @@ def matmul_all_reduce(operands: Pairs, call: Call) -> jax.Array:
     """As `matmul_all_reduce.run`."""
     product = _product(operands, call)
     return arrays.all_reduce(product, axes=call.axes, interpret=call.interpret)
+
+
+def by_gather(config: Any) -> Callable[[Problem], Any]:
+    """`Kernel.apart` of an all-gather matmul: `config` where a shard is gathered as it is."""
+    return lambda problem: _config_in_rows(config, problem, 1, "m", "k")
+
+
+def by_scatter(config: Any) -> Callable[[Problem], Any]:
+    """The same of a reduce-scatter, of a device's part of the product."""
+    return lambda problem: _config_in_rows(config, problem, 1, "m", "n")
+
+
+def by_sum(config: Any) -> Callable[[Problem], Any]:
+    """The same of an all-reduce: small products are added in one part, large ones in several."""
+
+    def found(problem: Problem) -> Any:
+        size = problem.sizes["m"] * problem.sizes["n"] * problem.types.out_itemsize
+        whole = problem.devices if size <= arrays.ONE_SHOT_BYTES else 1
+        return _config_in_rows(config, problem, whole, "m", "n")
+
+    return found
+
+
+def _config_in_rows(config: Any, problem: Problem, times: int, *names: str) -> Any:
+    """`config` if a device's part, `times` as large, of the matrix of these sizes fills rows."""
+    divided, other = (problem.sizes[name] for name in names)
+    part, rest = divmod(times * divided, problem.devices)
+    fits = not rest and row_layout.is_in_rows(part * other, problem.types.lhs)
+    return config if fits else None
 
 
 def _product(operands: Pairs, call: Call) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
-from stretto.kernels.attention.peers import Bars, Keys, Queries
+from stretto.kernels.attention.peers import Keys, Queries
 from stretto.kernels.attention.shares import Share, merged, sum_of
 from stretto.kernels.operation import Axes, Call
 from stretto.kernels.operations import attention_fused as fused
@@ -76,7 +76,7 @@ def derive(
     out_bar: jax.Array,
     lse_bar: jax.Array | None,
     call: Call,
-    kept: jax.Array | None,
+    kept: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q_bar, k_bar, v_bar), k_bar and v_bar of the own keys.
 
@@ -88,23 +88,27 @@ def derive(
     by_kernel = fused.derivation(operands, share, out_bar, lse_bar, call)
     q_bars, kv_bars = [], []
 
-    def derived(keys: Keys, distance: int = 0, peer: jax.Array | None = None) -> Bars:
-        if by_kernel is not None:
-            return by_kernel(keys, distance)
-        return queries.derive(keys, share, out_bar, lse_bar, peer)
-
     def derive_own(own: Keys) -> None:
-        q_bar, *found = derived(own)
+        if by_kernel is None:
+            q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
+        else:
+            q_bar, *found = by_kernel(own, 0)
         q_bars.append(q_bar)
         kv_bars.append(found)
 
+    by_lax = by_kernel is None and (not queries.by_cudnn or lse_bar is not None)
     if kept is None:
         derive_own(own)
-    of_peers = _peers(own, call) if kept is None else fused.kept_keys(kept, operands, call)
+        of_peers = _peers(own, call)
+    else:
+        of_peers = fused.kept_keys(kept, operands, call, all_are_read=by_lax)
     for distance, peer, keys in of_peers:
-        q_bar, *found = derived(keys, distance, peer)
+        if by_kernel is None:
+            q_bar, narrow = queries.derive_to_send(keys, share, out_bar, lse_bar, peer)
+        else:
+            q_bar, *found = by_kernel(keys, distance)
+            narrow = jnp.stack(found).astype(operands.k.dtype)
         q_bars.append(q_bar)
-        narrow = jnp.stack(found).astype(operands.k.dtype)
         if kept is not None and distance == axis_size(call.axes) - 1:
             # XLA would begin with the own keys: they wait for nothing.
             k, v, narrow = lax.optimization_barrier((own.k, own.v, narrow))

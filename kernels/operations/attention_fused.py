@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
 from stretto.distributed.private_jax import cuda_version
+from stretto.distributed.private_jax.cudnn_attention import derived_once
 from stretto.distributed.team import Team
 from stretto.kernels.attention.layouts import ZIGZAG
 from stretto.kernels.attention.masks import Mask
@@ -40,7 +41,7 @@ def obstacle(
     mask: Mask,
     layout: str,
     devices: int,
-    segments: bool,
+    segments: Collection[str],
     scale: float,
 ) -> str | None:
     """Why the kernel cannot serve such a call; None if it can.
@@ -50,26 +51,32 @@ def obstacle(
       config: of the kernel.
       mask, layout, scale: as the public operation has them.
       devices: that hold the sequence.
-      segments: whether tokens belong to documents.
+      segments: the types of segment ids, if tokens belong to documents.
     """
-    if segments:
-        return "the kernel is not built for segment ids."
+    wide = [name for name in segments if jnp.dtype(name).itemsize > 4]
+    if wide:
+        return f"the kernel takes segment ids of up to 32 bits, not {wide[0]}."
     if not 0 < scale < math.inf:
         return f"the kernel needs a finite scale above 0, not {scale}."
     sequence = sequence_of(mask, layout, devices)
     return attention_config.obstacle(q, k.shape[1], sequence.chunks, config.tiles)
 
 
-def not_derived(q: jax.Array, k: jax.Array, config: Config, sequence: Sequence) -> str | None:
+def not_derived(
+    q: jax.Array, k: jax.Array, config: Config, sequence: Sequence, *, segments: bool
+) -> str | None:
     """Why the kernel does not derive as well; None if it does.
 
     Args:
       q, k: queries and keys of a device.
       config: of the kernel.
       sequence: how tokens lie in it.
+      segments: whether tokens belong to documents.
     """
     if config.backward != attention_config.KERNEL:
         return f"the configuration has backward={config.backward!r}."
+    if segments:
+        return "the kernel of the derivative takes no segment ids."
     return attention_derivative.obstacle(q, k.shape[1], sequence.chunks)
 
 
@@ -84,7 +91,8 @@ def derivation(
         return None
     options, devices = call.options, axis_size(call.axes)
     sequence = sequence_of(options.mask, options.layout, devices)
-    if not_derived(operands.q, operands.k, call.config, sequence) is not None:
+    segments = operands.segments is not None
+    if not_derived(operands.q, operands.k, call.config, sequence, segments=segments) is not None:
         return None
     delta = jnp.einsum("bthd,bthd->bht", share.out, out_bar, preferred_element_type=share.lse.dtype)
     if lse_bar is not None:
@@ -124,25 +132,42 @@ def default(problem: Problem) -> Config:
     )
 
 
-def attend(operands: Any, call: Call) -> tuple[Share, jax.Array | None]:
+def attend(operands: Any, call: Call) -> tuple[Share, attention.Pair | None]:
     """(attention of the device's queries to all keys, the peers' keys if they are to be kept)."""
     options, team = call.options, Team.along(call.axes)
-    out, lse, kept = attention.attend_and_keep(
-        *(operands.q, operands.k, operands.v),
-        team,
-        sequence_of(options.mask, options.layout, team.size),
-        scale=options.scale,
-        config=call.config,
-        interpret=call.interpret,
-    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
+        return attention.attend_and_keep(
+            *(q, k, v),
+            team,
+            sequence_of(options.mask, options.layout, team.size),
+            scale=options.scale,
+            config=call.config,
+            segments=(segments[0], segments[1]) if segments else None,
+            interpret=call.interpret,
+        )
+
+    given = operands.q, operands.k, operands.v, *(_documents(operands, call) or ())
+    out, lse, kept = derived_once(run)(*given)
     return Share(out, lse), kept if call.config.keep else None
 
 
-def kept_keys(kept: jax.Array, operands: Any, call: Call) -> Iterator[tuple[int, Any, Keys]]:
+def _documents(operands: Any, call: Call) -> attention.Pair | None:
+    """The documents of the queries, and those of all keys as the kernel takes them."""
+    if operands.segments is None:
+        return None
+    every = lax.all_gather(operands.kv_segments.astype(jnp.int32), call.axes)
+    every = jnp.roll(every, -lax.axis_index(call.axes), axis=0)
+    return operands.segments.astype(jnp.int32), every
+
+
+def kept_keys(
+    kept: attention.Pair, operands: Any, call: Call, *, all_are_read: bool
+) -> Iterator[tuple[int, Any, Keys]]:
     """(distance along the axes, the peer, its keys) of what `attend` kept.
 
-    In place of chunks that no query sees, which never arrived, zeros: nothing times what is no
-    number would be none.
+    Chunks that no query sees never arrived. If `all_are_read`, also these, they are zeros: weights
+    of 0 times what is no number would be none.
     """
     options, device, devices = call.options, lax.axis_index(call.axes), axis_size(call.axes)
     batch, keys, kv_heads, dim = operands.k.shape
@@ -150,14 +175,16 @@ def kept_keys(kept: jax.Array, operands: Any, call: Call) -> Iterator[tuple[int,
     sizes = attention_config.Sizes.of(operands.q, operands.k, devices, sequence, call.config)
     visible = dataclasses.replace(sizes.visible, device=device)
     chunks = sequence.chunks
-    of_peers = kept.reshape(devices - 1, 2, batch, chunks, keys // chunks, kv_heads, dim)
+    shape = batch, chunks, keys // chunks, kv_heads, dim
+    documents = _documents(operands, call)
     for distance in range(1, devices):
-        seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
-        pair = of_peers[distance - 1]
-        if sequence.causal:
-            pair = jnp.where(jnp.stack(seen)[:, None, None, None], pair, 0)
-        k, v = pair.reshape(2, *operands.k.shape)
-        yield distance, (device + distance) % devices, Keys(k, v)
+        pair = [x[distance - 1].reshape(shape) for x in kept]
+        if sequence.causal and all_are_read:
+            seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
+            pair = [jnp.where(jnp.stack(seen)[:, None, None, None], x, 0) for x in pair]
+        k, v = (x.reshape(operands.k.shape) for x in pair)
+        ids = None if documents is None else documents[1][distance]
+        yield distance, (device + distance) % devices, Keys(k, v, ids)
 
 
 def of_machine(problem: Problem) -> str | None:

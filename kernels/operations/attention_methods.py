@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.kernels.attention import cudnn
@@ -17,6 +18,7 @@ OP = "context_parallel_attention"
 GATHER, HEADS, FUSED, AUTO = "gather", "heads", "fused", "auto"
 METHODS = (AUTO, GATHER, HEADS, FUSED)
 FASTEST = "the tuned table has it as the fastest at such sizes"
+BY_LAX = "the other methods attend by jax.lax where there are segment ids"
 NOT_IN_TABLE = "no tuned table has 'fused' as the fastest at such sizes"
 UNKNOWN = "a size is known when the program runs."
 
@@ -37,9 +39,9 @@ class Method:
     reason: str
     served: str
 
-    def by_table(self) -> Method:
-        """The kernel in its place, where the tuned table has it as the fastest."""
-        return dataclasses.replace(self, name=FUSED, reason=FASTEST)
+    def by_kernel(self, reason: str) -> Method:
+        """The kernel in its place."""
+        return dataclasses.replace(self, name=FUSED, reason=reason)
 
     def remark(self, choice: Choice, not_by_kernel: str | None) -> str:
         """Further words on the choice of a backend; why the fused kernel does not derive, if so."""
@@ -60,7 +62,7 @@ class Question:
       q, k: the operands, or their shapes and types.
       mask: what holds for all queries.
       layout: of the tokens.
-      segments: whether there are documents.
+      segments: the types of the documents' ids; none where there are no documents.
       devices: that the sequence is split between.
     """
 
@@ -68,7 +70,7 @@ class Question:
     k: Any
     mask: Mask
     layout: str
-    segments: bool
+    segments: Sequence[str]
     devices: int
 
     def unserved(self, method: str) -> str | None:
@@ -76,7 +78,7 @@ class Question:
         if checks.is_symbolic(self.q, self.k):
             return UNKNOWN
         devices = 1 if method == HEADS else self.devices
-        return cudnn.obstacle(self.q, self.mask, segments=self.segments, devices=devices)
+        return cudnn.obstacle(self.q, self.mask, segments=bool(self.segments), devices=devices)
 
     @property
     def not_by_heads(self) -> str | None:

@@ -82,7 +82,7 @@ def forward(operands: Operands, call: Call) -> tuple[Any, Any]:
         return _results(heads.returned(share, call), call), (local, share, None)
     share, kept = _gathering(operands, call)
     share = _named(share, operands.q.dtype)
-    kept = kept if kept is None else checkpoint_name(kept, "attention")
+    kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), kept)
     return _results(share, call), (operands, share, kept)
 
 
@@ -134,7 +134,7 @@ def _results(share: Share, call: Call) -> Any:
 # --- Keys and values together ---------------------------------------------------------------------
 
 
-def _gathering(operands: Operands, call: Call) -> tuple[Share, jax.Array | None]:
+def _gathering(operands: Operands, call: Call) -> tuple[Share, Any]:
     """(attention to all keys, those of peers if they are kept)."""
     if isinstance(call.config, fused.Config):
         return fused.attend(operands, call)

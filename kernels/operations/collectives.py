@@ -59,6 +59,7 @@ def all_gather(
     Synchronisation: every device of the team must make the call.
     """
     op, axes = "all_gather", canonical_axes(axis_name)
+    checks.check_flag(op, "tiled", tiled)
     again = functools.partial(all_gather, axis_name=axes, axis=axis, config=config, backend=backend)
     if trees.is_tree(x):
         return trees.move(

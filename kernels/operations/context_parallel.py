@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.attention.layouts import CONTIGUOUS, check_layout
@@ -25,6 +24,7 @@ from stretto.kernels.operations.attention_methods import AUTO, FUSED, GATHER, HE
 from stretto.kernels.operations.attention_options import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.fields import check_fields
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
@@ -57,8 +57,8 @@ def context_parallel_attention(
 
     A query whose mask leaves no key has the result 0, and a logsumexp of minus infinity. cuDNN
     serves 16-bit types on GPUs, with head sizes up to 256, without segment ids, and without a
-    window if keys are gathered from several devices. `jax.lax` serves the rest, block by block,
-    in memory linear in the tokens.
+    window if keys are gathered from several devices. `jax.lax` serves the rest but "fused", block
+    by block, in memory linear in the tokens.
 
     Args:
       q, k, v: the device's own tokens.
@@ -75,9 +75,9 @@ def context_parallel_attention(
         backward pass: that of cuDNN does not support the cotangent of the logsumexp.
       method: "gather" (each device gathers all keys, for its own queries), "heads" (each device
         computes some heads, for all tokens), "fused" (as "gather", by a kernel that pulls keys
-        during attention: 16-bit types, head sizes 64 and 128, whole tiles, no segment ids), or
-        "auto": the faster one of the first two by an estimate, or the only one that cuDNN supports;
-        "fused" in place of "gather" where a tuned table has it as the fastest. `stretto.explain`
+        during attention: 16-bit types, head sizes 64 and 128, whole tiles), or "auto": the faster
+        one of the first two by an estimate, or the only one that cuDNN supports; "fused" with
+        segment ids, and in place of "gather" where a tuned table has it as the fastest. `explain`
         prints the choice and its reason. Where the kernel of "fused" cannot serve,
         `backend="auto"` falls back on "gather".
       config: for "gather": whether keys are sent peer by peer; for "fused": how the kernel is cut
@@ -99,11 +99,13 @@ def context_parallel_attention(
     """
     axes = canonical_axes(axis_name)
     window = _check(q, k, v, causal, window)
+    checks.check_flag(OP, "return_logsumexp", return_logsumexp)
     q, scale = rules.scaled(q, scale)
     check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
         kv_segment_ids = segment_ids
     _check_segments(q, k, segment_ids, kv_segment_ids)
+    ids = tuple(str(x.dtype) for x in (segment_ids, kv_segment_ids) if x is not None)
     method = _method_of(method, config)
     mask, devices = Mask(causal=causal, window=window), axis_size(axes)
     sizes = examples.sizes_of(q, k, devices, causal=causal, layout=layout)
@@ -118,16 +120,19 @@ def context_parallel_attention(
         k=k,
         mask=mask,
         layout=layout,
-        segments=segment_ids is not None,
+        segments=ids,
         devices=devices,
     )
     chosen = attention_methods.chosen(method, question)
-    if method == AUTO == backend and config is None and chosen.name == GATHER:
+    if method == AUTO == backend and config is None:
         problem = Problem(
             operation=OP, sizes=sizes, types=types, devices=devices, machine=Machine.of_mesh()
         )
-        if _is_fastest_fused(question, problem, scale):
-            chosen = chosen.by_table()
+        if ids and _is_served(question, problem, fused.default(problem), scale):
+            chosen = chosen.by_kernel(attention_methods.BY_LAX)
+            config = fused.default(problem)
+        elif chosen.name == GATHER and _is_fastest_fused(question, problem, scale):
+            chosen = chosen.by_kernel(attention_methods.FASTEST)
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
         config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
@@ -173,6 +178,7 @@ def _not_fused(config: Any, question: attention_methods.Question, scale: float) 
     """
     if not isinstance(config, fused.Config):
         return None
+    check_fields(config)
     config.check()
     if checks.is_symbolic(question.q, question.k):
         return attention_methods.UNKNOWN
@@ -193,17 +199,28 @@ def _not_derived(config: Any, question: attention_methods.Question) -> str | Non
     if not isinstance(config, fused.Config):
         return "it does not serve."
     sequence = fused.sequence_of(question.mask, question.layout, question.devices)
-    return fused.not_derived(question.q, question.k, config, sequence)
+    return fused.not_derived(
+        question.q, question.k, config, sequence, segments=bool(question.segments)
+    )
+
+
+def _is_served(
+    question: attention_methods.Question, problem: Problem, config: fused.Config, scale: float
+) -> bool:
+    """Whether the fused kernel of this configuration can serve the call on such devices."""
+    if fused.of_machine(problem) is not None:
+        return False
+    return _not_fused(config, question, scale) is None
 
 
 def _is_fastest_fused(question: attention_methods.Question, problem: Problem, scale: float) -> bool:
     """Whether the tuned table has the fused kernel as the fastest, and it can serve the call."""
-    if checks.is_symbolic(question.q, question.k) or fused.of_machine(problem) is not None:
+    if checks.is_symbolic(question.q, question.k):
         return False
     found = speed.by_nearest(CONTEXT_PARALLEL_ATTENTION, rules.FUSED, problem)
     if found is None or found.backend != "pallas":
         return False
-    return _not_fused(found.config, question, scale) is None
+    return _is_served(question, problem, found.config, scale)
 
 
 def reference(operands: Operands, axes: Axes, options: Options) -> Any:
@@ -221,8 +238,7 @@ def reference(operands: Operands, axes: Axes, options: Options) -> Any:
 
 def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | None:
     """`window` as an integer; raises ValueError for what does not fit."""
-    if isinstance(causal, Tracer):
-        raise ValueError(f"{OP}: causal is traced; it must be known when the program is traced.")
+    checks.check_flag(OP, "causal", causal)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.check_array(OP, name, x)
         if x.ndim != 4 or 0 in x.shape[2:]:

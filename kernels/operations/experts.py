@@ -149,12 +149,26 @@ def expert_combine(
     check_combine(rows, weights, positions)
     wire = checks.check_out_dtype(COMBINE, wire_dtype, rows.dtype)
     options = rules.CombineOptions(wire_dtype=wire)
+    call = combine_call(rows, weights, positions, axes, options, backend=backend, config=config)
+    return _served(EXPERT_COMBINE, (rows, weights, positions), axes, options, call)
+
+
+def combine_call(
+    rows: Any,
+    weights: Any,
+    positions: Any,
+    axes: Axes,
+    options: rules.CombineOptions,
+    *,
+    backend: str,
+    config: combine_kernel.Config | None = None,
+) -> Call | None:
+    """The call of the kernel that combines arrays of such shapes and types; None where XLA does."""
     tokens, top_k = positions.shape
     devices = axis_size(axes)
     sizes = dict(t=devices * tokens, d=rows.shape[1], top_k=top_k, rows=devices * rows.shape[0])
     types = Types(lhs=str(rows.dtype), rhs=str(weights.dtype), out=str(rows.dtype))
-    call = decide(EXPERT_COMBINE, sizes, types, axes, options, backend=backend, config=config)
-    return _served(EXPERT_COMBINE, (rows, weights, positions), axes, options, call)
+    return decide(EXPERT_COMBINE, sizes, types, axes, options, backend=backend, config=config)
 
 
 def _served(

@@ -13,7 +13,7 @@ number of them, whose transposed copies would begin wherever the group does: no 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,13 @@ from stretto.distributed.devices.axes import varying_axes
 from stretto.kernels.fused.group_tables import cut_off
 from stretto.kernels.operations import fp8_products as products
 from stretto.kernels.operations import grouped_matmul as plain
+from stretto.kernels.operations import scaled_groups
 from stretto.kernels.operations.as_bits import from_bits, to_bits
 from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.options import GroupedOptions
 from stretto.kernels.xla.quantisation import Quantised
 
 
@@ -107,16 +109,54 @@ def zero_beyond(x: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where(used[:, None], x, jnp.zeros((), x.dtype))
 
 
-def times(lhs: Quantised, rhs: Quantised, sizes: jax.Array, dtype: Any, backend: str) -> jax.Array:
-    """`lhs[r] @ rhs[group of r]^T`, of rhs `[g, n, k]`, in `dtype`."""
-    return plain.grouped_matmul(
-        lhs.qvalue,
-        rhs.qvalue,
-        sizes,
-        out_dtype=dtype,
-        rhs_transposed=True,
-        lhs_scale=lhs.scale,
-        rhs_scale=rhs.scale,
+def times(
+    lhs: Quantised,
+    rhs: Quantised,
+    sizes: jax.Array,
+    dtype: Any,
+    backend: str,
+    *,
+    zeros: bool = True,
+) -> jax.Array:
+    """`lhs[r] @ rhs[group of r]^T`, of rhs `[g, n, k]`, in `dtype`.
+
+    Without `zeros` rows of no group are undefined.
+    """
+    options = GroupedOptions(out_dtype=jnp.dtype(dtype), rhs_transposed=True, zeros=zeros)
+    return scaled_groups.grouped(
+        plain.SCALED,
+        (lhs.qvalue, rhs.qvalue, sizes.astype(jnp.int32)),
+        plain.sizes_of(lhs.qvalue, rhs.qvalue, options),
+        (lhs.scale, rhs.scale),
+        options,
+        config=None,
+        backend=backend,
+    )
+
+
+def activated(
+    lhs: Quantised,
+    sides: Sequence[Quantised],
+    sizes: jax.Array,
+    dtype: Any,
+    backend: str,
+    activation: Callable[..., jax.Array],
+    *,
+    gated: bool,
+) -> jax.Array | None:
+    """The activation of `times` of each of `sides`, by the kernel that multiplies, in `dtype`.
+
+    None where no kernel does both. Rows of no group are undefined.
+    """
+    options = GroupedOptions(out_dtype=jnp.dtype(dtype), rhs_transposed=True, zeros=False)
+    return scaled_groups.activated(
+        plain.SCALED,
+        (lhs.qvalue, [x.qvalue for x in sides], sizes.astype(jnp.int32)),
+        plain.sizes_of(lhs.qvalue, sides[0].qvalue, options),
+        (lhs.scale, [x.scale for x in sides]),
+        options,
+        activation,
+        gated=gated,
         backend=backend,
     )
 

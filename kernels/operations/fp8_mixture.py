@@ -98,7 +98,7 @@ def mixture_of_experts(
     operands = jax.tree.unflatten(tree, typed_alike(axes, leaves))
     if not _in_8_bits(sides, w_out):
         return rules.differentiable(layer, operands), routing
-    product = lambda xs: rules.forward(layer, xs)[0]  # noqa: E731
+    product = lambda xs: rules.output(layer, xs)  # noqa: E731
     return without_derivative(OP, product, operands, instead=GIVE), routing
 
 

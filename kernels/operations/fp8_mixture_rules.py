@@ -30,7 +30,7 @@ from stretto.distributed.devices.axes import axis_size
 from stretto.kernels.operation import Axes
 from stretto.kernels.operations import expert_rules, experts, fp8_groups
 from stretto.kernels.operations.as_bits import from_bits, to_bits
-from stretto.kernels.operations.expert_rules import DispatchOptions
+from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions
 from stretto.kernels.operations.fp8_products import How, Recipe
 from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.perform import decide, perform
@@ -103,10 +103,37 @@ class Layer:
             rows, weights, positions, self.axes, wire_dtype=self.wire_dtype, backend=self.backend
         )
 
-    def times(self, lhs: Quantised, w: Any, operands: Operands) -> jax.Array:
-        """`lhs @ w` of each row with its expert's matrix, `[e, in, out]` or as `weight` has it."""
-        w = w if isinstance(w, Quantised) else self.recipe.weight(w)
-        return fp8_groups.times(lhs, w, operands.group_sizes, self.dtype, self.backend)
+    def combines_by_kernel(self, operands: Operands) -> bool:
+        """Whether `combined` reads the rows of experts alone."""
+        rows = jax.ShapeDtypeStruct((self.rows, operands.x.shape[1]), self.dtype)
+        options = CombineOptions(wire_dtype=self.wire_dtype)
+        given = rows, operands.weights, operands.positions
+        call = experts.combine_call(*given, self.axes, options, backend=self.backend)
+        return call is not None
+
+    def weight(self, w: Any) -> Quantised:
+        """A matrix of each expert, `[e, in, out]` or already as `recipe.weight` has it."""
+        return w if isinstance(w, Quantised) else self.recipe.weight(w)
+
+    def times(self, lhs: Quantised, w: Any, operands: Operands, *, zeros: bool = True) -> jax.Array:
+        """`lhs @ w` of each row with its expert's matrix; `zeros` in rows of no expert."""
+        w, sizes = self.weight(w), operands.group_sizes
+        return fp8_groups.times(lhs, w, sizes, self.dtype, self.backend, zeros=zeros)
+
+    def activated(self, rows: Quantised, operands: Operands) -> jax.Array:
+        """The activation of the first products, where no one else wants these.
+
+        `[rows, f]`, in the layer's type by the kernel that multiplies, or else in float32.
+        """
+        sides, found = [self.weight(w) for w in operands.w_in], None
+        if operands.b_in is None:
+            how: dict[str, Any] = dict(activation=self.activation, gated=self.gated)
+            sizes = operands.group_sizes
+            found = fp8_groups.activated(rows, sides, sizes, self.dtype, self.backend, **how)
+        if found is not None:
+            return found
+        zs = tuple(self.times(rows, w, operands, zeros=False) for w in sides)
+        return self.hidden(zs, operands)
 
     def expert_of_rows(self, operands: Operands) -> jax.Array:
         """The own expert of each row, int32 `[rows]`; the last one for rows of none."""
@@ -125,6 +152,26 @@ class Layer:
         if self.gated and len(wide) == 1:
             wide = jnp.split(wide[0], 2, axis=1)
         return self.activation(*wide)
+
+
+def output(layer: Layer, operands: Operands) -> jax.Array:
+    """The layer, of which no derivative is wanted: the steps of `forward`, fewer where one serves.
+
+    Products leave out the rows of no expert, which are half of all or more, unless XLA's combine
+    reads them.
+    """
+    recipe = layer.recipe
+    tokens = recipe.quantised(operands.x, recipe.act_qtype, -1)
+    rows = layer.dispatched(tokens, operands.positions)
+    # Rows of no expert may hold anything, and there may be one scale for all rows.
+    hidden = fp8_groups.zero_beyond(layer.activated(rows, operands), operands.group_sizes)
+    hidden = recipe.quantised(hidden, recipe.act_qtype, -1)
+    zeros = operands.b_out is not None or not layer.combines_by_kernel(operands)
+    out = layer.times(hidden, operands.w_out, operands, zeros=zeros)
+    if operands.b_out is not None:
+        bias = operands.b_out.astype(jnp.float32)[layer.expert_of_rows(operands)]
+        out = (out + bias).astype(out.dtype)
+    return layer.combined(out, operands.weights, operands.positions)
 
 
 def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
@@ -148,8 +195,8 @@ def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable(layer: Layer, operands: Operands) -> jax.Array:
-    """`forward`, of weights that are not quantised yet."""
-    return forward(layer, operands)[0]
+    """`output`, of weights that are not quantised yet."""
+    return output(layer, operands)
 
 
 def _backward(layer: Layer, residuals: Any, bar: jax.Array) -> tuple[Operands]:

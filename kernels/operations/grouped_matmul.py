@@ -86,7 +86,7 @@ def grouped_matmul(
         return scaled_groups.grouped(
             SCALED,
             operands,
-            _sizes(lhs, rhs, options),
+            sizes_of(lhs, rhs, options),
             (lhs_scale, rhs_scale),
             options,
             config=config,
@@ -109,7 +109,8 @@ def product_of_groups(
     return _performed((lhs, rhs, cut_off(group_sizes, lhs.shape[0])), options, None, backend)
 
 
-def _sizes(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Sizes:
+def sizes_of(lhs: jax.Array, rhs: jax.Array, options: MatmulOptions) -> Sizes:
+    """The sizes of a problem, by name."""
     n = rhs.shape[1 if options.rhs_transposed else 2]
     return dict(m=lhs.shape[0], k=lhs.shape[1], n=n, g=rhs.shape[0])
 
@@ -118,7 +119,7 @@ def _performed(
     operands: Operands, options: GroupedOptions, config: kernel.Config | None, backend: str
 ) -> jax.Array:
     lhs, rhs, _ = operands
-    sizes, types = _sizes(lhs, rhs, options), types_of(lhs, rhs, options)
+    sizes, types = sizes_of(lhs, rhs, options), types_of(lhs, rhs, options)
     call = decide(GROUPED_MATMUL, sizes, types, (), options, backend=backend, config=config)
     return reference(operands, (), options) if call is None else perform(operands, call)
 

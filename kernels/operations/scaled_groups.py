@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from stretto.kernels.fused import group_activation
+from stretto.kernels.fused.group_activation import Activated
 from stretto.kernels.fused.group_tables import bounds
 from stretto.kernels.operation import Axes, Sizes
 from stretto.kernels.operations.perform import decide, launch
@@ -50,6 +53,46 @@ def grouped(
         return grouped_reference(given, (), options) if call is None else launch(given, call)
 
     return without_derivative(op, run, (lhs, rhs, rows, of_lhs, of_rhs))
+
+
+def activated(
+    records: Records,
+    operands: tuple[jax.Array, Sequence[jax.Array], jax.Array],
+    sizes: Sizes,
+    given: tuple[Any, Sequence[Any]],
+    options: MatmulOptions,
+    activation: Callable[..., jax.Array],
+    *,
+    gated: bool,
+    backend: str,
+) -> jax.Array | None:
+    """The activation of products of rows with transposed matrices, by the kernel that makes them.
+
+    Gated, the products are gate and up: of two matrices, or of the halves of one. Rows of no group
+    are undefined. None where no kernel serves the products, or none with an activation.
+    """
+    (lhs, sides, rows), (lhs_scale, rhs_scale) = operands, given
+    granularity, of_lhs, of_rhs = scales.checked(
+        "grouped_matmul", lhs, sides, lhs_scale, rhs_scale, rhs_transposed=True, mx=True
+    )
+    options = dataclasses.replace(options, scales=granularity)
+    types = types_of(lhs, sides[0], options)
+    record = records[granularity]
+    call = decide(record, sizes, types, (), options, backend=backend, config=None)
+    if call is None or granularity != "row":
+        return None
+    how: dict[str, Any] = dict(gated=gated, tiles=call.config.tiles)
+    if group_activation.obstacle(lhs, sides, activation, **how) is not None:
+        return None
+
+    def run(given: Any) -> jax.Array:
+        lhs, sides, rows, of_lhs, of_rhs = given
+        made = Activated.of_8_bits(lhs, of_lhs, sides, of_rhs, rows, activation, **how)
+        return group_activation.activated_product(
+            lhs, rows, made, out_dtype=options.out_dtype, interpret=call.interpret
+        )
+
+    return without_derivative("grouped_matmul", run, (lhs, sides, rows, of_lhs, of_rhs))
 
 
 def grouped_reference(operands: Any, axes: Axes, options: MatmulOptions) -> jax.Array:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from stretto.kernels.fused import all_gather_matmul as gather_kernel
-from stretto.kernels.fused import grouped_matmul as grouped_kernel
 from stretto.kernels.fused import matmul_all_reduce as reduce_kernel
 from stretto.kernels.fused import matmul_reduce_scatter as scatter_kernel
+from stretto.kernels.fused import scaled_groups as grouped_kernel
 from stretto.kernels.operation import Call, Operand, Operation, Sizes
 from stretto.kernels.operations.scaled_gather import gather_reference
 from stretto.kernels.operations.scaled_groups import grouped_reference
@@ -59,6 +59,7 @@ def record(kind: scales.Granularity, public: Callable[..., Any], plain: Operatio
         examples=dataclasses.replace(
             plain.examples,
             operands=functools.partial(_example_operands, plain=plain, kind=kind),
+            values={"tensor": functools.partial(_of_tensors, plain=plain)} if kind == "row" else {},
             keywords=dict(rhs_transposed=True),
             named=("lhs_scale", "rhs_scale"),
             scales=kind,
@@ -83,6 +84,12 @@ def _work(problem: Problem, *, plain: Operation) -> Work:
     )
 
 
+def _of_tensors(sizes: Sizes, devices: int, *, plain: Operation) -> tuple[Operand, ...]:
+    """The same with one scale for each operand, or for the matrix of each group."""
+    *values, _, of_rhs = _example_operands(sizes, devices, plain=plain, kind="row")
+    return (*values, _scale((1, 1)), _scale((*of_rhs.shape[:-2], 1, 1)))
+
+
 def _example_operands(
     sizes: Sizes, devices: int, *, plain: Operation, kind: scales.Granularity
 ) -> tuple[Operand, ...]:
@@ -99,11 +106,12 @@ def _example_operands(
     return (
         *values,
         *others,
-        *(
-            Operand(shape=shape, dtype=dtype, draw=functools.partial(_drawn, shape=shape))
-            for shape in shapes
-        ),
+        *(_scale(shape, dtype) for shape in shapes),
     )
+
+
+def _scale(shape: tuple[int, ...], dtype: str = "float32") -> Operand:
+    return Operand(shape=shape, dtype=dtype, draw=functools.partial(_drawn, shape=shape))
 
 
 def _drawn(key: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:

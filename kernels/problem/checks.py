@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
+from jax.core import Tracer
 
 BACKENDS = ("auto", "pallas", "xla", "simulator")
 
@@ -149,6 +151,17 @@ def check_integer(op: str, what: str, value: Any) -> Any:
     raise ValueError(
         f"{op}: {what}={value!r:.60} is of type {type(value).__name__}; it must be an integer"
         " that is known when the program is traced."
+    )
+
+
+def check_flag(op: str, what: str, value: Any) -> bool:
+    """`value` as a flag; ValueError if it is none, or not known when a program is traced."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, Tracer):
+        raise ValueError(f"{op}: {what} is traced; it must be known when the program is traced.")
+    raise ValueError(
+        f"{op}: {what}={value!r:.60} is of type {type(value).__name__}; it must be True or False."
     )
 
 

@@ -105,6 +105,17 @@ def test_timers_take_turns_in_an_order_that_the_seed_gives() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
+def test_turns_end_once_there_is_enough() -> None:
+    asked = []
+
+    def enough(found) -> bool:
+        asked.append([len(samples) for samples in found])
+        return len(asked) == 2
+
+    found = in_turns([Counted("a", []), Counted("b", [])], 20, per_visit=2, enough=enough)
+    assert found == [[1.0, 1.0, 2.0, 2.0]] * 2 and asked == [[2, 2], [4, 4]]
+
+
 def test_a_timer_that_fails_leaves_the_others() -> None:
     failures = []
     timers = [Counted("a", []), Counted("b", [], fails_at=1)]

@@ -13,7 +13,7 @@ from bench_cases import case_of
 from stretto.benchmarks.cases.meshes import mesh_of
 from stretto.benchmarks.commands import bench as command
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.measurements import results
+from stretto.benchmarks.measurements import results, spread
 from stretto.benchmarks.measurements.results import Draw, Measurement, Missing, Timed
 from stretto.benchmarks.never_slower import candidates, summary
 from stretto.benchmarks.never_slower.candidates import DRAWN
@@ -24,7 +24,7 @@ from stretto.benchmarks.never_slower.draw import (
     kind_of,
     sizes_of_a_device,
 )
-from stretto.benchmarks.never_slower.verdicts import verdict
+from stretto.benchmarks.never_slower.verdicts import is_decided, verdict
 from stretto.kernels.operations import OPERATIONS
 
 EVERY = tuple(name for name, operation in OPERATIONS.items() if drawable(operation))
@@ -114,6 +114,41 @@ def test_what_is_said_of_a_case(times, said):
     assert " ".join(word for word, holds in words.items() if holds) == said
 
 
+@pytest.mark.parametrize(
+    ("times", "rounds", "decided"),
+    [
+        (dict(auto=0.9), 4, True),
+        (dict(auto=0.9), 1, False),  # One round has no interval.
+        (dict(auto=1.02), 10, False),
+        (dict(auto=1.05), 10, True),
+        (dict(auto=1.05, noise=0.2), 10, False),
+        (dict(auto=0.9, drawn=0.97), 10, False),
+        (dict(auto=0.9, drawn=1.1), 4, True),
+        (dict(same=True), 2, True),
+    ],
+)
+def test_a_case_ends_once_more_samples_would_change_nothing(times, rounds, decided):
+    timed = measurement_of(**times).timed
+    samples = {one.peer: one.samples[: 2 * rounds] for one in timed}
+    assert is_decided(samples, 2) == decided
+
+
+def test_ending_early_is_seldom_wrong():
+    """Of ratios at the limit few are called slower, as by intervals that are read once."""
+    rng = np.random.default_rng(0)
+    wrong, cases = 0, 1000
+    for _ in range(cases):
+        xla = 100 * np.exp(rng.normal(0, 0.01, 20))
+        auto = 102 * np.exp(rng.normal(0, 0.01, 20))
+        for count in range(2, 22, 2):
+            samples = {"auto": auto[:count], "xla": xla[:count]}
+            if is_decided(samples, 2):
+                break
+        found = spread.ratio(samples["auto"], samples["xla"], 2)
+        wrong += found is not None and found.low > 1.02
+    assert wrong / cases < 0.04  # 0.025 of intervals that are read once.
+
+
 def test_the_summary_counts_and_names_the_mistakes(make_results):
     found = make_results(kernels=("all_gather",))
     found.draw = draw_of(6, seed=9)
@@ -173,6 +208,8 @@ def test_a_run_is_interrupted_and_continued(tmp_path, capsys):
         # Here `auto` is XLA's program, and so are the configurations.
         assert [timed.peer for timed in one.timed] == ["auto", "xla", DRAWN]
         assert verdict(one).same_program
+        drawn = one.of(DRAWN)
+        assert drawn.config in drawn.looks and len(drawn.looks) == 2
     page = tmp_path / "p.md"
     page.write_text("a\n<!-- never-slower -->\n<!-- /never-slower -->\nb\n")
     assert command.main(["never-slower", "--results", str(path), "--page", str(page)]) == 2
@@ -184,6 +221,18 @@ def test_a_run_is_interrupted_and_continued(tmp_path, capsys):
     assert page.read_text().endswith("<!-- /never-slower -->\nb\n")
 
 
+def test_parts_of_a_draw_are_summarised_together(tmp_path, capsys):
+    paths = [tmp_path / f"{which}.json" for which in (1, 2)]
+    for which, path in enumerate(paths, start=1):
+        drawn = ["--random", "5", "--seed", "5", "--batch", "5", "--part", f"{which}/2"]
+        assert run(path, *drawn) in (0, 1)
+    assert [len(results.read(path).measurements) for path in paths] == [3, 2]
+    capsys.readouterr()
+    command.main(["never-slower", "--results", *map(str, paths)])
+    out = capsys.readouterr().out
+    assert out.count("cases done") == 1 and "5 of 5 cases done" in out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -191,6 +240,8 @@ def test_a_run_is_interrupted_and_continued(tmp_path, capsys):
         (["--kernels", "matmul"], "kernel 'matmul' is not one of"),
         (["--random", "0"], "--random 0 must be at least 1"),
         (["--resume"], "name it with --json"),
+        (["--part", "3/2"], "--part '3/2' must be such as 2/3"),
+        (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--dtype", "int8"], "--dtype 'int8' is not one of"),
     ],
 )

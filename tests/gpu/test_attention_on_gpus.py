@@ -38,10 +38,12 @@ def drawn(devices: int, tokens: int, dim: int) -> list[jax.Array]:
     return [x.astype(jnp.bfloat16) for x in (10 * q, k, v, bar)]
 
 
-def exact(operands: list[jax.Array], causal: bool) -> list[np.ndarray]:
-    """The result and its derivatives, in float32."""
+def exact(
+    operands: list[jax.Array], causal: bool, ids: jax.Array | None = None
+) -> list[np.ndarray]:
+    """The result and its derivatives, in float32; `ids` are those of documents."""
     q, k, v, bar = (x.astype(jnp.float32) for x in operands)
-    tokens = Tokens(jnp.arange(q.shape[1]))
+    tokens = Tokens(jnp.arange(q.shape[1]), ids)
     how = dict(mask=Mask(causal=causal), scale=q.shape[-1] ** -0.5)
 
     @jax.jit
@@ -60,17 +62,18 @@ def errors(found: list[jax.Array], right: list[np.ndarray]) -> np.ndarray:
     )
 
 
-def prepared(operands, mesh, right, *, causal: bool, layout: str):
+def prepared(operands, mesh, right, *, causal: bool, layout: str, ids: jax.Array | None = None):
     """A function of further arguments: errors of the result and of its derivatives."""
     is_cut = layout == "zigzag"
     where = NamedSharding(mesh, SPEC)
-    given = [jax.device_put(st.to_zigzag(x, mesh.size) if is_cut else x, where) for x in operands]
+    everything = operands if ids is None else [*operands, ids]
+    given = [jax.device_put(st.to_zigzag(x, mesh.size) if is_cut else x, where) for x in everything]
 
     def by(**options):
-        def local(q, k, v, bar):
+        def local(q, k, v, bar, ids=None):
             def call(q, k, v):
                 return st.context_parallel_attention(
-                    q, k, v, "x", causal=causal, layout=layout, **options
+                    q, k, v, "x", causal=causal, layout=layout, segment_ids=ids, **options
                 )
 
             out, pull = jax.vjp(call, q, k, v)
@@ -111,6 +114,31 @@ def test_the_kernel_that_pulls_keys(dim, causal, layout, mesh, scale, tally) -> 
     derives = dataclasses.replace(config, backward=attention_config.KERNEL)
     each = [dict(config=config), dict(config=derives)]
     for options in each if scale.rehearsed else ({}, *each):
+        found = by(backend=scale.backend, method="fused", **options)
+        tally.checks(1)
+        assert (found <= 1.5 * plain + 1e-3).all(), (options, found, plain)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("dim", "causal", "layout", "in_order"),
+    [
+        (64, True, "zigzag", True),
+        (64, False, "contiguous", False),
+        (128, True, "zigzag", True),
+        (128, True, "contiguous", False),
+        (128, False, "zigzag", True),
+    ],
+)
+def test_the_kernel_with_documents(dim, causal, layout, in_order, mesh, scale, tally) -> None:
+    operands = drawn(mesh.size, 128 if scale.rehearsed else 1024, dim)
+    ids = jax.random.randint(jax.random.key(1), operands[0].shape[:2], 0, 5 if in_order else 2)
+    ids = jnp.sort(ids) if in_order else ids
+    right = exact(operands, causal, ids)
+    by = prepared(operands, mesh, right, causal=causal, layout=layout, ids=ids)
+    plain = by(backend="xla")
+    config = attention_config.Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
+    for options in (dict(config=config),) if scale.rehearsed else ({}, dict(config=config)):
         found = by(backend=scale.backend, method="fused", **options)
         tally.checks(1)
         assert (found <= 1.5 * plain + 1e-3).all(), (options, found, plain)

@@ -124,6 +124,42 @@ def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
             assert rows_apart(found, other) < 0.25
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+def test_a_layer_of_which_no_derivative_is_wanted(granularity, scale, tally) -> None:
+    """Weights are quantised once; of rows the activation is in the first product's kernel."""
+    tokens, d, f, experts = (4, 128, 128, 4) if scale.rehearsed else (512, 2048, 768, 16)
+    keys = jax.random.split(jax.random.key(0), 5)
+    index = jax.random.randint(keys[0], (2 * tokens, 4), -1, experts)
+    weights = jax.random.uniform(keys[1], (2 * tokens, 4))
+    x = jax.random.normal(keys[2], (2 * tokens, d), BF16)
+    w_in = jax.random.normal(keys[3], (experts, d, 2 * f)) * d**-0.5
+    w_out = jax.random.normal(keys[4], (experts, f, d)) * f**-0.5
+    recipe = st.fp8.Recipe(granularity=granularity)
+
+    def in_8_bits(x, index, weights, w_in, w_out, backend):
+        w_in, w_out = recipe.weight(w_in), recipe.weight(w_out)
+        given = x, index, weights, w_in, w_out, "x"
+        return st.fp8.mixture_of_experts(*given, recipe=recipe, backend=backend)[0]
+
+    def exact(*given):
+        return st.mixture_of_experts(*given, "x", backend="xla")[0]
+
+    ours, theirs = (
+        np.asarray(
+            spread(functools.partial(in_8_bits, backend=backend), 5, ALONG)(
+                x, index, weights, w_in, w_out
+            ),
+            np.float32,
+        )
+        for backend in (scale.backend, "xla")
+    )
+    want = np.asarray(spread(exact, 5, ALONG)(x.astype(F32), index, weights, w_in, w_out))
+    tally.checks(1)
+    assert distance(ours, want) < 1.1 * distance(theirs, want)
+    assert rows_apart(ours, theirs) < 0.25
+
+
 def distance(found, want) -> float:
     return float(np.linalg.norm(found - want) / np.linalg.norm(want))
 

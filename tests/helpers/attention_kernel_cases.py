@@ -50,25 +50,40 @@ def check(found, operands, mask) -> None:
 
 
 class Simulated:
-    """The kernel on some devices, traced once; called with (operands, seed)."""
+    """The kernel on some devices, traced once; called with (operands, seed).
 
-    def __init__(self, devices: int, sequence: Sequence, config: Config = SMALL, cores: int = 2):
+    If `packed`, the operands end with the segment ids of queries and of keys.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        sequence: Sequence,
+        config: Config = SMALL,
+        cores: int = 2,
+        *,
+        packed: bool = False,
+    ):
         self.devices, self.sequence, self.cores = devices, sequence, cores
 
-        def body(q, k, v):
+        def body(q, k, v, *ids):
+            team = Team.along(("x",))
+            if ids:
+                every = jnp.roll(jax.lax.all_gather(ids[1], "x"), -team.device_id(), axis=0)
             return attention.attend(
                 *(q, k, v),
-                Team.along(("x",)),
+                team,
                 sequence,
                 scale=q.shape[-1] ** -0.5,
                 config=config,
+                segments=(ids[0], every) if ids else None,
             )
 
         tokens = P(None, "x")
         mapped = jax.shard_map(
             body,
             mesh=mesh_of(devices),
-            in_specs=(tokens,) * 3,
+            in_specs=(tokens,) * (5 if packed else 3),
             out_specs=(tokens, P(None, None, "x")),
         )
         self.program = jax.jit(mapped)

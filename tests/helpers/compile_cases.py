@@ -54,6 +54,7 @@ from stretto.kernels.problem import node_config
 from stretto.kernels.problem.activations import ClampedSwiglu, swiglu
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.xla.quantisation import Quantised
 
 EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
@@ -549,16 +550,19 @@ def attention_kernel(which: str) -> Iterator[Program]:
         "64": (4, (8, 4, 64), {"zigzag": causal}),
         "64, full": (4, (8, 4, 64), {"full": {}}),
         "full": (2, (4, 4, 128), {"full": {}}),
+        "documents": (2, (8, 2, 128), {"zigzag": causal, "full": {}}),
         # Where most is left to the warps that move data, which have few registers.
         "window": (8, (8, 2, 128), {"window": dict(causal=True, window=1000)}),
     }[which]
     mesh = aot.mesh_of_gpus((devices,), ("x",))
     operands = [((1, 1024, count, heads[2]), jnp.bfloat16) for count in (*heads[:2], heads[1])]
+    if which == "documents":
+        operands.append(((1, 1024), jnp.int32))
     for label, options in calls.items():
 
-        def call(q, k, v, options=options):
+        def call(q, k, v, ids=None, options=options):
             return st.context_parallel_attention(
-                q, k, v, "x", method="fused", backend="pallas", **options
+                q, k, v, "x", segment_ids=ids, method="fused", backend="pallas", **options
             )
 
         yield f"{label}, {which}", *on_one(call, mesh, operands)
@@ -744,6 +748,16 @@ def fp8_experts() -> Iterator[Program]:
             return out, *pull(out)
 
         yield f"experts, {granularity}", *on_one(pulled, mesh, shapes)
+    e4m3, recipe = jnp.float8_e4m3fn, st.fp8.Recipe()
+    of_weights = [((experts, 2 * f, d), e4m3), ((experts, 2 * f, 1), jnp.float32)]
+    of_weights += [((experts, d, f), e4m3), ((experts, d, 1), jnp.float32)]
+
+    def alone(x, index, weights, w_in, of_in, w_out, of_out):
+        sides = Quantised(w_in, of_in), Quantised(w_out, of_out)
+        given = dict(recipe=recipe, backend="pallas")
+        return st.fp8.mixture_of_experts(x, index, weights, *sides, "x", **given)[0]
+
+    yield "experts, row, no derivative", *on_one(alone, mesh, [*shapes[:3], *of_weights])
 
 
 def blackwell(*names: str) -> Iterator[Program]:
@@ -930,7 +944,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "attention": attention,
     **{
         f"attention kernel, {which}": functools.partial(attention_kernel, which)
-        for which in ("128", "64", "64, full", "full", "window")
+        for which in ("128", "64", "64, full", "full", "window", "documents")
     },
     **{
         f"attention derivative, {dim}": functools.partial(attention_derivative_kernel, dim)

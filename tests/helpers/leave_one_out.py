@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 
-from stretto.kernels.choice import costs, speed, tables
+from stretto.kernels.choice import speed, tables, transfers
 from stretto.kernels.choice.tables import Entry, Estimate, Table, ratio_between
 from stretto.kernels.operations import KNOWN
 from stretto.kernels.problem.machine import Machine
@@ -74,7 +75,7 @@ def _estimate(problem: Problem) -> Estimate | None:
     operation = KNOWN[problem.operation]
     if not speed.has_estimate(operation, operation.kernels[0], problem):
         return None
-    return lambda problem: costs.estimate(operation.work(problem), problem.machine)
+    return functools.partial(transfers.estimate, operation)
 
 
 if __name__ == "__main__":

@@ -324,12 +324,6 @@ def explained(q, k, **options):
         ((1, 256, 2, 64), "bfloat16", dict(layout="zigzag"), "kv_tokens=128 of a device"),
         ((1, 192, 2, 64), "bfloat16", {}, "tokens=96 of a device must be a multiple of 64"),
         ((1, 512, 2, 64), "bfloat16", dict(scale=-1.0), "a finite scale above 0, not -1.0"),
-        (
-            (1, 512, 2, 64),
-            "bfloat16",
-            dict(segment_ids=jax.ShapeDtypeStruct((1, 256), "int32")),
-            "not built for segment ids",
-        ),
     ],
 )
 def test_what_the_kernel_does_not_take(shape, dtype, options, words):

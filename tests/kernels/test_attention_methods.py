@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from attention_cases import stand_in
 from fused_cases import mesh_of
@@ -114,7 +113,7 @@ PULLED = dict(pull_rows=16, pull_slots=6)
         ({}, PULLED, 90.0, KERNEL),
         ({}, PULLED, 110.0, None),  # XLA is faster.
         ({}, BY_PEER, 90.0, Config()),  # Another way is fastest.
-        (dict(segment_ids=True), PULLED, 90.0, None),  # It cannot serve the call.
+        (dict(scale=-1.0), PULLED, 90.0, None),  # It cannot serve the call.
         (dict(config=Config()), PULLED, 90.0, Config()),
         (dict(method="gather"), PULLED, 90.0, None),
         (dict(causal=False), PULLED, 90.0, None),  # Another mask was measured.
@@ -136,8 +135,6 @@ def test_the_kernel_serves_where_a_table_has_it_as_the_fastest(
     monkeypatch.setattr(cuda_version, "running", lambda: None)
     monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (entry,)))
     monkeypatch.setattr(compiling, "current", lambda: None)  # It would ask for kernels.
-    if "segment_ids" in options:
-        options = dict(segment_ids=jnp.zeros((1, TOKENS), jnp.int32))
     gpus = aot.mesh_of_gpus((2,), ("x",))
     options = dict(causal=True, layout="zigzag") | options
     found = explained(2, 64, 8, mesh=gpus, **options)
@@ -164,7 +161,7 @@ def test_estimates_count_the_last_device_and_what_is_sent():
     def question(layout, devices):
         mask = Mask(causal=True)
         return attention_methods.Question(
-            q=q, k=k, mask=mask, layout=layout, segments=False, devices=devices
+            q=q, k=k, mask=mask, layout=layout, segments=(), devices=devices
         )
 
     zigzag = attention_methods.gather_us(question("zigzag", 4))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from attention_cases import (
     BATCH,
-    HEADS,
     KV_HEADS,
     QUICKLY,
     TOKENS,
@@ -212,24 +211,26 @@ def test_parts_that_cudnn_is_given(monkeypatch, way, devices, layout, causal):
     check(found, [out, *bars])
 
 
-@pytest.mark.parametrize("kv_heads", [KV_HEADS, slow(HEADS)])
-def test_chunks_are_a_batch_where_that_copies_less(monkeypatch, kv_heads):
-    """Of a peer's keys: one call for both chunks of queries, or one for each."""
+@pytest.mark.parametrize(
+    ("layout", "rectangles"), [("zigzag", [(12, 6), (6, 12)]), slow("contiguous", [(12, 12)])]
+)
+def test_a_peers_keys_are_one_call_without_a_mask(monkeypatch, layout, rectangles):
+    """(Queries, keys) of a peer before this device, and of one behind it."""
     stand_in(monkeypatch)
     calls, forward = [], cudnn_attention.forward
 
-    def counted_forward(q, k, v, **options):
-        calls.append(len(q))
+    def noted(q, k, v, **options):
+        calls.append((q.shape[1], k.shape[1], options.get("causal", False)))
         return forward(q, k, v, **options)
 
-    monkeypatch.setattr(cudnn_attention, "forward", counted_forward)
-    operands = drawn(kv_heads=kv_heads)
+    monkeypatch.setattr(cudnn_attention, "forward", noted)
+    operands = drawn()
     seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
-    found = ours(2, operands, layout="zigzag", causal=True, logsumexp=False, **WAYS["by peer"])
+    found = ours(2, operands, layout=layout, causal=True, logsumexp=False, **WAYS["by peer"])
     out, _, *bars = dense(operands, seen)
     check(found, [out, *bars])
-    own, *of_peer = calls[:3] if kv_heads == HEADS else calls[:2]
-    assert own == BATCH and of_peer == ([BATCH] * 2 if kv_heads == HEADS else [2 * BATCH])
+    expected = [(12, 12, True), *((*sizes, False) for sizes in rectangles)]
+    assert calls[: len(expected)] == expected
 
 
 @pytest.mark.parametrize(

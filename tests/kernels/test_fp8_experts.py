@@ -232,18 +232,34 @@ def test_tokens_cross_the_links_in_8_bits():
     assert [p.operation for p in products[:4]] == 4 * ["grouped_matmul_fp8_block"]
 
 
-@slow
-@pytest.mark.parametrize("name", ["row", "block"])
-def test_kernels_give_what_xla_gives(name):
-    """Forward in the simulator: the moves are the same bits, and products round alike."""
+@pytest.mark.parametrize(
+    ("name", "biased"),
+    [
+        ("row", False),  # The activation is in the first product's kernel.
+        pytest.param("row", True, marks=slow),
+        pytest.param("block", False, marks=slow),
+        pytest.param("block", True, marks=slow),
+        pytest.param("tensor", False, marks=slow),
+    ],
+)
+def test_kernels_give_what_xla_gives(name, biased):
+    """Forward in the simulator: the moves are the same bits, and products round alike.
+
+    An activation that is stored in 16 bits is quantised to a neighbour here and there. Rows of no
+    expert are not made: the simulator fills what nobody wrote with NaN.
+    """
     given = [jnp.asarray(x) for x in operands()]
+    given = given if biased else [*given[:4], None, None]
     want = layer_alone(RECIPES[name], "xla")(*given)
     call = layer_alone(RECIPES[name], "simulator")
     with st.simulate(core_count=4) as report:
         out = np.asarray(call(*given).astype(F32))
     assert report.ok, str(report)
     assert report.launches == 2 + 2 + 1, "values and scales, two products, the way back"
-    np.testing.assert_allclose(out, np.asarray(want, np.float32), rtol=0.02, atol=0.02)
+    want = np.asarray(want, np.float32)
+    assert error(out, want) < 0.02
+    if biased or name == "block":
+        np.testing.assert_allclose(out, want, rtol=0.02, atol=0.02)
 
 
 def as_it_is(recipe, w):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from expert_cases import EXPERTS, layer_operands, simulated_layer
 from fused_cases import BF16, F32, rounded, whole_numbers
+from scaled_cases import powers_of_two
 from selection import slow
 
 import stretto as st
@@ -90,6 +91,48 @@ def test_activation_of_products(f, gated, in_one, biased, seed):
     np.testing.assert_array_equal(found[: len(wanted)], rounded(wanted, BF16))
 
 
+def in_8_bits(rows, of_rows, sizes, sides, of_sides, *, gated, tiles):
+    """The kernel, in bfloat16; matrices are transposed."""
+    function = both if gated else relu
+    how: dict[str, Any] = dict(gated=gated, tiles=tiles)
+    assert group_activation.obstacle(rows, sides, function, **how) is None
+    product = group_activation.Activated.of_8_bits(
+        rows, of_rows, sides, of_sides, sizes, function, **how
+    )
+    return group_activation.activated_product(rows, sizes, product, out_dtype=BF16, interpret=None)
+
+
+@pytest.mark.parametrize(
+    ("f", "gated", "in_one"),
+    [
+        (192, True, True),  # The last tile of gates reaches into the columns of up.
+        pytest.param(192, True, False, marks=pytest.mark.slow),
+        pytest.param(128, False, False, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, slow(1)])
+def test_activation_of_products_in_8_bits(f, gated, in_one, seed):
+    """With scales of rows and columns; powers of two are exact."""
+    tiles = TileConfig(tile_n=128, tile_k=128, num_stages=2, store_buffers=1)
+    count, groups = 1 + gated, len(SIZES)
+    rows = whole_numbers(seed, ROWS, WIDTH, largest=1)
+    of_rows = powers_of_two(seed + 9, ROWS, 1)
+    of_rows[sum(SIZES) :] = np.nan  # Of no group.
+    sides = [whole_numbers(seed + 1 + i, groups, f, WIDTH, largest=1) for i in range(count)]
+    scales = [powers_of_two(seed + 5 + i, groups, f, 1) for i in range(count)]
+    wanted = by_numpy(rows * of_rows, [(x * s).mT for x, s in zip(sides, scales, strict=True)], [])
+    given = [[np.concatenate(x, 1)] if in_one else x for x in (sides, scales)]
+    e4m3 = [jnp.asarray(x, jnp.float8_e4m3fn) for x in (rows, *given[0])]
+    call = functools.partial(in_8_bits, gated=gated, tiles=tiles)
+    with st.simulate(seed=seed, core_count=3) as report:
+        of_sides = [jnp.asarray(x, F32) for x in given[1]]
+        sizes = jnp.array(SIZES, jnp.int32)
+        found = jax.jit(call)(e4m3[0], jnp.asarray(of_rows, F32), sizes, e4m3[1:], of_sides)
+        found = np.asarray(found, np.float32)
+    assert report.ok and report.launches == 1, str(report)
+    np.testing.assert_array_equal(found[: len(wanted)], rounded(wanted, BF16))
+
+
 @pytest.mark.parametrize("bug", ["begin", slow("end")])
 def test_each_wait_for_biases_is_needed(monkeypatch, bug):
     """Of a product whose tiles are stored in part: what comes before, and after a tile's pieces."""
@@ -160,7 +203,7 @@ def of_each_place(gate, up):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(dtype=F32), "bfloat16 and float16, not float32"),
+        (dict(dtype=F32), "bfloat16, float16 and 8 bits, not float32"),
         (dict(tiles=TileConfig(tile_n=192)), "tile_n=192 of gate and up is no multiple of 128"),
         (dict(f=96), "up begins at column 96 of w_in, which is no multiple of 64"),
         (dict(tokens=0), "nothing to do"),

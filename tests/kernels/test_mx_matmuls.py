@@ -23,6 +23,7 @@ from stretto.kernels.fused import (
     grouped_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    scaled_groups,
 )
 from stretto.kernels.operations import scaled_gather
 
@@ -135,7 +136,7 @@ def test_groups_in_many_orders(seed):
 def test_every_tile_of_a_group_has_scales_of_its_own_rows(monkeypatch):
     """Numbers are wrong where tiles take the scales of 128 rows after 128 others."""
     monkeypatch.setattr(
-        grouped_matmul, "rows_of_tiles", lambda sizes, m, tile_m, most: jnp.arange(most * tile_m)
+        scaled_groups, "rows_of_tiles", lambda sizes, m, tile_m, most: jnp.arange(most * tile_m)
     )
     config = grouped_matmul.Config(tiles=TILES[1])
     with st.simulate(core_count=2, target="b200", on_finding="record"):

@@ -27,6 +27,8 @@ def arrive(task: Any, array: BarrierArray, index: int, site: Site) -> None:
     if array.to_leader:
         blocks = task.machine.cluster_blocks(task.block, array.cluster_axes)[:1]
     for block in blocks:
+        if not block.running and not block.has_tensor_memory:
+            task.machine.checks.arrival_at_ended_block(array.name, block, task, site)
         peer = block.shared.get(array.key) or task.machine.allocate(block, array)
         peer.items[index].arrive(task, site)
 

@@ -251,6 +251,12 @@ class Block:
             if in_cluster:
                 self.left[key] = gone
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether it ends with all of its cluster: Mosaic GPU waits before it frees such memory."""
+        held = (*self.shared.values(), *self.left.values())
+        return any(getattr(one, "space", None) == "tmem" for one in held)
+
     def axis_index(self, name: Hashable) -> int | None:
         """The block's index along an axis of the kernel's mesh; None if it is not one of its."""
         return self.coords.get(name)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+import jax.numpy as jnp
+
 from stretto.distributed.schedule import Int, div, where
 from stretto.kernels.engine.parts import Tile
 
@@ -72,7 +74,7 @@ class AttentionOrder:
 
     def locate(self, index: Int) -> Tile:
         """The tile at `index`."""
-        return self.tile(self._back_and_forth(index))
+        return self.tile(back_and_forth(index, self.num_blocks, self.num_tiles))
 
     def tile(self, number: Int) -> Tile:
         """The tile of this number: those of one head of keys after another, most keys first."""
@@ -85,14 +87,6 @@ class AttentionOrder:
         place = self.chunks * self.tiles - 1 - place
         chunk = div(place, self.tiles)
         return Tile(batch * self.chunks + chunk, place - chunk * self.tiles, head)
-
-    def _back_and_forth(self, index: Int) -> Int:
-        """`index`, in every other full wave from the end of the wave on."""
-        wave = div(index, self.num_blocks)
-        first = wave * self.num_blocks
-        turned = first + self.num_blocks - 1 - (index - first)
-        is_turned = (wave - 2 * div(wave, 2) == 1) & (wave < self.num_tiles // self.num_blocks)
-        return where(is_turned, turned, index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,3 +108,43 @@ class EvenOrder:
     def locate(self, index: Int) -> Tile:
         """The tile at `index`, whose block takes it in its turn."""
         return self.tiles.tile(self.entry(index))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SortedOrder:
+    """Tiles of all heads at one place after another, the places with most keys first.
+
+    For work that is known when the kernel runs: blocks take tiles in turn, back and forth, and have
+    nearly equal work as it falls from wave to wave. Keys of all heads are wanted from the start.
+
+    Attributes:
+      tiles: all of them.
+      heads: of queries.
+      place: (index) -> the number of a place, `step * tiles + m`, in the order of the work.
+    """
+
+    tiles: AttentionOrder
+    heads: int
+    place: Callable[[Int], Int]
+
+    def count(self) -> int:
+        """All tiles."""
+        return self.tiles.num_tiles
+
+    def locate(self, index: Int) -> Tile:
+        """The tile at `index`; beyond the last one, any."""
+        index = back_and_forth(index, self.tiles.num_blocks, self.count())
+        index = jnp.minimum(index, self.count() - 1)
+        at = div(index, self.heads)
+        place = self.place(at)
+        step = div(place, self.tiles.tiles)
+        return Tile(step, place - step * self.tiles.tiles, index - at * self.heads)
+
+
+def back_and_forth(index: Int, num_blocks: int, num_tiles: int) -> Int:
+    """`index`, in every other full wave of `num_blocks` from the end of the wave on."""
+    wave = div(index, num_blocks)
+    first = wave * num_blocks
+    turned = first + num_blocks - 1 - (index - first)
+    is_turned = (wave - 2 * div(wave, 2) == 1) & (wave < num_tiles // num_blocks)
+    return where(is_turned, turned, index)

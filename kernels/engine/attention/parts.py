@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from stretto.distributed.schedule import Int, rem
-from stretto.kernels.engine.attention.visible import VisibleKeys
+from stretto.distributed.schedule import Int
+from stretto.kernels.engine.attention.documents import Documents
+from stretto.kernels.engine.attention.visible import SeenByPlace, VisibleKeys
 from stretto.kernels.engine.parts import Parts, Ref, Tile
 
 
@@ -24,13 +25,20 @@ class AttentionParts(Parts):
       store_logsumexp: (tile, float32 `[rows]` in shared memory, first row): likewise to its result.
       visible: which keys each tile sees.
       exponent: of a score, to the base 2: its scale, times the logarithm of e; above 0.
+      documents: of queries and keys; None if all are of one. They say what tiles see, too.
     """
 
     queries: Callable[[Tile, Int, int, Ref, Ref], None]
     store_logsumexp: Callable[[Tile, Ref, Int], None]
     visible: VisibleKeys
     exponent: float
+    documents: Documents | None = None
+
+    @property
+    def seen(self) -> Documents | SeenByPlace:
+        """Which blocks of keys a tile goes through."""
+        return self.documents or SeenByPlace(self.visible)
 
     def first_query(self, tile: Tile) -> Int:
         """The place in the sequence of a tile's first query."""
-        return self.visible.first_query(rem(tile.step, self.visible.chunks), tile.m)
+        return self.visible.query_of(tile)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.distributed.schedule import Int, ceil_div, div, rem, where
+from stretto.kernels.engine.parts import Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,10 @@ class VisibleKeys:
         """The place in the sequence of the first query of a tile of one of the own chunks."""
         return self._number(self.device, chunk) * self.queries + tile * self.rows
 
+    def query_of(self, tile: Tile) -> Int:
+        """The place in the sequence of the first query of a tile."""
+        return self.first_query(rem(tile.step, self.chunks), tile.m)
+
     def first_key(self, segment: Int) -> Int:
         """The place in the sequence of the first key of a segment."""
         holder = rem(self.device + self.step(segment), self.devices)
@@ -118,6 +123,21 @@ class VisibleKeys:
         if self.chunks == 1:
             return device
         return where(chunk == 0, device, 2 * self.devices - 1 - device)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenByPlace:
+    """Which blocks of keys a tile goes through where all tokens are of one document."""
+
+    visible: VisibleKeys
+
+    def blocks(self, tile: Tile, segment: Int) -> tuple[Int, Int]:
+        """(first block of a segment, the one after the last); equal if there is none."""
+        return self.visible.blocks(self.visible.query_of(tile), segment)
+
+    def count(self, tile: Tile) -> Int:
+        """How many blocks of all segments, at least one."""
+        return self.visible.count(self.visible.query_of(tile))
 
 
 def _least(x: int, y: Int) -> Int:

@@ -68,13 +68,14 @@ class Matmul:
             )
         product = self.product
         beside = product.beside
-        others = product.fold is not Sum or product.scales is not None
+        others = product.fold is not Sum or product.scales not in (None, "row")
         # Pieces of a matrix are loaded whole, to buffers from which they may be stored in part.
-        if beside is not None and (others or (product.ragged and beside.has_matrix)):
+        whole = product.ragged or product.scales is not None
+        if beside is not None and (others or (whole and beside.has_matrix)):
             raise NotImplementedError(
-                "an epilogue with arrays, or of two products, is built for plain sums of 16 bits"
-                " alone, and without a matrix for ragged ones, and the product is"
-                f" {product}."
+                "an epilogue with arrays, or of two products, is built for plain sums, scaled by"
+                " rows and columns at most, and without a matrix for ragged or scaled ones, and the"
+                f" product is {product}."
             )
 
     @property
@@ -105,7 +106,7 @@ class Matmul:
                 copies=4 if self.product.scales == "block" else 2,
             ),
             **pieces.scratch(self.config, self.product),
-            **(scaling.scratch(self.config) if self.product.scales == "row" else {}),
+            **(scaling.scratch(self.config, self.product) if self.product.scales == "row" else {}),
             **(adding.scratch(self.config) if self.product.fold is Addends else {}),
             **(
                 {}
@@ -151,7 +152,7 @@ class Matmul:
         beside = self._applying(block, buffers, scratch)
         of_stage = refill = None
         if beside is not None:
-            of_tile = beside.load_of_tile
+            of_tile = _both(of_tile, beside.load_of_tile)
             of_stage = beside.load_of_stage if beside.pace else None
             refill = beside.load_piece if beside.beside.has_matrix and not beside.pace else None
         return [
@@ -207,6 +208,20 @@ class Matmul:
         if self.product.scales != "row" or scales is None:
             return None
         return functools.partial(_tile_scales(scratch).load, scales)
+
+
+def _both(
+    first: Callable[[Int, Tile], None] | None, second: Callable[[Int, Tile], None]
+) -> Callable[[Int, Tile], None]:
+    """What does both, or the second if there is no first."""
+    if first is None:
+        return second
+
+    def run(i: Int, tile: Tile) -> None:
+        first(i, tile)
+        second(i, tile)
+
+    return run
 
 
 def _tile_scales(scratch: Mapping[str, Ref]) -> TileScales:

@@ -14,7 +14,7 @@ come once a tile:
 
 | barrier | arrives | waits | count | proves |
 |---|---|---|---|---|
-| `scales_full` | both copies | multiplying warpgroups | 2 | the scales of the tile's rows and columns are there |
+| `scales_full` | the copies | multiplying warpgroups | 2, of a pair of products 3 | the scales of the tile's rows and columns are there |
 | `scales_empty` | multiplying warpgroups | loading warp | 2 | they have read them |
 
 They are loaded after the tile's last stage: the tile before has been handed over by then, so the
@@ -39,7 +39,7 @@ from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Summing
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.hopper.tile_config import TileConfig
-from stretto.kernels.engine.parts import Ref, Scales, Tile
+from stretto.kernels.engine.parts import Product, Ref, Scales, Tile
 from stretto.kernels.engine.ring import RingScales
 
 ROWS = 64  # that tensor cores multiply at once
@@ -191,11 +191,15 @@ def _joined(pieces: Sequence[jax.Array], in_a_row: int) -> jax.Array:
     return jnp.concatenate(joined) if len(joined) > 1 else joined[0]
 
 
-def scratch(config: TileConfig) -> dict[str, Any]:
-    """The memory and the barriers of `TileScales`, by name, for `kernel.launch`."""
+def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
+    """The memory and the barriers of `TileScales`, by name, for `kernel.launch`.
+
+    Of a pair of products the scales of each one's columns are a copy of their own.
+    """
+    is_pair = product.beside is not None and product.beside.gated
     return dict(
         row_scales_smem=plgpu.SMEM((config.tile_m,), jnp.float32),
         column_scales_smem=plgpu.SMEM((config.tile_n,), jnp.float32),
-        scales_full=plgpu.Barrier(num_arrivals=2),
+        scales_full=plgpu.Barrier(num_arrivals=3 if is_pair else 2),
         scales_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
     )

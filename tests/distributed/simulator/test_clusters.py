@@ -165,3 +165,28 @@ def test_a_block_must_not_end_while_another_looks(meets, seed):
     if not meets:
         assert "shared memory of device 0 block" in str(report.findings[0])
         assert 'out_ref[me] = plgpu.cluster_ref(smem, {"c": 1 - me})[...]' in str(report)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_arrival_at_a_block_that_has_ended(waits):
+    """At a cluster's barrier an arrival reaches all blocks, whose memory must still be there."""
+
+    def body(out_ref, met):
+        plgpu.barrier_arrive(met)
+        if waits:
+            plgpu.barrier_wait(met)
+        out_ref[lax.axis_index("c")] = jnp.ones((128,), jnp.float32)
+
+    found = set()
+    for seed in range(8):
+        with simulate(seed=seed, on_finding="record") as report:
+            kernel = plgpu.kernel(
+                body,
+                out_type=jax.ShapeDtypeStruct((2, 128), jnp.float32),
+                scratch_types=[plgpu.ClusterBarrier(collective_axes=("c",))],
+                cluster=(2,),
+                cluster_names=("c",),
+            )
+            jax.block_until_ready(kernel())
+        found |= report.kinds()
+    assert ("ended block" in found) != waits, found

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int, rem
+from stretto.kernels.engine.attention.documents import Documents
 from stretto.kernels.engine.attention.parts import AttentionParts
 from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.block import Block
@@ -62,11 +63,12 @@ def _fold_all(
     """Attention to all keys that the tile sees, and the next stage."""
     visible = parts.visible
     first_of_tile = parts.first_query(tile)
-    first_query, count = first_of_tile + own * ROWS, visible.count(first_of_tile)
+    first_query, count = first_of_tile + own * ROWS, parts.seen.count(tile)
 
     def of_segment(segment: jax.Array, carry: tuple) -> tuple:
-        first, last = visible.blocks(first_of_tile, segment)
+        first, last = parts.seen.blocks(tile, segment)
         first_key = visible.first_key(segment)
+        by_documents = _mask_of_documents(parts.documents, tile, own, segment)
 
         def of_block(place: jax.Array, carry: tuple) -> tuple:
             folded, stage, left = carry
@@ -75,6 +77,7 @@ def _fold_all(
                 _wait_for_keys(memory, stage)
             scores = _scores(memory, own, stage, is_last=is_last)
             scores = _masked(visible, scores, first_query, first_key + place * visible.block)
+            scores = by_documents(scores, place)
             weights, kept, folded = softmax.weighed(scores, folded, parts.exponent)
             weights, out = _made_ready(memory, stage, weights, kept, folded.out, pinned=pinned)
 
@@ -112,6 +115,26 @@ def _masked(
         lambda scores: scores,
         scores,
     )
+
+
+def _mask_of_documents(
+    documents: Documents | None, tile: Tile, own: jax.Array, segment: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """(scores, block of the segment) -> scores, with a mask where the block has other documents."""
+    if documents is None:
+        return lambda scores, place: scores
+    first, last = documents.plain_blocks(tile, segment)
+    begin = segment * documents.visible.blocks_of_chunk
+
+    def masked(scores: jax.Array, place: jax.Array) -> jax.Array:
+        return lax.cond(
+            (first <= place) & (place < last),
+            lambda scores: scores,
+            lambda scores: documents.masked(scores, tile, own * ROWS, begin + place),
+            scores,
+        )
+
+    return masked
 
 
 def _wait_for_keys(memory: Memory, stage: jax.Array) -> None:

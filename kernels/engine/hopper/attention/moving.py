@@ -41,7 +41,7 @@ def load(block: Block, parts: AttentionParts, gates: Gates | None, memory: Memor
         def load_segment(segment: jax.Array, stage: jax.Array) -> jax.Array:
             if gates is not None:
                 gates.go_through(i, segment)
-            first, last = visible.blocks(parts.first_query(tile), segment)
+            first, last = parts.seen.blocks(tile, segment)
             begin = segment * visible.blocks_of_chunk
             return lax.fori_loop(
                 first, last, lambda place, stage: load_block(tile, begin + place, stage), stage

@@ -1,0 +1,115 @@
+"""What tuned entries of a collective say of other sizes, and of a matmul that has it as a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice.choice import Choice
+from stretto.kernels.choice.tables import Entry
+from stretto.kernels.operation import Kernel, Operation
+from stretto.kernels.problem.problem import Problem
+
+MARGIN_OF_COPIES = 0.1
+"""Share by which a kernel must be faster where copies that its sizes need were estimated."""
+SURE = 0.5
+"""Of what a collective's kernel saves by the table, what a matmul with it is expected to save."""
+
+
+def times(problem: Problem, name: str, elements: int) -> tuple[float, float] | None:
+    """(kernel, XLA) times in microseconds of a collective of so many elements of each device.
+
+    Straight lines between the logarithms of entries' sizes and times; beyond the last entry in
+    proportion to the size. None where the table of the problem's GPU has fewer than two entries.
+
+    Args:
+      problem: whose GPU, number of devices and type the entries are of.
+      name: of the collective.
+      elements: of a device's operand.
+    """
+    known = sorted(
+        (math.log(math.prod(entry.sizes.values())), entry.fused_us, entry.xla_us)
+        for entry in _entries(problem, name)
+    )
+    if len(known) < 2:
+        return None
+    sizes, *of_both = zip(*known, strict=True)
+    asked = math.log(max(1, elements))
+    beyond = math.exp(max(0.0, asked - sizes[-1]))
+    fused_us, xla_us = (
+        float(beyond * np.exp(np.interp(asked, sizes, np.log(us)))) for us in of_both
+    )
+    return fused_us, xla_us
+
+
+def _entries(problem: Problem, name: str) -> list[Entry]:
+    """The entries of a collective with the problem's type, on as many of its GPUs."""
+    if not tables.exists(problem.machine.kind):
+        return []
+    asked_of = (name, problem.types.lhs, problem.devices)
+    entries = tables.table_for(problem.machine.kind).entries
+    return [entry for entry in entries if (entry.op, entry.dtype, entry.devices) == asked_of]
+
+
+def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
+    """`costs.estimate`, with the times of the collective inside where a table has them."""
+    work = operation.work(problem)
+    measured = None
+    if work.traffic is not None and work.product is not None:
+        name = work.traffic.collective
+        found = times(problem, name, math.prod(work.traffic.shape))
+        if found is not None and name in costs.LAUNCH_BESIDE_US:
+            measured = min(entry.fused_us for entry in _entries(problem, name)), found[1]
+    return costs.estimate(work, problem.machine, measured)
+
+
+def copied_to_rows(problem: Problem, plain: Choice, of_sizes: int) -> Choice:
+    """The faster one of a collective whose operand and result are copied to whole rows and back.
+
+    Without a table it is XLA: nobody knows what the copies leave of what a kernel gains. `plain`
+    is the choice without the copies of `of_sizes` bytes.
+    """
+    found = times(problem, problem.operation, math.prod(problem.sizes.values()))
+    fused_us, xla_us = found or (None, None)
+    is_fused = False
+    if fused_us is not None and xla_us is not None:
+        fused_us += costs.copies_us(of_sizes)
+        is_fused = plain.backend == "pallas" and fused_us < (1 - MARGIN_OF_COPIES) * xla_us
+    return dataclasses.replace(
+        plain,
+        backend="pallas" if is_fused else "xla",
+        reason=f"{plain.reason}; {of_sizes / 2**20:.3g} MiB are copied to whole rows and back",
+        fused_us=fused_us,
+        xla_us=xla_us,
+    )
+
+
+def apart(operation: Operation, kernel: Kernel, problem: Problem, xla_us: float) -> Choice | None:
+    """A matmul in two parts, where the kernel of its collective saves enough of `xla_us`.
+
+    None where it does not, where parts would be copied, and where the transfer is so short that
+    launches decide.
+    """
+    config = None if kernel.apart is None else kernel.apart(problem)
+    traffic = operation.work(problem).traffic
+    if config is None or traffic is None:
+        return None
+    found = times(problem, traffic.collective, math.prod(traffic.shape))
+    if found is None or found[1] < tables.SHORT_US:
+        return None
+    saved = found[1] - found[0]
+    if SURE * saved < tables.MARGIN * xla_us:
+        return None
+    return Choice(
+        problem=problem,
+        kernel=kernel,
+        config=config,
+        backend="pallas",
+        reason=f"by the table the kernel of its {traffic.collective} saves {saved:.0f} us, and XLA"
+        " multiplies",
+        fused_us=xla_us - saved,
+        xla_us=xla_us,
+    )

@@ -1,0 +1,155 @@
+"""What `auto` takes at sizes whose kernels need copies, or at which XLA's matmul is slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from problems import entry, problem
+
+from stretto.kernels.choice import costs, speed, tables, transfers
+from stretto.kernels.choice.tables import Table
+from stretto.kernels.collectives import row_layout
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.problem.work import Work
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+H200 = Machine.of_kind("gpu", "NVIDIA H200")
+
+
+def collective(name: str, m: int, n: int, devices: int = 2) -> Problem:
+    """One of H200s, `[m, n]` on each."""
+    types = Types(lhs="bfloat16", out="bfloat16")
+    return Problem(operation=name, sizes=dict(m=m, n=n), types=types, devices=devices, machine=H200)
+
+
+def chosen(asked: Problem):
+    operation = OPERATIONS[asked.operation]
+    return speed.faster(operation, operation.kernels[0], asked)
+
+
+@pytest.mark.parametrize("size", [8, 256, 257, 1024, 64 * 256, 65 * 256, 80 * 256, 12928 * 8])
+def test_what_is_in_rows_is_not_copied(size):
+    def rows(x):
+        return row_layout.to_rows(x, 1)
+
+    jaxpr = jax.make_jaxpr(rows)(jax.ShapeDtypeStruct((size,), jnp.bfloat16))
+    is_padded = any(equation.primitive.name in ("pad", "jit", "pjit") for equation in jaxpr.eqns)
+    assert row_layout.is_in_rows(size, jnp.bfloat16) == (not is_padded)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_copies_are_counted_where_parts_are_not_in_rows(name):
+    kernel = OPERATIONS[name].kernels[0]
+    results = {"all_gather": 2, "reduce_scatter": 0.5}.get(name, 1)
+    assert kernel.copies(collective(name, 64, 2048), None) == 0
+    assert kernel.copies(collective(name, 64, 2040), None) == 64 * 2040 * 2 * (1 + results)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("sizes", [(6, 276), (4740, 11950), (240, 1000), (2, 1206)])
+def test_a_collective_whose_parts_are_copied_is_xla(name, sizes):
+    """At 2 H200s kernels with copies took 1.05 to 1.5 of XLA's time at such sizes."""
+    found = chosen(collective(name, *sizes))
+    assert found.backend == "xla" and "MiB are copied to whole rows and back" in found.reason
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("sizes", [(64, 3072), (512, 4096), (20480, 4096)])
+def test_a_collective_of_whole_rows_is_a_kernel(name, sizes):
+    assert chosen(collective(name, *sizes)).backend == "pallas"
+
+
+def test_a_short_collective_needs_more_than_a_few_percent(monkeypatch):
+    def table(xla_us, fused_us):
+        entries = [
+            dataclasses.replace(
+                entry(),
+                op="all_reduce",
+                devices=2,
+                sizes=dict(m=m, n=2048),
+                fused_us=fused_us,
+                xla_us=xla_us,
+                config=dict(num_blocks=32),
+            )
+            for m in (16, 256)
+        ]
+        found = Table(H200.kind, tuple(entries))
+        monkeypatch.setattr(tables, "table_for", lambda kind: found)
+        return chosen(collective("all_reduce", 64, 2048)).backend
+
+    assert table(20, 17) == "xla" and table(20, 15) == "pallas"
+    assert table(200, 170) == "pallas"  # That takes long enough to be sure of.
+
+
+def times(m: int, devices: int = 2) -> tuple[float, ...]:
+    """Of the kernel and of XLA; () where the table has none."""
+    asked = collective("all_gather", m, 2048, devices)
+    return transfers.times(asked, "all_gather", m * 2048) or ()
+
+
+def test_times_of_a_collective_lie_between_those_of_its_table():
+    small, middle, large = times(2048), times(4096), times(8192)
+    assert small == pytest.approx((39.55, 59.65)) and large == pytest.approx((119.9, 160.94))
+    assert all(
+        math.isclose(m, math.sqrt(a * b)) for a, m, b in zip(small, middle, large, strict=True)
+    )
+    assert times(2**17) == pytest.approx([2 * us for us in times(2**16)])
+    assert not times(64, devices=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "unfused"),
+    [
+        ("all_gather_matmul", (1000, 3072, 8200), True),  # 0.85 of XLA's time.
+        ("all_gather_matmul", (1000, 3070, 8200), False),  # No whole rows.
+        ("all_gather_matmul", (64, 3072, 8200), False),  # Too short.
+        ("matmul_reduce_scatter", (1024, 8200, 4096), True),
+    ],
+)
+def test_a_matmul_is_in_two_parts_where_its_collective_saves_enough(name, sizes, unfused):
+    found = chosen(problem(*sizes, operation=name, devices=2, kind=H200.kind))
+    assert (found.backend == "pallas" and found.config.unfused) == unfused
+
+
+def matmul_us(m: int, k: int, n: int) -> float:
+    return costs.unaligned_matmul(m, k, n, 2, 132)
+
+
+def test_matmuls_of_xla_are_slow_where_rows_are_not_aligned():
+    assert matmul_us(6610, 6400, 2440) == 0
+    # Measured on H200s, without the collectives: some 900, and 430.
+    assert matmul_us(6610, 6398, 2442) == pytest.approx(900, rel=0.15)
+    assert matmul_us(1203, 4111, 5242) == pytest.approx(430, rel=0.15)
+    # A few tiles are divided along the contraction: 44 with the transfer.
+    assert matmul_us(1362, 6891, 39) < 44
+    work = Work(product=(6610, 6398, 2442))
+    assert costs.estimate(work, H200)[1] > costs.estimate(work, H200)[0]
+
+
+def test_groups_of_few_rows_are_multiplied_beside_each_other():
+    """XLA took 14 for 8 groups, not 8 times as long as for one."""
+    one, eight = (costs.estimate(Work(product=(194, 524, 36), matrices=g), H200) for g in (1, 8))
+    assert one[1] == eight[1]
+    many = costs.estimate(Work(product=(10088, 1272, 8), matrices=58), H200)
+    assert many[1] > 5 * many[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "backend"),
+    [
+        ("matmul_all_reduce", (6610, 2 * 6398, 2442), "pallas"),  # 0.41 of XLA's time.
+        ("all_gather_matmul_n", (2406, 4111, 5242), "pallas"),  # 0.3.
+        ("matmul_all_reduce", (3509, 13746, 1), "xla"),  # 2.1.
+        ("matmul_reduce_scatter", (1362, 13782, 39), "xla"),  # 3.2.
+        ("all_gather_matmul", (542, 129, 23838), "xla"),  # 1.5.
+    ],
+)
+def test_what_was_measured_at_odd_sizes_is_what_is_chosen(name, sizes, backend):
+    asked = problem(*sizes, operation=name, devices=2, kind=H200.kind)
+    assert chosen(asked).backend == backend
