@@ -10,12 +10,13 @@ counted on both sides, over all launches:
 | in the heap of the receiver | written by | read by | proves |
 |---|---|---|---|
 | `turns[s, b]` | its block `b`, when it ends | the same, when it starts | so many turns with `s` are over |
-| `mail[s, b, turn % 2]` | block `b` of `s`, each word beside a flag of the turn | its block `b` | the word has come |
+| `mail[s, b, turn % 2]` | block `b` of `s`, each word beside a flag of the turn, or bare (`messages`) | its block `b`, which zeroes bare words | the word has come |
 
 A half is written again two turns later. By then its reader is done with it: the writer has received
 the reader's messages of the turn between, which the reader sent after it had read. That holds within
 a launch and from one launch to the next, for any two kernels that two devices run in the same order.
-So no kernel waits for its peers at its end.
+So no kernel waits for its peers at its end. What a reader zeroes in a turn is zero before it sends in
+the next one, by a fence, or by the end of the launch.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ from stretto.distributed import kernel, residency, settings
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.memory import heap
 from stretto.distributed.memory.mailbox import Site
-from stretto.distributed.primitives import heap_words, slots, team_kernel
+from stretto.distributed.primitives import heap_words, messages, slots, team_kernel
 from stretto.distributed.primitives.team_kernel import TeamKernelInfo
 from stretto.distributed.team import Team
 
 
-def obstacle(team_size: int, words: int) -> str | None:
+def room(*, bare: bool) -> int:
+    """Words that a block may send to each of its peers in a turn."""
+    return heap.BARE_WORDS if bare else heap.FLAGGED_WORDS
+
+
+def obstacle(team_size: int, words: int, *, bare: bool = False) -> str | None:
     """Why a team cannot exchange messages of so many words in a turn, None if it can."""
     if not heap.is_wanted():
         return "it exchanges through the heap, which STRETTO_HEAP=0 forbids."
     if team_size > heap.MAX_SENDERS:
         return f"it exchanges among {heap.MAX_SENDERS} devices at most, not {team_size}."
-    if words > heap.HALF_WORDS:
-        return f"a message of {words} words is more than {heap.HALF_WORDS}, a block's room."
+    if words > room(bare=bare):
+        return f"a message of {words} words is more than {room(bare=bare)}, a block's room."
     return None
 
 
@@ -55,19 +61,19 @@ def most_blocks() -> int:
     return min(heap.CHANNELS, residency.most_blocks_beside_others())
 
 
-def words_of(elements: int, dtype: jax.typing.DTypeLike) -> int:
+def words_of(elements: int, dtype: jax.typing.DTypeLike, *, bare: bool = False) -> int:
     """Words of the heap that a message takes, from which the next one follows.
 
     Raises:
       ValueError: the elements are not whole 8 bytes for each of 128 threads.
     """
     size = elements * jnp.dtype(dtype).itemsize
-    if size % (8 * heap_words.THREADS):
+    if size % (8 * messages.THREADS):
         raise ValueError(
             f"a message of {elements} elements of {jnp.dtype(dtype)} must be a multiple of"
-            f" {8 * heap_words.THREADS} bytes."
+            f" {8 * messages.THREADS} bytes."
         )
-    return 2 * size // 4
+    return messages.words_of_message(elements, dtype, bare=bare)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class Mail:
       site: names a wait in reports.
       in_order: the correspondents are all members in the team's order, this device among them, and
         not the peers alone, the nearest on the ring first.
+      bare: messages are bare: of floating-point numbers, whose words need no flags.
     """
 
     team: Team
@@ -90,17 +97,18 @@ class Mail:
     turns: Sequence[jax.Array]
     site: Site
     in_order: bool = False
+    bare: bool = False
 
     @classmethod
     def open(
-        cls, team: Team, place: jax.Array, block: jax.Array, name: str, in_order: bool = False
+        cls, team: Team, place: jax.Array, block: jax.Array, name: str, **options: bool
     ) -> Mail:
         """The exchange of `block`, on the device of `place` (`slots.place`)."""
         site = Site(
             kernel=name, semaphore="mail", limit_s=settings.start_limit_s(), awaits_start=True
         )
         own = slots.slot_of_place(place.astype(jnp.int32))
-        mail = cls(team=team, block=block, own=own, turns=(), site=site, in_order=in_order)
+        mail = cls(team=team, block=block, own=own, turns=(), site=site, **options)
         turns = [heap_words.read_word(own, mail._count(slot)) for _, slot in mail._others()]
         return dataclasses.replace(mail, turns=turns)
 
@@ -113,9 +121,11 @@ class Mail:
 
         Turns count from 0; all messages of one are received before the next one's are sent.
         """
+        if self.bare:
+            messages.fence_between_turns(turn)
         for (_, slot), turns in zip(self._others(), self.turns, strict=True):
             flag, at = self._of_turn(turns, turn, self.own)
-            heap_words.post(x, slot, at + word, flag)
+            messages.post(x, slot, at + word, flag, bare=self.bare)
 
     def receive(
         self,
@@ -154,8 +164,11 @@ class Mail:
         self, slot: Any, turns: Any, shape: tuple[int, ...], dtype: Any, turn: Any, word: Any
     ) -> jax.Array:
         flag, at = self._of_turn(turns, turn, slot)
-        return heap_words.collect(
-            shape, dtype, self.own, at + word, flag, sender=slot, site=self.site
+        return messages.collect(
+            *(shape, dtype, self.own, at + word, flag),
+            bare=self.bare,
+            sender=slot,
+            site=self.site,
         )
 
     def close(self, turns: int | jax.Array) -> None:
@@ -186,7 +199,8 @@ class Mail:
         count = before + turn
         half = count & 1
         at = (sender * heap.CHANNELS + self.block) * 2 + half
-        return 2 * count + 1, heap.MAIL + at * heap.HALF_WORDS
+        first = heap.MAIL + at * heap.HALF_WORDS
+        return 2 * count + 1, first + (heap.FLAGGED_WORDS if self.bare else 0)
 
 
 def launch(
@@ -197,6 +211,7 @@ def launch(
     out_type: Sequence[jax.ShapeDtypeStruct],
     num_blocks: int,
     in_order: bool = False,
+    bare: bool = False,
     invariant: bool = False,
     scratch: Mapping[str, Any] | None = None,
     interpret: Any = None,
@@ -212,7 +227,7 @@ def launch(
       team: the devices that run it together.
       out_type: shape and type of each result, per device.
       num_blocks: at most `heap.CHANNELS`, and so few that something else can run beside them.
-      in_order: the mail's.
+      in_order, bare: the mail's.
       invariant: all members compute bitwise the same results, which are then typed as not varying
         over the team's axes.
       scratch: shared memory, by name.
@@ -230,7 +245,8 @@ def launch(
         )
 
     def whole_body(place_ref: Any, *refs: Any, **scratch_refs: Any) -> None:
-        mail = Mail.open(team, place_ref[0], lax.axis_index(kernel.GRID_AXIS), name, in_order)
+        block, options = lax.axis_index(kernel.GRID_AXIS), dict(in_order=in_order, bare=bare)
+        mail = Mail.open(team, place_ref[0], block, name, **options)
         body(mail, *refs, **scratch_refs)
 
     whole_body.__name__ = name

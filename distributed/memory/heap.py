@@ -13,8 +13,8 @@ processes has another heap, even if some of them are the same.
 |---|---|
 | 0 to 1023 | counters of the `handshake` |
 | from `TURNS` on | for each sender and channel, how often both have exchanged (`posting`) |
-| from `MAIL` on | for each sender, channel and half, `HALF_WORDS` of messages |
-"""
+| from `MAIL` on | for each sender, channel and half, `FLAGGED_WORDS` of messages with flags, and `BARE_WORDS` of such without |
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -42,11 +42,14 @@ TURNS = 1024
 MAIL = 2048
 HALF_WORDS = (SLOT_BYTES // 4 - MAIL) // (MAX_SENDERS * CHANNELS * 2) // 512 * 512
 """Words of a block's room for one sender: a multiple of what 128 threads write at once."""
+BARE_WORDS = 12 * 512
+FLAGGED_WORDS = HALF_WORDS - BARE_WORDS
+"""Of these, with flags (`messages`); bare ones follow: two rows of 6144 elements of 16 bits."""
 ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
 
 __all__ = [
-    "ADDRESS_WITHOUT_GPUS", "CHANNELS", "HALF_WORDS", "MAIL", "MAX_SENDERS", "MAX_SLOTS",
-    "SLOT_BYTES", "TURNS", "address", "is_wanted", "joining",
+    "ADDRESS_WITHOUT_GPUS", "BARE_WORDS", "CHANNELS", "FLAGGED_WORDS", "HALF_WORDS", "MAIL",
+    "MAX_SENDERS", "MAX_SLOTS", "SLOT_BYTES", "TURNS", "address", "is_wanted", "joining",
 ]  # fmt: skip
 
 

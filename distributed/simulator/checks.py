@@ -274,9 +274,11 @@ class Checks:
         now = old.launch == self._machine.mail.launches
         if not self._on or (old.reads and not now):
             return
-        if old.reads and all(read.before(access) for read in old.reads):
+        if old.reads and all(read.before(access) for read in old.reads) and old.zeroed:
             return
         received = "may not have been received yet" if old.reads else "has not been received"
+        if not old.zeroed:
+            received = "may not have been zeroed yet: its reader sends on without a fence"
         self._find(
             "message overwritten",
             f"{access.describe()} replaces the message that GPU {slot} had of flag {old.flag}, sent"

@@ -2,8 +2,8 @@
 
 Every device sends all of its array to every peer and computes all of the result. XLA takes such a
 kernel for one of a single device: no barrier, no table of addresses, and it may be recorded
-(`posting`, which has the protocol as a table). A message takes twice its bytes, so this is for arrays
-that take less time than a launch.
+(`posting`, which has the protocol as a table). A message takes twice its bytes, but for sums of
+floating-point numbers, so this is for arrays that take less time than a launch.
 
 Arrays come as rows of whole messages. A block has every `num_blocks`-th row, and a turn as many of
 them as its room holds.
@@ -109,6 +109,7 @@ def all_reduce(
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         num_blocks=num_blocks,
         in_order=team.size > 2,
+        bare=jnp.issubdtype(x.dtype, jnp.floating),
         invariant=True,
         interpret=interpret,
     )
@@ -155,8 +156,8 @@ def _exchange(
 ) -> None:
     """Sends this block's rows of `x_ref`, and calls `finish` with each row and what came for it."""
     rows, columns = x_ref.shape
-    words = posting.words_of(columns, x_ref.dtype)
-    of_a_turn = min(ROWS_OF_A_TURN, heap.HALF_WORDS // words)
+    words = posting.words_of(columns, x_ref.dtype, bare=mail.bare)
+    of_a_turn = min(ROWS_OF_A_TURN, posting.room(bare=mail.bare) // words)
     own = schedule.share(rows, mail.block, num_blocks)
     turns = schedule.div(own + of_a_turn - 1, of_a_turn)
 

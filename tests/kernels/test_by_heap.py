@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import posting, recording
 from stretto.distributed.memory import heap
-from stretto.distributed.primitives import heap_words, slots
+from stretto.distributed.primitives import messages, slots
 from stretto.distributed.simulator import FindingError
 from stretto.distributed.simulator.reports.errors import SimulationError
 from stretto.kernels.choice import choose
@@ -131,7 +131,7 @@ def run_broken(x=checks.drawn((2, 2300), "float32"), seeds=3):  # noqa: B008
     )
     for seed in range(seeds):
         with st.simulate(seed=seed, core_count=3):
-            checks.same_bits(np.asarray(program(x))[0], x.sum(0))
+            checks.same_bits(np.asarray(program(x))[0], x.sum(0, x.dtype))
 
 
 def test_a_half_that_is_not_the_turns_is_overwritten(one_row_a_turn, monkeypatch):
@@ -154,16 +154,24 @@ def test_a_flag_that_is_not_the_turns_lets_an_old_message_pass(one_row_a_turn, m
 
     monkeypatch.setattr(posting.Mail, "_of_turn", always_one)
     with pytest.raises((FindingError, AssertionError)):
-        run_broken()
+        run_broken(checks.drawn((2, 2300), "int32"))
 
 
 def test_without_the_count_the_next_launch_takes_the_last_ones_messages(traces_apart, monkeypatch):
     monkeypatch.setattr(posting.Mail, "close", lambda self, turns: None)
-    x = checks.drawn((2, 2, 300), "float32")
+    x = checks.drawn((2, 2, 300), "int32")
     with pytest.raises((FindingError, AssertionError)), st.simulate(core_count=3):
         for one in x:
             checks.same_bits(checks.per_device(SUM, np.stack([one] * 2))[0], 2 * one)
-            checks.same_bits(checks.per_device(SUM, x)[0], x.sum(0))
+            checks.same_bits(checks.per_device(SUM, x)[0], x.sum(0, x.dtype))
+
+
+def test_what_was_zeroed_is_zero_before_the_next_turn_by_a_fence(one_row_a_turn, monkeypatch):
+    """Of bare messages: zeros that come late would fall on the message two turns later."""
+    monkeypatch.setattr(messages, "fence_between_turns", lambda turn: None)
+    run_broken(checks.drawn((2, 2300), "int32"))  # Flags need none.
+    with pytest.raises(SimulationError, match="may not have been zeroed yet"):
+        run_broken()
 
 
 def test_each_device_is_told_its_own_place(traces_apart, monkeypatch):
@@ -199,7 +207,7 @@ def test_what_the_heap_has_no_room_for_is_refused(monkeypatch):
     assert kernels[1].obstacle(problem(2, m=5, n=6144)) is None
     assert "up to 8192" in kernels[1].obstacle(problem(2, m=5, n=8704))
     assert "8 devices at most" in kernels[1].obstacle(problem(9, m=5, n=6144))
-    assert "more than" in posting.obstacle(2, heap.HALF_WORDS + 1)
+    assert "more than" in posting.obstacle(2, heap.FLAGGED_WORDS + 1)
     with pytest.raises(ValueError, match="num_blocks=121 must be from 1 to 120"):
         by_heap.Config(num_blocks=121).check()
     with pytest.raises(ValueError, match="multiple of 1024 bytes"):
@@ -209,11 +217,13 @@ def test_what_the_heap_has_no_room_for_is_refused(monkeypatch):
 
 
 def test_halves_are_whole_units_and_all_of_them_fit_a_slot():
-    assert heap.HALF_WORDS % (heap_words.THREADS * heap_words.UNIT_WORDS) == 0
-    assert heap.MAIL % (heap_words.THREADS * heap_words.UNIT_WORDS) == 0
+    for words in (heap.FLAGGED_WORDS, heap.BARE_WORDS, heap.MAIL):
+        assert words > 0
+        assert words % (messages.THREADS * messages.UNIT_WORDS) == 0
     last = heap.MAIL + heap.MAX_SENDERS * heap.CHANNELS * 2 * heap.HALF_WORDS
     assert last <= heap.SLOT_BYTES // 4
-    assert posting.words_of(summed_norm_by_heap.MOST_COLUMNS, jnp.bfloat16) <= heap.HALF_WORDS
+    most = posting.words_of(summed_norm_by_heap.MOST_COLUMNS, jnp.bfloat16, bare=True)
+    assert most <= heap.BARE_WORDS
 
 
 @pytest.mark.parametrize("axes", [("x",), ("y",), ("z", "x"), ("x", "y", "z")])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.distributed.primitives import heap_words, slots
+from stretto.distributed.primitives import messages, slots
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.state.mail import Message, Slot
 from stretto.distributed.simulator.state.waiting import Wait, wake
@@ -84,7 +84,8 @@ def _write_word(compiler: Compiler, eqn: Any) -> Step:
 def _post(compiler: Compiler, eqn: Any) -> Step:
     x, slot, word, flag = compiler.ins(eqn)
     aval, site = eqn.invars[0].aval, compiler.site
-    words = heap_words.words_of_message(aval.size, aval.dtype)
+    bare = eqn.params["bare"]
+    words = messages.words_of_message(aval.size, aval.dtype, bare=bare)
 
     def step(task: Any, env: list) -> Generator:
         yield
@@ -96,7 +97,8 @@ def _post(compiler: Compiler, eqn: Any) -> Step:
         machine.count_link(task.device.index, target, 4 * words)
         value, launch = np.array(env[x]), machine.mail.launches
         clock = task.release()
-        there.put(Message((first, first + words), _int32(env[flag]), value, clock, access, launch))
+        flagged = (first, first + words), _int32(env[flag])
+        there.put(Message(*flagged, value, clock, access, launch, bare=bare))
         machine.report.statistics.signals += 1
         wake(there, machine.scheduler)
 
@@ -108,6 +110,7 @@ def _collect(compiler: Compiler, eqn: Any) -> Step:
     slot, word, flag, sender = compiler.ins(eqn)
     (out,), site = compiler.outs(eqn), compiler.site
     shape, dtype = eqn.params["shape"], np.dtype(eqn.params["dtype"])
+    bare = eqn.params["bare"]
 
     def step(task: Any, env: list) -> Generator:
         yield
@@ -116,9 +119,11 @@ def _collect(compiler: Compiler, eqn: Any) -> Step:
 
         def found() -> Message | None:
             message = here.messages.get(first)
-            if message is None or message.flag != wanted or message.value.shape != shape:
+            if message is None or message.value.shape != shape or message.bare != bare:
                 return None
-            return message
+            # One without flags is whatever has come and has not been zeroed.
+            is_new = not message.reads if bare else message.flag == wanted
+            return message if is_new else None
 
         machine.report.statistics.waits += 1
         machine.report.statistics.blocked_waits += found() is None
@@ -135,10 +140,25 @@ def _collect(compiler: Compiler, eqn: Any) -> Step:
         if message.launch == machine.mail.launches:
             task.acquire(message.clock)
         message.reads.append(task.access("receipt", site, "sys"))
+        if bare:
+            message.zeroed = False
+            machine.mail.unfenced.setdefault(task, []).append(message)
         task.release()
         env[out] = message.value.astype(dtype)
 
     return True, step
+
+
+@rule("stretto_fence_between_turns")
+def _fence_between_turns(compiler: Compiler, eqn: Any) -> Step:
+    (turn,) = compiler.ins(eqn)
+
+    def step(task: Any, env: list) -> None:
+        if int(env[turn]):
+            for message in task.machine.mail.unfenced.pop(task, []):
+                message.zeroed = True
+
+    return False, step
 
 
 def _describe(message: Message | None) -> str:

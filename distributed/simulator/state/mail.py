@@ -1,4 +1,4 @@
-"""The heap's words in the simulator: counts, and messages whose words carry flags."""
+"""The heap's words in the simulator: counts, and messages, flagged and bare."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Message:
       written: the access that sent it.
       reads: those that received it, in this launch.
       launch: the number of the launch that sent it.
+      bare: whoever receives it zeroes it.
+      zeroed: that is done, and a fence makes sure of it; always true of one with flags.
     """
 
     words: tuple[int, int]
@@ -30,6 +32,8 @@ class Message:
     clock: Clock
     written: Access
     launch: int
+    bare: bool = False
+    zeroed: bool = True
     reads: list[Access] = field(default_factory=list)
 
 
@@ -59,11 +63,15 @@ class Slot:
 
 
 class Mail:
-    """The slots of all devices under one `simulate`."""
+    """The slots of all devices under one `simulate`.
+
+    `unfenced` are the bare messages that each task has received since its last fence.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self.launches = 0
+        self.unfenced: dict[Any, list[Message]] = {}
 
     def slot(self, number: int) -> Slot:
         """The slot of a device; made, zeroed, at its first use."""
