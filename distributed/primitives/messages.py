@@ -13,7 +13,7 @@ The hardware writes and reads a word and its flag at once. A bare message takes 
 none lies that is still to be read, its memory is zero: whoever reads a message zeroes it. A word that
 would be zero, 32 ones, is a NaN, or two of 16 bits, and another NaN is sent in its place.
 Private JAX, checked on 0.11.2 and 0.12.0.1.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -255,7 +255,9 @@ def _look_ptx(which: range, bare: bool, limit_s: float) -> str:
         loaded = [tested[i : i + UNIT_WORDS] for i in range(0, count, UNIT_WORDS)]
         tests = [f"setp.ne.and.b32 p, {word}, 0, p;" for word in tested]
     else:
-        loaded = [[f"${2 * i}", f"f{2 * i}", f"${2 * i + 1}", f"f{2 * i + 1}"] for i in range(units)]
+        loaded = [
+            [f"${2 * i}", f"f{2 * i}", f"${2 * i + 1}", f"f{2 * i + 1}"] for i in range(units)
+        ]
         tests = [f"setp.eq.and.b32 p, f{j}, ${flag}, p;" for j in range(count)]
     at = [f"[${first}+{unit * STEP}]" for unit in which]
     loads = [

@@ -7,7 +7,7 @@ floating-point numbers, so this is for arrays that take less time than a launch.
 
 Arrays come as rows of whole messages. A block has every `num_blocks`-th row, and a turn as many of
 them as its room holds.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

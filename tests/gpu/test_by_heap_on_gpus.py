@@ -54,6 +54,27 @@ def test_sizes_in_turn_beside_kernels_that_read_their_peers(mesh, scale, tally) 
     tally.checks(6 * len(xs) * mesh.size)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_that_a_bare_message_must_not_send_as_they_are(mesh, scale, tally, dtype) -> None:
+    """NaNs of 32 ones, whose inverse is the zero of unread memory; and zeros of either sign."""
+    size = 5000 if scale.rehearsed else 70_000
+    xs = whole_numbers((mesh.size, size), 0).astype(dtype)
+    xs[:, ::3] = 0
+    xs[0, 1::3] = -0.0
+    words = xs.view(f"uint{8 * xs.itemsize}")
+    words[0, 100:900] = words[-1, 1000:1100] = np.iinfo(words.dtype).max
+    call = functools.partial(
+        st.all_reduce, axis_name="x", backend=scale.backend, config=by_heap.Config()
+    )
+    program = jax.jit(mapped(call, mesh))
+    want = xs.astype(np.float32).sum(0)
+    for _ in range(3):
+        found = np.asarray(program(xs)).astype(np.float32)
+        for device in range(mesh.size):
+            np.testing.assert_array_equal(found[device], want)
+    tally.checks(3 * mesh.size)
+
+
 def test_a_recorded_program_run_again(mesh, scale, tally) -> None:
     """Each run has other numbers in other buffers, and another flag."""
     config = summed_norm_by_heap.Config()
