@@ -1,12 +1,14 @@
-"""`parts.Addends` on Hopper: addends come into the sum between the products.
+"""`parts.Addends` on Hopper: all but the last come into the sum between the products.
 
 | barrier | arrives | waits | count | proves |
 |---|---|---|---|---|
-| `loaded[buffer]` | both copies into it | multiplying warpgroups | 2 | the buffer holds an addend's piece |
+| `loaded[buffer]` | both copies into it, or the storing warp where a tile has no addend | multiplying warpgroups | 2 | the buffer holds an addend's piece, or is free |
 | `added[buffer]` | multiplying warpgroups | storing warp | 2 | they have read the addend's piece |
 
 The buffers are those of the store (`pieces`), which addends come through before the result leaves
-through them.
+through them. The last addend is added piece by piece as a tile is handed over: to add between
+products the tensor cores must first be done with what is under way. A piece of the result is then
+stored from the buffer in which the addend's piece lay.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
-from stretto.distributed.schedule import div
+from stretto.distributed.schedule import Int, div
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -33,7 +35,7 @@ from stretto.kernels.engine.parts import Addends, Ref, Tile
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adding:
-    """`parts.Addends`: a tile's contraction is done in stretches, with an addend between two."""
+    """`parts.Addends`: a tile's contraction is done in stretches, with an addend after each."""
 
     block: Block
     products: Products
@@ -44,17 +46,17 @@ class Adding:
     scaling: Folding | None = None
 
     def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The sum of products and addends, in this warpgroup's rows; and the next stage.
+        """The sum of products and all addends but the last, in this warpgroup's rows.
 
-        Under each stretch the storing warp loads the next addend. With fewer tiles along the
-        contraction than stretches, all addends come at the end; and so they do where the products
-        are scaled (`scaling`), which addends are not.
+        And the next stage. Under each stretch the storing warp loads the next addend. With fewer
+        tiles along the contraction than stretches, all addends come at the end; and so they do
+        where the products are scaled (`scaling`), which addends are not.
         """
         if self.scaling is not None:
             return self._after(self.scaling, tile, stage)
         k_tiles = self.block.k_tiles(tile)
-        stretch = div(k_tiles, self.addends.most + 1)
-        count = self.addends.count(tile)
+        stretch = div(k_tiles, self.addends.most)
+        count = self._before_last(tile)
         first = k_tiles - count * stretch  # The first stretch takes what the others leave.
 
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
@@ -74,14 +76,34 @@ class Adding:
         return total, stage
 
     def _after(self, scaling: Folding, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The total of scaled products, and then the addends."""
+        """The total of scaled products, and then all addends but the last."""
         total, stage = scaling.total(tile, stage)
 
         def add(_: jax.Array, total: jax.Array) -> jax.Array:
             return self._sum(total)
 
         with jax.named_scope("add"):
-            return lax.fori_loop(0, self.addends.count(tile), add, total), stage
+            return lax.fori_loop(0, self._before_last(tile), add, total), stage
+
+    def _before_last(self, tile: Tile) -> Int:
+        """The number of a tile's addends but for the last."""
+        if self.addends.most == 1:
+            return 0
+        return jnp.maximum(self.addends.count(tile) - 1, 0)
+
+    def add_last(self, piece: jax.Array, tile: Tile, index: int, half: jax.Array) -> jax.Array:
+        """A piece of a tile's total, and of its last addend, if it has one.
+
+        Called once for each piece of a warpgroup's half, before the piece's buffer is written.
+        """
+        buffer = index % self.pieces.num_buffers
+        # Both copies into the buffer are complete, or it is free.
+        plgpu.barrier_wait(self.loaded.at[buffer])
+
+        def add(_: jax.Array, piece: jax.Array) -> jax.Array:
+            return piece + self.pieces.out.at[half, buffer][...].astype(jnp.float32)
+
+        return lax.fori_loop(0, jnp.minimum(self.addends.count(tile), 1), add, piece)
 
     def _sum(self, total: jax.Array) -> jax.Array:
         """`total` and the next addend, in the pieces that the storing warp brings."""
@@ -101,13 +123,13 @@ class Adding:
         return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def bring(self, tile: Tile) -> None:
-        """Copies the pieces of a tile's addends into the buffers, as they come free.
+        """Copies the pieces of all addends but the last into the buffers, as they come free.
 
         The buffers are free at first: this warp has stored the tile before from them, and the
         warpgroups hand this one over only after they have added.
         """
-        addends, num_buffers = self.addends, self.pieces.num_buffers
-        count = addends.count(tile)
+        num_buffers, count = self.pieces.num_buffers, self._before_last(tile)
+        pl.when(self.addends.count(tile) > 0)(lambda: self.addends.wait(tile))
 
         def bring_one(number: jax.Array, _: None) -> None:
             for index, place in enumerate(self.pieces.places):
@@ -120,36 +142,50 @@ class Adding:
 
                 self._bring_piece(tile, number, place, buffer)
 
+        if self.addends.most == 1:
+            return
+
         @pl.when(count > 0)
         def _():
-            addends.wait(tile)
             lax.fori_loop(0, count, bring_one, None)
             for buffer in range(num_buffers):
                 # Both warpgroups have read the last pieces: the results may come.
                 plgpu.barrier_wait(self.added.at[buffer])
 
+    def bring_last(self, tile: Tile, index: int) -> None:
+        """Copies a piece of the last addend into its buffer, which is free.
+
+        Of a tile without addends the warpgroups are told that it is free.
+        """
+        buffer, place = index % self.pieces.num_buffers, self.pieces.places[index]
+        count = self.addends.count(tile)
+        pl.when(count > 0)(lambda: self._bring_piece(tile, count - 1, place, buffer, is_last=True))
+
+        @pl.when(count == 0)
+        def _():
+            for _ in range(self.pieces.config.warpgroups):
+                plgpu.barrier_arrive(self.loaded.at[buffer])
+
     def _bring_piece(
-        self, tile: Tile, number: jax.Array, place: tuple[int, int], buffer: int
+        self,
+        tile: Tile,
+        number: Int,
+        place: tuple[int, int],
+        buffer: int,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Starts the copies of both halves of a piece; each publishes its half once complete."""
-        pieces, addends, last = self.pieces, self.addends, self.addends.last
+        pieces, addends = self.pieces, self.addends
+        apart = addends.last if is_last else None
         for half in range(pieces.config.warpgroups):
             row, column = pieces.within_tile(place, half)
-            piece, loaded = (row, pieces.rows, column, pieces.columns), self.loaded.at[buffer]
-
-            def bring(half=half, piece=piece, loaded=loaded) -> None:
-                window = addends.window(tile, number, *piece)
-                plgpu.copy_gmem_to_smem(window, pieces.out.at[half, buffer], loaded)
-
-            if last is None:
-                bring()
-                continue
-            pl.when(number < addends.most - 1)(bring)
-
-            @pl.when(number == addends.most - 1)
-            def _(half=half, piece=piece, loaded=loaded, last=last):
-                window = last(tile, *piece)
-                plgpu.copy_gmem_to_smem(window, pieces.stored.at[half, buffer], loaded)
+            piece = row, pieces.rows, column, pieces.columns
+            if apart is None:
+                window, buffers = addends.window(tile, number, *piece), pieces.out
+            else:
+                window, buffers = apart(tile, *piece), pieces.stored
+            plgpu.copy_gmem_to_smem(window, buffers.at[half, buffer], self.loaded.at[buffer])
 
 
 def scratch(config: TileConfig) -> dict[str, Any]:

@@ -155,6 +155,8 @@ class Matmul:
             of_tile = _both(of_tile, beside.load_of_tile)
             of_stage = beside.load_of_stage if beside.pace else None
             refill = beside.load_piece if beside.beside.has_matrix and not beside.pace else None
+        if isinstance(folding, Adding):
+            refill = folding.bring_last
         return [
             Role(
                 functools.partial(multiply, block, stages, buffers, folding, beside),

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.block import Block
+from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -35,7 +36,7 @@ def multiply(
             if applying is not None:
                 applying.begin()
             for index in range(len(pieces.places)):
-                _hand_over(block, pieces, tile, index, total, applying)
+                _hand_over(block, pieces, tile, index, total, folding, applying)
             if applying is not None:
                 applying.end()
         return stage
@@ -49,6 +50,7 @@ def _hand_over(
     tile: Tile,
     index: int,
     total: jax.Array,
+    folding: Folding,
     applying: Applying | None,
 ) -> None:
     """Puts a piece of this warpgroup's half where the storing warp takes it from."""
@@ -58,9 +60,12 @@ def _hand_over(
         applying.wait_for_buffer(buffer)
         piece = applying.piece(total, index, half)
     else:
-        # The stores of the piece that was in the buffer have read it.
-        plgpu.barrier_wait(pieces.free.at[buffer])
         piece = total[pieces.within_half(place)]
+        if isinstance(folding, Adding):
+            piece = folding.add_last(piece, tile, index, half)
+        else:
+            # The stores of the piece that was in the buffer have read it.
+            plgpu.barrier_wait(pieces.free.at[buffer])
         if epilogue is not None:
             piece = epilogue(piece, tile, *pieces.within_tile(place, half))
     _fill(block.parts.sink, pieces, tile, index, half, piece.astype(pieces.out.dtype))
