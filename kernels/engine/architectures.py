@@ -77,7 +77,7 @@ TILES = {
         large=hopper_tiles.LARGE,
         narrow=hopper_tiles.NARROW,
         narrowest=hopper_tiles.NARROWEST,
-        adding=(hopper_tiles.NARROW, hopper_tiles.LARGE),
+        adding=(hopper_tiles.NARROW, hopper_tiles.LARGE, hopper_tiles.WIDE_RESULT),
         adding_wide=hopper_tiles.WIDE_RESULT,
     ),
     BLACKWELL: Tiles(
