@@ -1,6 +1,6 @@
 """The kernel of `all_reduce_rms_norm` by messages through the heap, in one shot (`by_heap`).
 
-A block takes a few rows in a turn. It sends its device's rows to every peer, receives theirs, adds them
+A block takes as many rows in a turn as it has room for. It sends its device's rows to every peer, receives theirs, adds them
 up in float32 in the order of the team, rounds once to the new residual, and normalises what it rounded.
 A row stays in the registers of one warpgroup. The messages are bare (`messages`): with flags they would
 take twice the bytes, and the links' rate is what limits 138 rows of 6144.
@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from stretto.distributed import posting, schedule
 from stretto.distributed.memory import heap
@@ -27,8 +26,6 @@ RECORDED_TO = 138 * 6144 * 2
 """Bytes of x up to which it was measured in recorded programs."""
 MOST_COLUMNS = 8192
 """Of which a thread's part fits in its registers."""
-ROWS_OF_A_TURN = 2
-"""As many as there is room for, of 6144 elements of 16 bits (`heap.BARE_WORDS`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,21 +62,23 @@ def all_reduce_rms_norm(
     m, n = x.shape
     num_blocks = config.blocks_for(m)
     words = posting.words_of(n, x.dtype, bare=True)
-    of_a_turn = min(ROWS_OF_A_TURN, posting.room(bare=True) // words)
-    of_a_turn = min(of_a_turn, schedule.ceil_div(m, num_blocks))
+    of_a_turn = posting.room(bare=True) // words
 
     def body(mail, x_ref, residual_ref, weight_ref, total_ref, out_ref):
         own = schedule.share(m, mail.block, num_blocks)
         turns = schedule.div(own + of_a_turn - 1, of_a_turn)
 
         def turn(number: jax.Array, _: None) -> None:
-            def each(do: Callable[[jax.Array, int], None]) -> None:
-                for i in range(of_a_turn):
-                    index = number * of_a_turn + i
-                    row = mail.block + index * num_blocks
-                    pl.when(index < own)(lambda row=row, i=i: do(row, i * words))
+            first = number * of_a_turn
+            count = jnp.minimum(own - first, of_a_turn)
 
-            def finish(row: jax.Array, word: int) -> None:
+            def each(do: Callable[[jax.Array, jax.Array], None]) -> None:
+                def one(i: jax.Array, _: None) -> None:
+                    do(mail.block + (first + i) * num_blocks, i * words)
+
+                lax.fori_loop(0, count, one, None)
+
+            def finish(row: jax.Array, word: jax.Array) -> None:
                 weights = weight_ref[...].astype(jnp.float32)
                 added = _rounded_sum(mail, x_ref, residual_ref, row, number, word)
                 total_ref[row] = added
@@ -114,7 +113,7 @@ def all_reduce_rms_norm(
 
 
 def _rounded_sum(
-    mail: Any, x_ref: Any, residual_ref: Any, row: Any, turn: Any, word: int
+    mail: Any, x_ref: Any, residual_ref: Any, row: Any, turn: Any, word: Any
 ) -> jax.Array:
     """The new residual of a row: loads of this device's come before what is waited for."""
     own, before = x_ref[row].astype(jnp.float32), residual_ref[row].astype(jnp.float32)
