@@ -96,20 +96,20 @@ def group_derivatives(seed: int, transposed: bool, config: Any = CONFIG):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
-def replacing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def replacing(monkeypatch: pytest.MonkeyPatch, mainloop: type[Any] = Matmul) -> Callable[..., None]:
     """What replaces a function of Pallas wherever it is about the barriers of a name.
 
-    It is called with the function's name and the barriers'; by default the call is left out, else
-    `instead(function, barrier, *args, **kwargs)` takes its place.
+    `mainloop` has the barriers. It is called with the function's name and the barriers'; by default
+    the call is left out, else `instead(function, barrier, *args, **kwargs)` takes its place.
     """
     named: dict[str, Any] = {}
-    roles = Matmul.roles
+    roles = mainloop.roles
 
     def remember(self, block, gates, scratch):
         named.update(scratch)
         return roles(self, block, gates, scratch)
 
-    monkeypatch.setattr(Matmul, "roles", remember)
+    monkeypatch.setattr(mainloop, "roles", remember)
 
     def replace(function: str, name: str, instead: Callable = lambda *_, **__: None) -> None:
         original = getattr(plgpu, function)

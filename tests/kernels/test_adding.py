@@ -1,0 +1,63 @@
+"""Each barrier that addends pass on Hopper is needed: the simulator finds what fails without it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import fused_cases as cases
+import jax
+import numpy as np
+import pytest
+from blackwell_cases import replacing
+from fused_cases import BF16
+
+import stretto as st
+from stretto.distributed.simulator import DeadlockError, SimulationError
+from stretto.kernels.engine.hopper import matmul, tile_config
+from stretto.kernels.fused import matmul_reduce_scatter
+
+# Fewer buffers than pieces, so that each is taken several times for a tile.
+TILES = dataclasses.replace(tile_config.NARROW, num_stages=2, store_buffers=1)
+CONFIG = matmul_reduce_scatter.Config(tiles=TILES)
+
+
+@pytest.fixture
+def barriers(monkeypatch, traces_apart):
+    """Leaves out the waits on the barriers of a name, or the arrivals at them."""
+    return replacing(monkeypatch, matmul.Matmul)
+
+
+def add(devices: int, seed: int = 1):
+    """Of two devices there is the last addend alone; of three another one between products."""
+    sizes = cases.whole("matmul_reduce_scatter", devices, 200, 96, 200)
+    lhs, rhs = cases.operands(*sizes, seed=seed)
+    call = cases.mapped("matmul_reduce_scatter", cases.mesh_of(devices), config=CONFIG)
+    with st.simulate(seed=seed, core_count=2, on_finding="record") as report:
+        out = np.asarray(jax.jit(call)(lhs.astype(BF16), rhs.astype(BF16)), np.float32)
+    return np.array_equal(out, cases.rounded(lhs @ rhs, BF16)), report
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_without_a_bug_nothing_is_found(devices):
+    right, report = add(devices)
+    assert right and report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("devices", "name"), [(2, "loaded"), (2, "filled"), (3, "loaded"), (3, "added")]
+)
+def test_a_wait_that_is_left_out_is_found(barriers, devices, name):
+    barriers("barrier_wait", name)
+    try:
+        _, report = add(devices)
+    except SimulationError as error:  # Too many arrivals, or nothing that can move.
+        report = error.report
+    assert report is not None and not report.ok
+
+
+@pytest.mark.parametrize(("devices", "name"), [(2, "loaded"), (2, "filled"), (3, "added")])
+def test_an_arrival_that_is_left_out_is_a_deadlock(barriers, devices, name):
+    """At `loaded` the storing warp arrives itself for a tile that has no addend."""
+    barriers("barrier_arrive", name)
+    with pytest.raises(DeadlockError, match=f"waits for barrier {name}"):
+        add(devices)
