@@ -85,12 +85,18 @@ class AddConfig:
 
 def default_tiles(problem: Problem) -> TileConfig:
     """The tiles for a problem that no table has."""
-    rows = ceil_div(problem.sizes["m"], problem.devices)
+    sizes, machine = problem.sizes, problem.machine
+    rows = ceil_div(sizes["m"], problem.devices)
     tiles = tiles_for(problem)
     narrow = tiles.adding[0]
-    count = problem.devices * ceil_div(rows, narrow.tile_m)
-    count *= ceil_div(problem.sizes["n"], narrow.tile_n)
-    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
-    if is_known and count <= problem.machine.multiprocessors:  # A block has one at most.
+    count = problem.devices * ceil_div(rows, narrow.tile_m) * ceil_div(sizes["n"], narrow.tile_n)
+    is_known = machine.architecture == HOPPER and problem.types.scales is None
+    if is_known and count <= machine.multiprocessors:  # A block has one at most.
         return narrow
-    return tiles.adding_for(rows, wide=problem.types.out == "float32")
+    return tiles.adding_for(
+        rows,
+        wide=problem.types.out == "float32",
+        columns=sizes["n"],
+        devices=problem.devices,
+        multiprocessors=machine.multiprocessors,
+    )

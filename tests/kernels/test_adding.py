@@ -15,6 +15,8 @@ import stretto as st
 from stretto.distributed.simulator import DeadlockError, SimulationError
 from stretto.kernels.engine.hopper import matmul, tile_config
 from stretto.kernels.fused import matmul_reduce_scatter
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 
 # Fewer buffers than pieces, so that each is taken several times for a tile.
 TILES = dataclasses.replace(tile_config.NARROW, num_stages=2, store_buffers=1)
@@ -61,3 +63,24 @@ def test_an_arrival_that_is_left_out_is_a_deadlock(barriers, devices, name):
     barriers("barrier_arrive", name)
     with pytest.raises(DeadlockError, match=f"waits for barrier {name}"):
         add(devices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "out", "columns"),
+    [
+        ((8192, 8192, 8192), "bfloat16", 192),  # 21 waves, in place of 16 of 256 columns
+        ((5120, 13824, 5120), "bfloat16", 192),  # 9 in place of 7
+        ((2048, 28672, 8192), "bfloat16", 256),  # 4, in place of 6 of 192
+        ((2048, 28672, 8192), "float32", 192),
+    ],
+)
+def test_sums_have_deeper_stages_where_narrower_tiles_fill_the_device(sizes, out, columns):
+    types = Types(lhs="bfloat16", rhs="bfloat16", out=out)
+    asked = Problem(
+        operation="matmul_reduce_scatter",
+        sizes=dict(zip("mkn", sizes, strict=True)),
+        types=types,
+        devices=2,
+        machine=Machine.of_kind("gpu", "NVIDIA H200"),
+    )
+    assert matmul_reduce_scatter.default_config(asked).tiles.tile_n == columns
