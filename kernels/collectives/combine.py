@@ -1,7 +1,8 @@
 """Kernel of `expert_combine`: each device adds up what its experts made of every token.
 
 All blocks make sums (`token_sums`, which has most of the protocol). A token crosses once from each
-device.
+device. XLA adds up what arrived; or other warpgroups of the kernel do, beside those that make the
+sums of the peers' tokens (`token_totals`).
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -16,13 +17,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel
+from stretto.distributed import kernel, schedule
+from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
+from stretto.kernels.collectives import token_totals
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
 from stretto.kernels.collectives.token_sums import Piece, Summing, Sums, added_up
 from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
+from stretto.kernels.collectives.token_totals import Totals
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
@@ -43,6 +49,8 @@ class Config:
       stages: sums of a warpgroup whose rows are on their way at once, where they fit.
       warpgroups: of a block, which add apart from each other.
       flat: rows and tables are loaded by flat copies (`token_tables.load`).
+      totals: of several devices the kernel also adds up their sums: of `warpgroups`, which are two
+        or more, a device's share does that for its own tokens.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -50,6 +58,7 @@ class Config:
     stages: int = 4
     warpgroups: int = 1
     flat: bool = False
+    totals: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -59,6 +68,8 @@ class Config:
             raise ValueError(f"stages={self.stages} must be between 2 and 8.")
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"warpgroups={self.warpgroups} must be between 1 and 4.")
+        if self.totals and self.warpgroups < 2:
+            raise ValueError(f"warpgroups={self.warpgroups} must be 2 or more with totals.")
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -72,6 +83,8 @@ class Config:
         for warpgroups in (2, 4):
             yield Config(warpgroups=warpgroups)
         yield Config(flat=True)
+        for warpgroups, chunk in ((2, 8), (2, 16), (4, 8)):
+            yield Config(totals=True, warpgroups=warpgroups, chunk=chunk)
 
 
 def default_config(problem: Problem) -> Config:
@@ -94,12 +107,13 @@ def _sum_bytes(top_k: int, itemsize: int) -> int:
     return 2 * top_k * itemsize + 2 * 4
 
 
-def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES) -> Piece:
-    """The largest that fits registers, and twice into `room` bytes for all choices."""
+def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES, peers: int = 0) -> Piece:
+    """The largest that fits registers, and twice into `room` bytes for all choices, and for `peers`
+    sums of up to 4 bytes each."""
     for parts in range(row.parts, 0, -1):
         piece = Piece.of(parts, row.columns, itemsize)
         elements = piece.padded * row.columns
-        fits = _sum_bytes(top_k, itemsize) * elements <= room
+        fits = (_sum_bytes(top_k, itemsize) + 8 * peers) * elements <= room
         if row.parts % parts == 0 and fits and elements <= MOST_ELEMENTS:
             return piece
     raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
@@ -123,6 +137,8 @@ def combine(
         raise ValueError(f"rows of {width} {rows.dtype} cannot be copied.")  # `obstacle` says so.
     cut = config.chunk, config.num_blocks, config.warpgroups, config.flat
     chunks = Chunks.of(team, tokens, *cut)
+    if config.totals and not team.is_alone:
+        return _totals(rows, weights, positions, row, chunks, wire_dtype, config, interpret)
     inbox = _sums(rows, weights, positions, row, chunks, wire_dtype, config, interpret)
     return added_up(inbox.reshape(team.size, tokens, width), positions, rows.dtype)
 
@@ -183,6 +199,85 @@ def _sums(
         interpret=interpret,
     )
     return inbox
+
+
+def _totals(
+    rows: jax.Array,
+    weights: jax.Array,
+    positions: jax.Array,
+    row: Row,
+    chunks: Chunks,
+    wire_dtype: Any,
+    config: Config,
+    interpret: Any,
+) -> jax.Array:
+    """The sums over all devices, `[tokens, d]`."""
+    team, (tokens, top_k) = chunks.team, positions.shape
+    itemsize, wire_size = rows.dtype.itemsize, jnp.dtype(wire_dtype).itemsize
+    each = SMEM_BYTES // chunks.warpgroups
+    piece = piece_of(row, itemsize, top_k, each, team.size - 1)
+    elements = piece.padded * row.columns
+    stage = (top_k * itemsize + (team.size - 1) * wire_size) * elements
+    own = max(1, chunks.warpgroups // team.size)
+    ours, theirs = (
+        Summing(
+            row=row,
+            piece=piece,
+            top_k=top_k,
+            stages=max(2, min(config.stages, chunks.tokens, (each - 12 * elements) // stage)),
+            chunks=dataclasses.replace(
+                chunks, whose=whose, warpgroups=number, first_warpgroup=first
+            ),
+            dtype=rows.dtype,
+            wire_dtype=wire_dtype,
+        )
+        for whose, number, first in (
+            (range(1), own, chunks.warpgroups - own),
+            (range(1, team.size), chunks.warpgroups - own, 0),
+        )
+    )
+
+    def body(rows_ref, positions_ref, weights_ref, out_ref, inbox_ref, *, arrived, **scratch):
+        refs = dict(rows=rows_ref, positions=positions_ref, weights=weights_ref, inbox=inbox_ref)
+        of_role = lambda role: {x: scratch[role + x] for x in names[role]}  # noqa: E731
+        warpgroup = lax.axis_index(kernel.THREAD_AXIS)
+
+        def tell(n: Any) -> None:
+            offset, first = theirs.chunks.place(n)
+            chunk = schedule.div(first, chunks.tokens)
+            for peer in team.peer_offsets:
+
+                @pl.when(offset == peer)
+                def _(peer=peer):
+                    arrived.at[chunk].signal(peer_id=team.neighbour(peer))
+
+        @pl.when(warpgroup < theirs.chunks.warpgroups)
+        def _():
+            Sums.of(theirs, **refs, scratch=of_role("their_"), told=tell).run()
+
+        @pl.when(warpgroup >= theirs.chunks.warpgroups)
+        def _():
+            Totals.made(ours, **refs, out=out_ref, arrived=arrived, scratch=of_role("own_")).run()
+
+    memory = {"their_": theirs.scratch(), "own_": token_totals.scratch(ours)}
+    names = {role: list(each) for role, each in memory.items()}
+    shape = row.parts, row.columns
+    (out,) = kernel.launch(
+        body,
+        rows.reshape(rows.shape[0], *shape),
+        chunks.padded(positions, NONE),
+        chunks.padded(weights.astype(jnp.float32), 0),
+        name="expert_combine",
+        team=team,
+        out_type=[jax.ShapeDtypeStruct((tokens, *shape), rows.dtype)],
+        symmetric=[jax.ShapeDtypeStruct((team.size, tokens, *shape), wire_dtype)],
+        semaphore_arrays=dict(arrived=SemaphoreArray((chunks.number,))),
+        num_blocks=chunks.num_blocks,
+        num_threads=chunks.warpgroups,
+        scratch={role + x: y for role, each in memory.items() for x, y in each.items()},
+        interpret=interpret,
+    )
+    return out.reshape(tokens, -1)
 
 
 def _run(operands: tuple[jax.Array, jax.Array, jax.Array], call: Call) -> jax.Array:

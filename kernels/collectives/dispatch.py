@@ -10,7 +10,7 @@ between devices but the handshake.
 | `rows` | its device | | | the tokens of its experts |
 | `tables.arrived[slot]` | the copy engine | the block | 1 | a chunk of `positions` is there |
 | `arrived[slot]` | the copy engine | the block | 1 | a token is there |
-| stores of the token before last | | the block | all | its slot may be filled again |
+| stores of the token `stores` before | | the block | all | its slot may be filled again |
 | `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens have been read |
 """  # noqa: E501
 
@@ -58,6 +58,7 @@ class Config:
       chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
         that more blocks have some.
       slots: tokens of a block on their way at once, where they fit into shared memory.
+      stores: tokens of a block whose stores may be unfinished when the next one's begin.
       flat: tokens and tables are loaded by flat copies (`token_tables.load`).
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
         whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
@@ -66,6 +67,7 @@ class Config:
     num_blocks: int = ALL_BLOCKS
     chunk: int = 64
     slots: int = 24
+    stores: int = 1
     flat: bool = False
     tables: bool = False
 
@@ -75,6 +77,8 @@ class Config:
         check_chunk(self.chunk)
         if not 2 <= self.slots <= MOST_SLOTS:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
+        if not 1 <= self.stores < self.slots:
+            raise ValueError(f"stores={self.stores} must be at least 1, and less than slots.")
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -113,6 +117,7 @@ def dispatch(
     room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
     chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, flat=config.flat)
     slots = max(2, min(config.slots, chunks.tokens, room))
+    stores = min(config.stores, slots - 1)
     table = chunks.padded(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
@@ -169,11 +174,11 @@ def dispatch(
         def step(i, _):
             send(i)
 
-            # At most the newest token's stores are unfinished: the one before has left its slot.
-            @pl.when(i > 0)
+            # Only the newest tokens' stores are unfinished: the one before has left its slot.
+            @pl.when(i >= stores)
             def _():
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                pl.when(i - 1 + slots < total)(lambda: fetch(i - 1 + slots))
+                plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
+                pl.when(i - stores + slots < total)(lambda: fetch(i - stores + slots))
 
         tables.fetch(jnp.int32(0))
         for i in range(slots):

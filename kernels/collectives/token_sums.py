@@ -15,6 +15,8 @@ every run.
 
 A row is summed in pieces. All pieces of a token follow each other; or the tokens are walked through
 in *rounds*, one for each piece, where the pieces become ready one after another.
+
+Or the kernel adds up the slots, too (`token_totals`): then it is told of each chunk that is in place.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from stretto.kernels.problem.routing import NONE
 
 FEW_ELEMENTS = 2**20
 """Of the sums of all devices: so few take less time than a kernel's launch."""
+TOLD_AFTER = 3
+"""Sums of the next chunk after which a chunk is told to be in place: nothing waits for its stores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +134,7 @@ class Sums:
       buffers, sums, loaded: of `Summing.scratch`.
       ready: called with (piece of a row) before the first row of a round is loaded; returns once
         that piece of all rows is there.
+      told: called with (chunk) once all sums of a chunk are in place at the tokens' owner.
     """
 
     how: Summing
@@ -141,6 +146,7 @@ class Sums:
     sums: Any
     loaded: Sequence[Any]
     ready: Callable[[Int], None] | None = None
+    told: Callable[[Int], None] | None = None
 
     @classmethod
     def of(
@@ -153,6 +159,7 @@ class Sums:
         inbox: Any,
         scratch: Mapping[str, Any],
         ready: Callable[[Int], None] | None = None,
+        told: Callable[[Int], None] | None = None,
     ) -> Sums:
         """With refs of this device's arrays, and those of `Summing.scratch`."""
         team = how.chunks.team
@@ -171,10 +178,11 @@ class Sums:
             sums=scratch["sums"],
             loaded=[scratch[f"loaded{j}"] for j in range(how.top_k)],
             ready=ready,
+            told=told,
         )
 
     def run(self) -> None:
-        """Makes all of them; on return the last ones may still be on their way."""
+        """Makes all of them; on return the last ones may still be on their way, unless it tells."""
         how = self.how
         total = how.chunks.own * how.chunks.tokens * how.pieces
 
@@ -188,6 +196,24 @@ class Sums:
         for i in range(how.stages):
             pl.when(i < total)(lambda i=i: self._fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
+        if self.told is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+            pl.when(how.chunks.own > 0)(lambda: self._tell(how.chunks.own - 1))
+
+    def _tell(self, n: Int) -> None:
+        if self.told is not None:
+            self.told(n)
+
+    def _tell_before(self, i: Int) -> None:
+        """Tells of the chunk before that of sum `i`, whose stores have been committed."""
+        each = self.how.chunks.tokens * self.how.pieces
+        later = min(TOLD_AFTER, each) - 1
+        n = schedule.div(i, each)
+
+        @pl.when((n > 0) & (i - n * each == later))
+        def _():
+            plgpu.wait_smem_to_gmem(later + 1, wait_read_only=False)
+            self._tell(n - 1)
 
     def _place(self, i: Int) -> tuple[Int, Int, Int]:
         """(chunk, the token in it, the piece of its row) of this block's sum `i`.
@@ -230,11 +256,11 @@ class Sums:
         first = n == number * self.how.chunks.own_of_a_round
         pl.when(first & (token == 0))(lambda: ready(number))
 
-    def _add(self, i: Int) -> None:
-        """Makes a sum, and starts to store it at the token's owner."""
+    def _sum(self, i: Int) -> tuple[jax.Array, Any]:
+        """(a sum in float32, whether it has any row here)."""
         how, tables = self.how, self.tables
-        n, token, part = self._place(i)
-        stage, slot = how.chunks.slot(i, how.stages), how.chunks.slot(i, 2)
+        n, token, _part = self._place(i)
+        stage = how.chunks.slot(i, how.stages)
         sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
         wanted = False
         for j in range(how.top_k):
@@ -247,6 +273,14 @@ class Sums:
                 return sum_ + weight * self.buffers[stage, j].astype(jnp.float32)
 
             sum_ = lax.cond(here, added, lambda sum_: sum_, sum_)
+        return sum_, wanted
+
+    def _add(self, i: Int) -> None:
+        """Makes a sum, and starts to store it at the token's owner."""
+        how = self.how
+        n, token, part = self._place(i)
+        slot = how.chunks.slot(i, 2)
+        sum_, wanted = self._sum(i)
 
         # At most the sum before is still being stored: the one before that has left its slot.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -268,16 +302,22 @@ class Sums:
             )
 
         plgpu.commit_smem_to_gmem_group()  # Of each sum, also where there is none.
+        if self.told is not None:
+            self._tell_before(i)
 
     def _clear(self) -> None:
-        """Zeros in the buffers of this warpgroup, `[stages, top_k, parts, columns]`."""
-        _, top_k, *shape = self.buffers.shape
+        """Zeros in the buffers of this warpgroup."""
+        self._clear_each(self.buffers)
+
+    def _clear_each(self, buffers: Any) -> None:
+        """The same in buffers `[stages, number, parts, columns]` of all warpgroups."""
+        _, number, *shape = buffers.shape
 
         def clear(i: jax.Array, _: None) -> None:
             stage = self.how.chunks.slot(i, self.how.stages)
-            for j in range(top_k):
-                zeros = jnp.zeros(shape, self.buffers.dtype)
-                self.buffers[stage, j] = plgpu.layout_cast(zeros, self.how.layout)
+            for j in range(number):
+                zeros = jnp.zeros(shape, buffers.dtype)
+                buffers[stage, j] = plgpu.layout_cast(zeros, self.how.layout)
 
         lax.fori_loop(0, self.how.stages, clear, None)
         plgpu.commit_smem()

@@ -65,7 +65,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """The tokens of all devices in chunks, which the blocks of a device share out.
+    """The tokens of devices in chunks, which the blocks of a device share out.
 
     Of several warpgroups in a block each has chunks of its own, and slots of its own for whatever
     passes through shared memory.
@@ -78,6 +78,8 @@ class Chunks:
       rounds: how often each block walks through its chunks.
       warpgroups: of a block that walk through chunks; with several there is one round.
       flat: what is loaded is (`load`).
+      whose: the devices whose tokens these are, by their offsets on the ring; all by default.
+      first_warpgroup: of the block, where others do something else.
     """
 
     team: Team
@@ -87,6 +89,8 @@ class Chunks:
     rounds: int = 1
     warpgroups: int = 1
     flat: bool = False
+    whose: range | None = None
+    first_warpgroup: int = 0
 
     @classmethod
     def of(
@@ -115,8 +119,15 @@ class Chunks:
         )
 
     @property
+    def offsets(self) -> range:
+        """The devices whose tokens these are, by their offsets on the ring."""
+        return range(self.team.size) if self.whose is None else self.whose
+
+    @property
     def _warpgroup(self) -> Int:
-        return 0 if self.warpgroups == 1 else lax.axis_index(THREAD_AXIS)
+        if self.warpgroups == 1:
+            return 0
+        return lax.axis_index(THREAD_AXIS) - self.first_warpgroup
 
     @property
     def _walker(self) -> Int:
@@ -133,7 +144,7 @@ class Chunks:
     def own_of_a_round(self) -> Int:
         """How many of them this warpgroup has."""
         walkers = self.num_blocks * self.warpgroups
-        return schedule.share(self.team.size * self.number, self._walker, walkers)
+        return schedule.share(len(self.offsets) * self.number, self._walker, walkers)
 
     @property
     def own(self) -> Int:
@@ -151,14 +162,14 @@ class Chunks:
         """
         if self.rounds > 1:
             n = n - self.round_of(n) * self.own_of_a_round
-        size = self.team.size
+        size = len(self.offsets)
         i = self._walker + n * (self.num_blocks * self.warpgroups)
         chunk = schedule.div(i, size)
         whose = i - chunk * size
         if self.warpgroups > 1 and self.num_blocks % size == 0:
             # Or all chunks of a block were of the same device, and some blocks had all far ones.
             whose = schedule.rem(whose + self._warpgroup + n * self.warpgroups, size)
-        return whose, chunk * self.tokens
+        return whose + self.offsets.start, chunk * self.tokens
 
     def padded(self, table: jax.Array, fill: float) -> jax.Array:
         """`[tokens, top_k]` with whole chunks of rows, of the width that the copy engine needs."""
@@ -255,9 +266,21 @@ class Tables:
 
     def row(self, n: Int, token: Int, choice: int) -> tuple[jax.Array, Int]:
         """(whether a token's choice is on this device, its row here); tokens from 0 in a chunk."""
-        value = self.slots[0][self.chunks.slot(n, TABLE_SLOTS), token, choice]
-        team = self.chunks.team
-        here = value != NONE
-        if not team.is_alone:
-            here &= schedule.rem(value, team.size) == team.device_id()
-        return here, schedule.div(value, team.size)
+        team, value = self.chunks.team, self._entry(n, token, choice)
+        return self._is_on(value, team.device_id()), schedule.div(value, team.size)
+
+    def reaches(self, n: Int, token: Int, device: Int) -> jax.Array:
+        """Whether any choice of a token is on a device."""
+        found = jnp.bool_(False)
+        for choice in range(self.slots[0].shape[2]):
+            found |= self._is_on(self._entry(n, token, choice), device)
+        return found
+
+    def _entry(self, n: Int, token: Int, choice: int) -> jax.Array:
+        return self.slots[0][self.chunks.slot(n, TABLE_SLOTS), token, choice]
+
+    def _is_on(self, entry: jax.Array, device: Int) -> jax.Array:
+        found = entry != NONE
+        if not self.chunks.team.is_alone:
+            found &= schedule.rem(entry, self.chunks.team.size) == device
+        return found
