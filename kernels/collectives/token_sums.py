@@ -48,7 +48,7 @@ from stretto.kernels.problem.routing import NONE
 FEW_ELEMENTS = 2**20
 """Of the sums of all devices: so few take less time than a kernel's launch."""
 TOLD_AFTER = 3
-"""Sums of the next chunk after which a chunk is told to be in place: nothing waits for its stores."""
+"""Sums of the next chunk after which a chunk is told to be in place: its stores have ended by then."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The dispatch of few tokens by one kernel, which makes the tables as well."""
+"""The dispatch by one kernel that makes the tables as well: of few tokens by one, of many by another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 from stretto.distributed.devices.axes import axis_size, varying_axes
 from stretto.distributed.primitives.linear import linear
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import routed_dispatch
+from stretto.kernels.collectives import counted_dispatch, routed_dispatch
 from stretto.kernels.collectives.dispatch import Config
 from stretto.kernels.operation import Axes, Call, Operation
 from stretto.kernels.operations import expert_rules as rules
@@ -36,15 +36,21 @@ def is_served(
     """
     if not varying_axes(x) <= varying_axes(expert_index) | frozenset(axes):
         return False
+    return config.tables and any(
+        why_not is None for why_not in _obstacles(x, expert_index, config, axes, num_experts, rows)
+    )
+
+
+def _obstacles(
+    x: jax.Array, expert_index: jax.Array, config: Config, axes: Axes, num_experts: int, rows: int
+) -> tuple[str | None, str | None]:
+    """Why the kernel of few tokens does not serve, and that of many; None where it does."""
     tokens, top_k = expert_index.shape
-    return config.tables and not routed_dispatch.obstacle(
-        tokens,
-        top_k,
-        axis_size(axes),
-        num_experts=num_experts,
-        width=x.shape[1],
-        itemsize=x.dtype.itemsize,
-        rows=rows,
+    sizes = dict(num_experts=num_experts, width=x.shape[1], itemsize=x.dtype.itemsize, rows=rows)
+    given = tokens, top_k, axis_size(axes)
+    return (
+        routed_dispatch.obstacle(*given, **sizes),
+        counted_dispatch.obstacle(*given, **sizes, num_blocks=config.num_blocks),
     )
 
 
@@ -70,15 +76,13 @@ def made(
 
     def by(operands: Any, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
         x, index = operands
-        return routed_dispatch.dispatch(
-            x,
-            index,
-            Team.along(call.axes),
-            num_experts=num_experts,
-            rows=call.options.rows,
-            num_blocks=config.num_blocks,
-            interpret=call.interpret,
-        )
+        rows, team = call.options.rows, Team.along(call.axes)
+        how = dict(num_experts=num_experts, rows=rows, num_blocks=config.num_blocks)
+        few, _many = _obstacles(x, index, config, call.axes, num_experts, rows)
+        if few is None:
+            return routed_dispatch.dispatch(x, index, team, **how, interpret=call.interpret)
+        how.update(slots=config.slots, stores=config.stores)
+        return counted_dispatch.dispatch(x, index, team, **how, interpret=call.interpret)
 
     operands = lax.stop_gradient(x), as_int32(expert_index, num_experts)
     rows, positions, counts = perform(operands, call, by)

@@ -1,0 +1,352 @@
+"""Kernel of `expert_dispatch` of many tokens that makes the tables as well, in the same launch.
+
+The tokens of each device are cut into a chunk for each block. A block counts the experts in the chunk
+of its own device's tokens, and stores the counts on all devices. While those of the other blocks
+arrive, it loads tokens and finds the place of each entry among those of its chunk. The counts of the
+chunks before then say which row that is (`chunk_tables`). The order of rows is that of
+`kernels/xla/routing.py`.
+
+| object | written or signalled by | waited for by | count | proves |
+|---|---|---|---|---|
+| `rows` | its device | | | the tokens of its experts |
+| `counts[d]` | the blocks of device `d` | | | entries of each expert in each of its chunks |
+| `counted` | every block of every device | every block | all | `counts` is complete |
+| `entries_arrived[offset]` | the copy engine | the block | 1 | what a device's chunk chose is there |
+| `counts_arrived[slot]` | the copy engine | the block | 1 | counts of some chunks are there |
+| `arrived[slot]` | the copy engine | the block | 1 | a token is there |
+| stores of the token `stores` before | | the block | all | its slot may be filled again |
+| `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens and choices have been read |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from stretto.distributed import kernel, schedule
+from stretto.distributed.schedule import Int, ceil_div
+from stretto.distributed.semaphores import Semaphore, SemaphoreArray
+from stretto.distributed.team import Team
+from stretto.kernels.collectives.chunk_tables import LANES, Shape, Tables
+from stretto.kernels.collectives.token_tables import Row, everyones, load, of_device
+from stretto.kernels.problem.routing import NONE
+
+MOST_VECTORS = 16
+"""Of `LANES` entries of a chunk: each thread holds an entry of each, and its place, in registers."""
+MOST_EXPERTS = 512
+SMEM_BYTES = 220_000
+COUNTS_BYTES = 32_768
+"""Of a slot for counts of chunks."""
+COUNTS_SLOTS = 2
+
+
+def obstacle(
+    tokens: int,
+    top_k: int,
+    devices: int,
+    *,
+    num_experts: int,
+    width: int,
+    itemsize: int,
+    rows: int,
+    num_blocks: int,
+) -> str | None:
+    """Why a kernel for the tokens of a device cannot make the tables too, None if it can."""
+    blocks = min(num_blocks, kernel.num_multiprocessors())
+    shape = Shape.of(devices, ceil_div(tokens, blocks), top_k, num_experts)
+    if shape.vectors > MOST_VECTORS:
+        return f"a chunk has {MOST_VECTORS * LANES} entries at most, not {shape.entries}."
+    if num_experts > MOST_EXPERTS:
+        return f"it counts {MOST_EXPERTS} experts at most, not {num_experts}."
+    if rows < devices * tokens * top_k:
+        return f"rows may be dropped: capacity={rows} is less than {devices * tokens * top_k}."
+    row = Row.of(width, itemsize)
+    if row is None or _slots(shape, row.padded_bytes(itemsize)) < 2:
+        return f"two rows of {width} do not fit into the shared memory of a block."
+    return None
+
+
+def _slots(shape: Shape, row_bytes: int) -> int:
+    """Tokens that fit into shared memory beside the tables."""
+    return (SMEM_BYTES - COUNTS_SLOTS * COUNTS_BYTES - shape.smem_bytes) // row_bytes
+
+
+def dispatch(
+    x: jax.Array,
+    expert_index: jax.Array,
+    team: Team,
+    *,
+    num_experts: int,
+    rows: int,
+    num_blocks: int,
+    slots: int,
+    stores: int,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[tokens, d]`, int32 `[tokens, top_k]` -> rows, positions, and how many chose what.
+
+    The last is int32 `[num_experts + 1]`, of all devices: each expert, and what is out of range.
+    Rows of no token are not written.
+    """
+    (tokens, width), top_k = x.shape, expert_index.shape[1]
+    row = Row.of(width, x.dtype.itemsize)
+    if row is None:
+        raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
+    blocks = min(num_blocks, kernel.num_multiprocessors())
+    shape = Shape.of(team.size, ceil_div(tokens, blocks), top_k, num_experts)
+    most = _slots(shape, row.padded_bytes(x.dtype.itemsize))
+    slots = max(2, min(slots, most, team.size * shape.tokens))
+    how = _How(
+        team=team,
+        row=row,
+        tokens=tokens,
+        num_blocks=blocks,
+        slots=slots,
+        stores=min(stores, slots - 1),
+        tables=shape,
+    )
+
+    def body(x_ref, index_ref, rows_ref, positions_ref, totals_ref, counts_ref, **scratch):
+        results = dict(rows=rows_ref, positions=positions_ref, totals=totals_ref)
+        refs = dict(x=x_ref, index=index_ref, counts=counts_ref)
+        _Block(how=how, **results, **refs, **scratch).run()
+
+    chunks = (blocks, shape.vectors, LANES)
+    experts = (shape.expert_vectors, LANES)
+    out, positions, totals = kernel.launch(
+        body,
+        x.reshape(tokens, row.parts, row.columns),
+        how.in_chunks(expert_index),
+        name="expert_dispatch_counted",
+        team=team,
+        out_type=[
+            jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype),
+            jax.ShapeDtypeStruct(chunks, jnp.int32),
+            jax.ShapeDtypeStruct((2, *experts), jnp.int32),
+        ],
+        symmetric=[jax.ShapeDtypeStruct((team.size, blocks, *experts), jnp.int32)],
+        semaphore_arrays=dict(counted=SemaphoreArray()),
+        num_blocks=blocks,
+        scratch=how.scratch(x.dtype),
+        interpret=interpret,
+    )
+    totals = totals.reshape(2, -1)
+    counts = jnp.concatenate([totals[0, :num_experts], totals[1, :1]])
+    return out.reshape(rows, width), how.of_chunks(positions), counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _How:
+    """What is known before there is any memory.
+
+    Attributes:
+      slots: tokens of a block on their way at once.
+      stores: tokens of a block whose stores may be unfinished when the next one's begin.
+      tables: the sizes of a chunk's tables.
+    """
+
+    team: Team
+    row: Row
+    tokens: int
+    num_blocks: int
+    slots: int
+    stores: int
+    tables: Shape
+
+    def in_chunks(self, expert_index: jax.Array) -> jax.Array:
+        """`[tokens, top_k]` -> `[num_blocks, vectors, LANES]`."""
+        missing = self.num_blocks * self.tables.tokens - self.tokens
+        index = jnp.pad(expert_index, ((0, missing), (0, 0)), constant_values=NONE)
+        index = index.reshape(self.num_blocks, self.tables.entries)
+        missing = self.tables.vectors * LANES - self.tables.entries
+        index = jnp.pad(index, ((0, 0), (0, missing)), constant_values=NONE)
+        return index.reshape(self.num_blocks, self.tables.vectors, LANES)
+
+    def of_chunks(self, positions: jax.Array) -> jax.Array:
+        """`[num_blocks, vectors, LANES]` -> `[tokens, top_k]`."""
+        flat = positions.reshape(self.num_blocks, -1)[:, : self.tables.entries]
+        return flat.reshape(-1, self.tables.top_k)[: self.tokens]
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        shape, experts = self.tables, (self.tables.expert_vectors, LANES)
+        entries = (self.team.size, shape.vectors, LANES)
+        together = shape.chunks_within(self.num_blocks, COUNTS_BYTES)
+        return dict(
+            entries=plgpu.SMEM(entries, jnp.int32),
+            entries_arrived=plgpu.Barrier(num_barriers=self.team.size),
+            places=plgpu.SMEM(entries, jnp.int32),
+            own_positions=plgpu.SMEM(entries[1:], jnp.int32),
+            own_counts=plgpu.SMEM(experts, jnp.int32),
+            sums=plgpu.SMEM((2, *experts), jnp.int32),
+            firsts=plgpu.SMEM((self.team.size, *experts), jnp.int32),
+            counts_of=plgpu.SMEM((COUNTS_SLOTS, together, *experts), jnp.int32),
+            counts_arrived=plgpu.Barrier(num_barriers=COUNTS_SLOTS),
+            buffers=plgpu.SMEM((self.slots, self.row.padded, self.row.columns), dtype),
+            arrived=plgpu.Barrier(num_barriers=self.slots),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A block, in the kernel."""
+
+    how: _How
+    x: Any
+    index: Any
+    rows: Any
+    positions: Any
+    totals: Any
+    counts: Any
+    counted: Semaphore
+    entries: Any
+    entries_arrived: Any
+    places: Any
+    own_positions: Any
+    own_counts: Any
+    sums: Any
+    firsts: Any
+    counts_of: Any
+    counts_arrived: Any
+    buffers: Any
+    arrived: Any
+
+    def run(self) -> None:
+        how, tables = self.how, self._tables()
+        for offset, ref in enumerate(everyones(self.index, how.team)):
+            target, arrived = self.entries.at[offset], self.entries_arrived.at[offset]
+            load(ref.at[kernel.block_id()], target, arrived, flat=True)
+        plgpu.barrier_wait(self.entries_arrived.at[0])
+        tables.count()
+        self._publish_counts()
+        for offset in how.team.peer_offsets:
+            plgpu.barrier_wait(self.entries_arrived.at[offset])
+        sources = everyones(self.x, how.team)
+        total = self._tokens() * how.team.size
+        at_once = jnp.minimum(how.slots, total)
+        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
+        self._tell()
+        for offset in range(how.team.size):
+            tables.rank(offset)
+        self.counted.wait(how.num_blocks * how.team.size)
+        tables.find_first_rows(self.counts, kernel.block_id())
+        for offset in range(how.team.size):
+            tables.place(offset)
+        self._store_tables()
+        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _tables(self) -> Tables:
+        return Tables(
+            shape=self.how.tables,
+            team=self.how.team,
+            entries=self.entries,
+            places=self.places,
+            own_positions=self.own_positions,
+            own_counts=self.own_counts,
+            sums=self.sums,
+            firsts=self.firsts,
+            counts_of=self.counts_of,
+            counts_arrived=self.counts_arrived,
+        )
+
+    def _tokens(self) -> Int:
+        """Of each device, in this block's chunk."""
+        each = self.how.tables.tokens
+        return jnp.clip(self.how.tokens - kernel.block_id() * each, 0, each)
+
+    def _publish_counts(self) -> None:
+        """Starts to store the own counts on every device."""
+        team = self.how.team
+        for ref in everyones(self.counts, team):
+            window = ref.at[team.device_id(), kernel.block_id()]
+            plgpu.copy_smem_to_gmem(self.own_counts, window, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _tell(self) -> None:
+        """Publishes to every device that the own counts are in place."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        self.counted.signal()
+        for offset in self.how.team.peer_offsets:
+            self.counted.signal(peer_id=self.how.team.neighbour(offset))
+
+    def _store_tables(self) -> None:
+        """Starts to store the positions of the own chunk, and in one block the totals."""
+        plgpu.copy_smem_to_gmem(
+            self.own_positions, self.positions.at[kernel.block_id()], commit_group=False
+        )
+
+        @pl.when(kernel.block_id() == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(self.sums, self.totals, commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def _place(self, i: Int) -> tuple[Int, Int]:
+        """(whose, which of the chunk) the block's token `i` is; whose as an offset on the ring."""
+        token = schedule.div(i, self.how.team.size)
+        return i - token * self.how.team.size, token
+
+    def _fetch(self, sources: list[Any], i: Int) -> None:
+        """Starts to load a token that has an entry here."""
+        how = self.how
+        offset, token = self._place(i)
+        slot = schedule.rem(i, how.slots)
+        wanted = jnp.bool_(False)
+        for j in range(how.tables.top_k):
+            wanted |= self._entry(offset, token, j)[0]
+
+        @pl.when(wanted)
+        def _():
+            number = kernel.block_id() * how.tables.tokens + token
+            target = self.buffers.at[slot, pl.ds(0, how.row.parts)]
+            of_device(
+                sources,
+                offset,
+                lambda ref: load(ref.at[number], target, self.arrived.at[slot], flat=True),
+            )
+
+    def _entry(self, offset: Int, token: Int, choice: int) -> tuple[jax.Array, tuple[Int, ...]]:
+        """(whether a choice is of an expert here, where its tables have it)."""
+        number = token * self.how.tables.top_k + choice
+        vector = schedule.div(number, LANES)
+        index = offset, vector, number - vector * LANES
+        entry, own = self.entries[index], self.how.tables.num_experts // self.how.team.size
+        first = self.how.team.device_id() * own
+        return (entry >= first) & (entry < first + own), index
+
+    def _step(self, sources: list[Any], i: Int, total: Int) -> None:
+        """Stores token `i` to its rows, and loads another one into a slot that is free."""
+        how = self.how
+        offset, token = self._place(i)
+        slot = schedule.rem(i, how.slots)
+        found = [self._entry(offset, token, j) for j in range(how.tables.top_k)]
+        wanted = found[0][0]
+        for here, _ in found[1:]:
+            wanted |= here
+        pl.when(wanted)(lambda: plgpu.barrier_wait(self.arrived.at[slot]))
+        for here, index in found:
+
+            @pl.when(here)
+            def _(index=index):
+                plgpu.copy_smem_to_gmem(
+                    self.buffers.at[slot, pl.ds(0, how.row.parts)],
+                    self.rows.at[self.places[index]],
+                    commit_group=False,
+                )
+
+        plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
+
+        # Only the newest tokens' stores are unfinished: the one before has left its slot.
+        @pl.when(i >= how.stores)
+        def _():
+            plgpu.wait_smem_to_gmem(how.stores, wait_read_only=True)
+            following = i - how.stores + how.slots
+            pl.when(following < total)(lambda: self._fetch(sources, following))
