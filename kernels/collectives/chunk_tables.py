@@ -33,7 +33,7 @@ from stretto.kernels.problem.routing import NONE
 
 LANES = 128
 """A warpgroup has as many threads."""
-UNROLLED = 8
+UNROLLED = 4
 HALF = 16
 """Bits of a count."""
 
@@ -90,6 +90,7 @@ class Tables:
     """The tables of one block's chunks, one of each device, in a kernel.
 
     Attributes:
+      tokens: of this block's chunks, of which the last one may have fewer.
       entries: `[devices, vectors, LANES]`, by the offset of the device on the ring.
       places: likewise: the place of each in its chunk (`rank`), then its row (`place`).
       own_positions: `[vectors, LANES]`, those of this device's tokens as `Routing.positions` has them.
@@ -102,6 +103,7 @@ class Tables:
 
     shape: Shape
     team: Team
+    tokens: Int
     entries: Any
     places: Any
     own_positions: Any
@@ -158,9 +160,13 @@ class Tables:
         for v, rank in enumerate(ranks):
             self.places[offset, v] = rank
 
-    def _steps(self, vector: int) -> int:
-        """For all entries of a vector that do not only fill it up."""
-        return ceil_div(min(LANES, self.shape.entries - vector * LANES), UNROLLED)
+    def _steps(self, vector: int) -> Int:
+        """For all entries of a vector that do not only fill it up.
+
+        Were it a constant, the compiler would unroll the whole loop, for half a minute.
+        """
+        filled = self.tokens * self.shape.top_k - vector * LANES
+        return schedule.div(jnp.clip(filled, 0, LANES) + (UNROLLED - 1), UNROLLED)
 
     def find_first_rows(self, counts: Any, chunk: Int) -> None:
         """Sums counts `[devices, chunks, expert_vectors, LANES]` of all, and of those before."""

@@ -247,6 +247,7 @@ class _Block:
         return Tables(
             shape=self.how.tables,
             team=self.how.team,
+            tokens=self._tokens(),
             entries=self.entries,
             places=self.places,
             own_positions=self.own_positions,
