@@ -234,9 +234,7 @@ class Tables:
             return found
 
         nothing = tuple(_zeros() for _ in range(vectors))
-        whole, before, stray_ = lax.fori_loop(
-            0, pieces, step, (nothing, nothing, tuple(stray))
-        )
+        whole, before, stray_ = lax.fori_loop(0, pieces, step, (nothing, nothing, tuple(stray)))
         return (list(whole), list(before)), list(stray_)
 
     def _before_experts(self) -> list[jax.Array]:

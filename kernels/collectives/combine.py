@@ -26,13 +26,21 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import token_totals
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
-from stretto.kernels.collectives.token_sums import Piece, Summing, Sums, added_up
+from stretto.kernels.collectives.token_sums import (
+    DIRECT_BYTES,
+    THREADS,
+    Piece,
+    Summing,
+    Sums,
+    added_up,
+)
 from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
 from stretto.kernels.collectives.token_totals import Totals
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
 
+DIRECT_REGISTER_BYTES = 256  # Of a thread, for rows.
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
 FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
 MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
@@ -51,6 +59,7 @@ class Config:
       flat: rows and tables are loaded by flat copies (`token_tables.load`).
       totals: of several devices the kernel also adds up their sums: of `warpgroups`, which are two
         or more, a device's share does that for its own tokens.
+      direct: rows go to registers, not through shared memory, where they are multiples of 2 KB.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -59,6 +68,7 @@ class Config:
     warpgroups: int = 1
     flat: bool = False
     totals: bool = False
+    direct: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -119,6 +129,17 @@ def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES, peers:
     raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
 
 
+def direct_piece(row: Row, itemsize: int, top_k: int) -> Piece | None:
+    """The largest of which a thread holds all choices in registers; None if none is even."""
+    most = DIRECT_REGISTER_BYTES * THREADS // (top_k * itemsize)
+    for parts in range(row.parts, 0, -1):
+        elements = parts * row.columns
+        whole = elements * itemsize % DIRECT_BYTES == 0
+        if row.parts % parts == 0 and whole and elements <= min(most, MOST_ELEMENTS):
+            return Piece(parts, parts)
+    return None
+
+
 def combine(
     rows: jax.Array,
     weights: jax.Array,
@@ -157,7 +178,9 @@ def _sums(
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize = rows.dtype.itemsize
     each = SMEM_BYTES // chunks.warpgroups
-    piece = piece_of(row, itemsize, top_k, each)
+    direct = config.direct and direct_piece(row, itemsize, top_k) is not None
+    piece = direct_piece(row, itemsize, top_k) if direct else None
+    piece = piece or piece_of(row, itemsize, top_k, each)
     elements = piece.padded * row.columns
     room = (each - 8 * elements) // (top_k * elements * itemsize)
     how = Summing(
@@ -168,6 +191,7 @@ def _sums(
         chunks=chunks,
         dtype=rows.dtype,
         wire_dtype=wire_dtype,
+        direct=direct,
     )
     table = chunks.padded(positions, NONE)
     factors = chunks.padded(weights.astype(jnp.float32), 0)
@@ -215,7 +239,9 @@ def _totals(
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize, wire_size = rows.dtype.itemsize, jnp.dtype(wire_dtype).itemsize
     each = SMEM_BYTES // chunks.warpgroups
-    piece = piece_of(row, itemsize, top_k, each, team.size - 1)
+    direct = config.direct and direct_piece(row, itemsize, top_k) is not None
+    piece = direct_piece(row, itemsize, top_k) if direct else None
+    piece = piece or piece_of(row, itemsize, top_k, each, team.size - 1)
     elements = piece.padded * row.columns
     stage = (top_k * itemsize + (team.size - 1) * wire_size) * elements
     own = max(1, chunks.warpgroups // team.size)
@@ -230,6 +256,7 @@ def _totals(
             ),
             dtype=rows.dtype,
             wire_dtype=wire_dtype,
+            direct=direct,
         )
         for whose, number, first in (
             (range(1), own, chunks.warpgroups - own),

@@ -45,6 +45,9 @@ from stretto.kernels.collectives.token_tables import (
 )
 from stretto.kernels.problem.routing import NONE
 
+THREADS = 128  # Of a warpgroup.
+DIRECT_BYTES = 2048
+"""That a warpgroup loads at once of global memory: 16 bytes a thread."""
 FEW_ELEMENTS = 2**20
 """Of the sums of all devices: so few take less time than a kernel's launch."""
 TOLD_AFTER = 3
@@ -80,6 +83,7 @@ class Summing:
         in a round for each piece.
       dtype: of the rows.
       wire_dtype: of the sums.
+      direct: rows go to registers, not through shared memory.
     """
 
     row: Row
@@ -89,6 +93,7 @@ class Summing:
     chunks: Chunks
     dtype: Any
     wire_dtype: Any
+    direct: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,21 +107,29 @@ class Summing:
 
     @property
     def layout(self) -> Any:
-        """Of a piece in registers: eight bytes a thread at once."""
-        itemsize = jnp.dtype(self.dtype).itemsize
-        return plgpu.Layout.WG_STRIDED(self.shape, 8 // itemsize)
+        """Of a piece in registers: eight bytes a thread at once, or 16 of global memory."""
+        at_once = DIRECT_BYTES if self.direct else REGISTER_BYTES
+        return plgpu.Layout.WG_STRIDED(
+            self.shape, at_once // THREADS // jnp.dtype(self.dtype).itemsize
+        )
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name, for `kernel.launch`."""
         width = self.chunks.padded_width(self.top_k)
         each = self.chunks.warpgroups
         stages = each * self.stages
+        buffers = {} if self.direct else self._buffers(stages)
         return dict(
+            **buffers,
             token_table=self.chunks.scratch(width, jnp.int32),
             factors=self.chunks.scratch(width, jnp.float32),
             token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=each * TABLE_SLOTS),
-            buffers=plgpu.SMEM((stages, self.top_k, *self.shape), self.dtype),
             sums=plgpu.SMEM((each * 2, *self.shape), self.wire_dtype),
+        )
+
+    def _buffers(self, stages: int) -> dict[str, Any]:
+        return dict(
+            buffers=plgpu.SMEM((stages, self.top_k, *self.shape), self.dtype),
             **{f"loaded{j}": plgpu.Barrier(num_barriers=stages) for j in range(self.top_k)},
         )
 
@@ -174,9 +187,9 @@ class Sums:
             ),
             inboxes=everyones(inbox, team),
             me=team.device_id(),
-            buffers=scratch["buffers"],
+            buffers=scratch.get("buffers"),
             sums=scratch["sums"],
-            loaded=[scratch[f"loaded{j}"] for j in range(how.top_k)],
+            loaded=[] if how.direct else [scratch[f"loaded{j}"] for j in range(how.top_k)],
             ready=ready,
             told=told,
         )
@@ -187,13 +200,16 @@ class Sums:
         total = how.chunks.own * how.chunks.tokens * how.pieces
 
         def step(i: jax.Array, _: None) -> None:
+            if how.direct:
+                self._enter(i)
             self._add(i)
-            pl.when(i + how.stages < total)(lambda: self._fetch(i + how.stages))
+            if not how.direct:
+                pl.when(i + how.stages < total)(lambda: self._fetch(i + how.stages))
 
-        if how.piece.padded != how.piece.parts:
+        if not how.direct and how.piece.padded != how.piece.parts:
             self._clear()  # What pads a row stays zero.
         self.tables.fetch(jnp.int32(0))
-        for i in range(how.stages):
+        for i in range(0 if how.direct else how.stages):
             pl.when(i < total)(lambda i=i: self._fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
         if self.told is not None:
@@ -232,13 +248,18 @@ class Sums:
             part = self.how.chunks.round_of(n)
         return pl.ds(part * self.how.piece.parts, self.how.piece.parts)
 
+    def _enter(self, i: Int) -> None:
+        """Returns once the tables of a sum are there."""
+        n, token, part = self._place(i)
+        if self.ready is not None:
+            self._enter_round(self.ready, n, token)
+        pl.when((token == 0) & (part == 0))(lambda: self.tables.enter(n))
+
     def _fetch(self, i: Int) -> None:
         """Starts to load the rows of a sum."""
         n, token, part = self._place(i)
         stage, tables = self.how.chunks.slot(i, self.how.stages), self.tables
-        if self.ready is not None:
-            self._enter_round(self.ready, n, token)
-        pl.when((token == 0) & (part == 0))(lambda: tables.enter(n))
+        self._enter(i)
         for j in range(self.how.top_k):
             here, number = tables.row(n, token, j)
 
@@ -259,6 +280,8 @@ class Sums:
     def _sum(self, i: Int) -> tuple[jax.Array, Any]:
         """(a sum in float32, whether it has any row here)."""
         how, tables = self.how, self.tables
+        if how.direct:
+            return self._direct_sum(i)
         n, token, _part = self._place(i)
         stage = how.chunks.slot(i, how.stages)
         sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
@@ -273,6 +296,25 @@ class Sums:
                 return sum_ + weight * self.buffers[stage, j].astype(jnp.float32)
 
             sum_ = lax.cond(here, added, lambda sum_: sum_, sum_)
+        return sum_, wanted
+
+    def _direct_sum(self, i: Int) -> tuple[jax.Array, Any]:
+        """The same of rows in global memory, all of whose loads begin before any is waited for."""
+        how, tables = self.how, self.tables
+        n, token, part = self._place(i)
+        nothing = plgpu.layout_cast(jnp.zeros(how.shape, how.dtype), how.layout)
+        rows, weights, wanted = [], [], False
+        for j in range(how.top_k):
+            here, number = tables.row(n, token, j)
+            wanted = here | wanted
+            row = self.rows.at[number, self._window(n, part)]
+            load = lambda nothing, row=row: plgpu.load(row, layout=how.layout)  # noqa: E731
+            rows.append(lax.cond(here, load, lambda nothing: nothing, nothing))
+            weight = tables.slots[1][how.chunks.slot(n, TABLE_SLOTS), token, j]
+            weights.append(lax.select(here, weight, jnp.float32(0)))
+        sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
+        for row, weight in zip(rows, weights, strict=True):
+            sum_ = sum_ + weight * row.astype(jnp.float32)
         return sum_, wanted
 
     def _add(self, i: Int) -> None:

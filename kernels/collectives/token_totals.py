@@ -36,9 +36,11 @@ def scratch(how: Summing) -> dict[str, Any]:
     """Shared memory and barriers, by name, for `kernel.launch`."""
     each, devices = how.chunks.warpgroups, how.chunks.team.size
     stages = each * how.stages
+    found = dict(**how.scratch(), totals=plgpu.SMEM((each * 2, *how.shape), how.dtype))
+    if how.direct:
+        return found
     return dict(
-        **how.scratch(),
-        totals=plgpu.SMEM((each * 2, *how.shape), how.dtype),
+        **found,
         came=plgpu.SMEM((stages, devices - 1, *how.shape), how.wire_dtype),
         **{f"came{d}": plgpu.Barrier(num_barriers=stages) for d in range(devices)},
     )
@@ -86,20 +88,33 @@ class Totals(Sums):
             ),
             inboxes=[],
             me=how.chunks.team.device_id(),
-            buffers=scratch["buffers"],
+            buffers=scratch.get("buffers"),
             sums=scratch["sums"],
-            loaded=[scratch[f"loaded{j}"] for j in range(how.top_k)],
+            loaded=[] if how.direct else [scratch[f"loaded{j}"] for j in range(how.top_k)],
             inbox=inbox,
             out=out,
             arrived=arrived,
             totals=scratch["totals"],
-            came=scratch["came"],
-            came_loaded=[scratch[f"came{d}"] for d in range(how.chunks.team.size)],
+            came=scratch.get("came"),
+            came_loaded=[]
+            if how.direct
+            else [scratch[f"came{d}"] for d in range(how.chunks.team.size)],
         )
 
     def _clear(self) -> None:
         super()._clear()
         self._clear_each(self.came)
+
+    def _enter(self, i: Int) -> None:
+        """Returns once the tables of a total are there, and the peers' sums of its chunk."""
+        super()._enter(i)
+        n, token, part = self._place(i)
+        chunks = self.how.chunks
+        _, first = chunks.place(n)
+
+        @pl.when((token == 0) & (part == 0))
+        def _():
+            self.arrived.at[schedule.div(first, chunks.tokens)].wait(chunks.team.size - 1)
 
     def _fetch(self, i: Int) -> None:
         """Starts to load the rows of a total, and the peers' sums."""
@@ -107,11 +122,6 @@ class Totals(Sums):
         n, token, part = self._place(i)
         chunks, stage = self.how.chunks, self.how.chunks.slot(i, self.how.stages)
         _, first = chunks.place(n)
-
-        @pl.when((token == 0) & (part == 0))
-        def _():
-            self.arrived.at[schedule.div(first, chunks.tokens)].wait(chunks.team.size - 1)
-
         for device in range(chunks.team.size):
 
             @pl.when((self.me != device) & self.tables.reaches(n, token, device))
@@ -139,6 +149,10 @@ class Totals(Sums):
             mine = self.me == device
 
             def of_peer(total: jax.Array, device: int = device) -> jax.Array:
+                if how.direct:
+                    _, first = how.chunks.place(n)
+                    window = self.inbox.at[device, first + token, self._window(n, part)]
+                    return total + plgpu.load(window, layout=how.layout).astype(jnp.float32)
                 plgpu.barrier_wait(self.came_loaded[device].at[stage])
                 found = plgpu.load(self._of_peer(stage, device), layout=how.layout)
                 return total + found.astype(jnp.float32)

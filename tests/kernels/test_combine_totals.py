@@ -28,7 +28,9 @@ def operands(devices: int, seed: int, width: int, none: float = 0.3):
     wanted = np.zeros((len(positions), width), np.float32)
     for (t, j), place in np.ndenumerate(positions):
         if place >= 0:
-            wanted[t] += weights[t, j] * rows[place % devices * (count // devices) + place // devices]
+            wanted[t] += (
+                weights[t, j] * rows[place % devices * (count // devices) + place // devices]
+            )
     return (jnp.asarray(rows, BF16), jnp.asarray(weights), jnp.asarray(positions)), wanted
 
 

@@ -65,7 +65,10 @@ def test_rows_and_tables(devices, experts, cores, seed, stores):
     """As XLA's: of chunks in several vectors, and of the last one with fewer tokens."""
     x = jnp.asarray(whole_numbers(seed, devices * TOKENS, D), BF16)
     config = dispatch.Config(tables=True, num_blocks=cores, slots=4, stores=stores)
-    ours, theirs = program(devices, experts, config=config), program(devices, experts, backend="xla")
+    ours, theirs = (
+        program(devices, experts, config=config),
+        program(devices, experts, backend="xla"),
+    )
     for index in routings(devices, experts, seed).values():
         index = jnp.asarray(index, jnp.int32)
         with st.simulate(seed=seed, core_count=cores) as report:
