@@ -1,6 +1,6 @@
 """Which row each entry of a block's chunks goes to, found by one warpgroup in shared memory.
 
-A chunk is some tokens of one device, and its entries are their choices in order, in vectors of `LANES`.
+A chunk is some tokens of a device. Its entries are their choices in order, in vectors of `LANES`.
 An entry's row is the sum of three numbers:
 
 | number | of | found by |
@@ -10,8 +10,8 @@ An entry's row is the sum of three numbers:
 | entries of that expert before it in its chunk | comparisons with each other | `rank` |
 
 A thread has an entry, or an expert, of each vector. What all are compared with is read as a scalar,
-which all threads get at once. A count is stored with 16 bits; the upper half of the first one counts the
-entries that are out of range.
+which all threads get at once. A count has 16 bits; the upper half of the first one counts entries
+that are out of range.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int, ceil_div

@@ -26,22 +26,14 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import token_totals
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
-from stretto.kernels.collectives.token_sums import (
-    DIRECT_BYTES,
-    THREADS,
-    Piece,
-    Summing,
-    Sums,
-    added_up,
-)
+from stretto.kernels.collectives.summing import Summing, direct_piece, piece_of, sum_bytes
+from stretto.kernels.collectives.token_sums import Sums, added_up
 from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
 from stretto.kernels.collectives.token_totals import Totals
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
 
-DIRECT_REGISTER_BYTES = 256  # Of a thread, for rows.
-MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
 FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
 MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
 
@@ -106,38 +98,10 @@ def default_config(problem: Problem) -> Config:
     0.79 of the time with 128 tokens, and as long with 2, and with 512, whose blocks fill a GPU.
     """
     sizes = problem.sizes
-    needed = _sum_bytes(sizes["top_k"], problem.types.itemsize) * sizes["d"]
+    needed = sum_bytes(sizes["top_k"], problem.types.itemsize) * sizes["d"]
     if sizes["t"] >= MANY_TOKENS and 2 * needed <= SMEM_BYTES:
         return Config(warpgroups=2)
     return Config(chunk=FEW_CHUNK) if sizes["t"] <= FEW_TOKENS else Config()
-
-
-def _sum_bytes(top_k: int, itemsize: int) -> int:
-    """Of an element of two sums: their rows, and what they are stored from."""
-    return 2 * top_k * itemsize + 2 * 4
-
-
-def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES, peers: int = 0) -> Piece:
-    """The largest that fits registers, and twice into `room` bytes for all choices, and for `peers`
-    sums of up to 4 bytes each."""
-    for parts in range(row.parts, 0, -1):
-        piece = Piece.of(parts, row.columns, itemsize)
-        elements = piece.padded * row.columns
-        fits = (_sum_bytes(top_k, itemsize) + 8 * peers) * elements <= room
-        if row.parts % parts == 0 and fits and elements <= MOST_ELEMENTS:
-            return piece
-    raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
-
-
-def direct_piece(row: Row, itemsize: int, top_k: int) -> Piece | None:
-    """The largest of which a thread holds all choices in registers; None if none is even."""
-    most = DIRECT_REGISTER_BYTES * THREADS // (top_k * itemsize)
-    for parts in range(row.parts, 0, -1):
-        elements = parts * row.columns
-        whole = elements * itemsize % DIRECT_BYTES == 0
-        if row.parts % parts == 0 and whole and elements <= min(most, MOST_ELEMENTS):
-            return Piece(parts, parts)
-    return None
 
 
 def combine(

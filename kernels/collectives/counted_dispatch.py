@@ -38,7 +38,7 @@ from stretto.kernels.collectives.token_tables import Row, everyones, load, of_de
 from stretto.kernels.problem.routing import NONE
 
 MOST_VECTORS = 16
-"""Of `LANES` entries of a chunk: each thread holds an entry of each, and its place, in registers."""
+"""Of `LANES` entries of a chunk: a thread holds an entry of each, and its place, in registers."""
 MOST_EXPERTS = 512
 SMEM_BYTES = 220_000
 COUNTS_BYTES = 32_768
@@ -330,7 +330,7 @@ class _Block:
         slot = schedule.rem(i, how.slots)
         found = [self._entry(offset, token, j) for j in range(how.tables.top_k)]
         wanted = found[0][0]
-        for here, _ in found[1:]:
+        for here, _place in found[1:]:
             wanted |= here
         pl.when(wanted)(lambda: plgpu.barrier_wait(self.arrived.at[slot]))
         for here, index in found:

@@ -28,7 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import Semaphore
-from stretto.kernels.collectives.token_sums import Summing, Sums
+from stretto.kernels.collectives.summing import Summing
+from stretto.kernels.collectives.token_sums import Sums
 from stretto.kernels.collectives.token_tables import Tables, load
 
 
@@ -110,7 +111,7 @@ class Totals(Sums):
         super()._enter(i)
         n, token, part = self._place(i)
         chunks = self.how.chunks
-        _, first = chunks.place(n)
+        first = chunks.place(n)[1]
 
         @pl.when((token == 0) & (part == 0))
         def _():
@@ -121,7 +122,7 @@ class Totals(Sums):
         super()._fetch(i)
         n, token, part = self._place(i)
         chunks, stage = self.how.chunks, self.how.chunks.slot(i, self.how.stages)
-        _, first = chunks.place(n)
+        first = chunks.place(n)[1]
         for device in range(chunks.team.size):
 
             @pl.when((self.me != device) & self.tables.reaches(n, token, device))
@@ -150,7 +151,7 @@ class Totals(Sums):
 
             def of_peer(total: jax.Array, device: int = device) -> jax.Array:
                 if how.direct:
-                    _, first = how.chunks.place(n)
+                    first = how.chunks.place(n)[1]
                     window = self.inbox.at[device, first + token, self._window(n, part)]
                     return total + plgpu.load(window, layout=how.layout).astype(jnp.float32)
                 plgpu.barrier_wait(self.came_loaded[device].at[stage])
@@ -163,7 +164,7 @@ class Totals(Sums):
 
         # At most the total before is still being stored: the one before that has left its slot.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        _, first = how.chunks.place(n)
+        first = how.chunks.place(n)[1]
 
         @pl.when(first + token < self.out.shape[0])
         def _():

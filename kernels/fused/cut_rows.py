@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.kernels.collectives.token_sums import Piece
+from stretto.kernels.collectives.summing import Piece
 from stretto.kernels.collectives.token_tables import MAX_COLUMNS, Row
 
 STORED_COLUMNS = 64  # of a piece of a tile, in 16 bits

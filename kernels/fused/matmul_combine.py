@@ -33,7 +33,8 @@ from stretto.distributed import residency, schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.token_sums import Summing, Sums, added_up
+from stretto.kernels.collectives.summing import Summing
+from stretto.kernels.collectives.token_sums import Sums, added_up
 from stretto.kernels.collectives.token_tables import TABLE_SLOTS, Chunks
 from stretto.kernels.engine import padding, streams
 from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of

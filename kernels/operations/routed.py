@@ -1,4 +1,4 @@
-"""The dispatch by one kernel that makes the tables as well: of few tokens by one, of many by another."""
+"""The dispatch by one kernel that makes the tables as well, one for few tokens and one for many."""
 
 from __future__ import annotations
 

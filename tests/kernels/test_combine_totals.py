@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from expert_cases import Without, combined
 from fused_cases import BF16, F32, whole_numbers
+from jax import lax
+from jax.experimental import pallas as pl
 from selection import slow
 
 import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, token_sums, token_totals
+from stretto.kernels.collectives import combine, summing, token_sums, token_totals
+from stretto.kernels.collectives.token_tables import Row
 
 TOKENS, TOP_K = 44, 3  # Five chunks and a half.
 
@@ -124,6 +127,34 @@ def test_the_wait_for_a_chunk_is_needed(monkeypatch, traces_apart):
 
 
 def test_a_chunk_is_told_when_it_is_in_place(monkeypatch, traces_apart):
-    """Not when the newest sums of it may be on their way."""
-    monkeypatch.setattr(token_sums, "TOLD_AFTER", 0)
+    """Not as soon as its last sum is on its way."""
+
+    def early(self, i):
+        each = self.how.chunks.tokens * self.how.pieces
+        pl.when(lax.rem(i + 1, each) == 0)(lambda: self._tell(lax.div(i, each)))
+
+    monkeypatch.setattr(token_sums.Sums, "_tell_before", early)
     assert is_found()
+
+
+@pytest.mark.parametrize("totals", [False, True])
+def test_rows_in_registers(totals):
+    """Also in several pieces; rows of no multiple of 2 KB go through shared memory."""
+    how = combine.Config(direct=True, totals=totals, warpgroups=2, chunk=8)
+    for width in (1024, 3072, 192):
+        given, wanted = operands(2, 0, width)
+        with st.simulate(core_count=2) as report:
+            found = np.asarray(combined(2, config=how)(*given), np.float32)
+        assert report.ok, str(report)
+        np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("width", "top_k", "elements"),
+    [(2048, 8, 2048), (4096, 2, 4096), (7168, 8, 1024), (2880, 4, None), (64, 2, None)],
+)
+def test_pieces_in_registers(width, top_k, elements):
+    """The largest that leaves a thread enough registers."""
+    row = Row.of(width, 2)
+    piece = summing.direct_piece(row, 2, top_k)
+    assert (None if piece is None else piece.parts * row.columns) == elements
