@@ -142,8 +142,8 @@ def _sums(
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize = rows.dtype.itemsize
     each = SMEM_BYTES // chunks.warpgroups
-    direct = config.direct and direct_piece(row, itemsize, top_k) is not None
-    piece = direct_piece(row, itemsize, top_k) if direct else None
+    piece = direct_piece(row, itemsize, top_k, config.warpgroups) if config.direct else None
+    direct = piece is not None
     piece = piece or piece_of(row, itemsize, top_k, each)
     elements = piece.padded * row.columns
     room = (each - 8 * elements) // (top_k * elements * itemsize)
@@ -203,8 +203,8 @@ def _totals(
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize, wire_size = rows.dtype.itemsize, jnp.dtype(wire_dtype).itemsize
     each = SMEM_BYTES // chunks.warpgroups
-    direct = config.direct and direct_piece(row, itemsize, top_k) is not None
-    piece = direct_piece(row, itemsize, top_k) if direct else None
+    piece = direct_piece(row, itemsize, top_k, config.warpgroups) if config.direct else None
+    direct = piece is not None
     piece = piece or piece_of(row, itemsize, top_k, each, team.size - 1)
     elements = piece.padded * row.columns
     stage = (top_k * itemsize + (team.size - 1) * wire_size) * elements

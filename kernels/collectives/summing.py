@@ -14,7 +14,8 @@ from stretto.kernels.collectives.token_tables import REGISTER_BYTES, TABLE_SLOTS
 THREADS = 128  # Of a warpgroup.
 DIRECT_BYTES = 2048
 """That a warpgroup loads at once of global memory: 16 bytes a thread."""
-DIRECT_REGISTER_BYTES = 256  # Of a thread, for rows.
+DIRECT_REGISTER_BYTES = {1: 256, 2: 256, 3: 256, 4: 128}
+"""Of a thread, for rows, by the warpgroups of a block: with more, those of four spill."""
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
 
 
@@ -115,9 +116,9 @@ def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES, peers:
     raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
 
 
-def direct_piece(row: Row, itemsize: int, top_k: int) -> Piece | None:
+def direct_piece(row: Row, itemsize: int, top_k: int, warpgroups: int) -> Piece | None:
     """The largest of which a thread holds all choices in registers; None if none is even."""
-    most = DIRECT_REGISTER_BYTES * THREADS // (top_k * itemsize)
+    most = DIRECT_REGISTER_BYTES[warpgroups] * THREADS // (top_k * itemsize)
     for parts in range(row.parts, 0, -1):
         elements = parts * row.columns
         whole = elements * itemsize % DIRECT_BYTES == 0

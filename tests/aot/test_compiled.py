@@ -202,6 +202,15 @@ def test_few_tokens_of_experts(tmp_path):
 
 
 @pytest.mark.slow
+def test_many_tokens_of_experts(tmp_path):
+    """None of it spills, also where four warpgroups hold rows in registers."""
+    for program in compile_case("many tokens of experts", tmp_path):
+        for kernel in program["kernels"]:
+            assert not kernel["spill_bytes"] and not kernel["stack_bytes"], kernel["name"]
+            assert not kernel["warnings"], kernel["name"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["dispatch under", "activation in", "combine under"])
 def test_a_step_of_experts_with_a_product(step, tmp_path):
     for program in compile_case(f"{step} a product", tmp_path):

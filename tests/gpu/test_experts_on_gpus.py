@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, on GPUs: each configuration, few tokens and many; derivatives."""
+"""Tokens to their experts and back, on GPUs: by each configuration; and derivatives."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MANY = {
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", MANY)
 def test_many_tokens(name, scale, tally) -> None:
-    """A dispatch and a combine, as XLA's, for several routings, one of which leaves a device out."""
+    """A dispatch and a combine, as XLA's; one of several routings leaves a device out."""
     tokens, width, experts = (40, 1024, 8) if scale.rehearsed else (1200, 2048, 128)
     to, back = MANY[name]
 

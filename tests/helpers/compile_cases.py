@@ -432,6 +432,30 @@ def few_tokens_of_experts() -> Iterator[Program]:
     yield "combine", *on_one(combined, mesh, [rows, (entries, jnp.float32), index])
 
 
+def many_tokens_of_experts() -> Iterator[Program]:
+    """The dispatch that makes the tables, and the combines that add up sums of devices."""
+    mesh = aot.mesh_of_gpus((4,), ("x",))
+    tokens, top_k, experts, d = 2048, 8, 256, 2048
+    entries = (tokens, top_k)
+
+    def sent(x, index):
+        config = dispatch.Config(tables=True, num_blocks=124)
+        return st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
+
+    x, index = ((tokens, d), jnp.bfloat16), (entries, jnp.int32)
+    yield "tables in the dispatch", *on_one(sent, mesh, [x, index])
+    rows = (4 * tokens * top_k, d), jnp.bfloat16
+    for warpgroups, direct in ((2, False), (3, True), (4, True)):
+
+        def combined(rows, weights, positions, warpgroups=warpgroups, direct=direct):
+            how = dict(totals=True, chunk=8, warpgroups=warpgroups, direct=direct)
+            config = combine.Config(**how)
+            return st.expert_combine(rows, weights, positions, "x", config=config)
+
+        name = f"combine by {warpgroups} warpgroups"
+        yield name, *on_one(combined, mesh, [rows, (entries, jnp.float32), index])
+
+
 def dispatch_under_a_product() -> Iterator[Program]:
     """The first product of a layer of experts, and the transposed one of its backward pass."""
     mesh = aot.mesh_of_gpus((4,), ("x",))
@@ -938,6 +962,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
     "few tokens of experts": few_tokens_of_experts,
+    "many tokens of experts": many_tokens_of_experts,
     "dispatch under a product": dispatch_under_a_product,
     "activation in a product": activation_in_a_product,
     "combine under a product": combine_under_a_product,

@@ -150,11 +150,18 @@ def test_rows_in_registers(totals):
 
 
 @pytest.mark.parametrize(
-    ("width", "top_k", "elements"),
-    [(2048, 8, 2048), (4096, 2, 4096), (7168, 8, 1024), (2880, 4, None), (64, 2, None)],
+    ("width", "top_k", "warpgroups", "elements"),
+    [
+        (2048, 8, 3, 2048),
+        (2048, 8, 4, 1024),
+        (4096, 2, 4, 4096),
+        (7168, 8, 2, 1024),
+        (2880, 4, 2, None),
+        (64, 2, 2, None),
+    ],
 )
-def test_pieces_in_registers(width, top_k, elements):
+def test_pieces_in_registers(width, top_k, warpgroups, elements):
     """The largest that leaves a thread enough registers."""
     row = Row.of(width, 2)
-    piece = summing.direct_piece(row, 2, top_k)
+    piece = summing.direct_piece(row, 2, top_k, warpgroups)
     assert (None if piece is None else piece.parts * row.columns) == elements
