@@ -35,6 +35,7 @@ from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.routing import NONE
 
 FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
+FEW_ROWS, TOTALS_CHUNK = 2, 8  # Of a token, and tokens of a chunk then.
 MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
 
 
@@ -52,6 +53,7 @@ class Config:
       totals: of several devices the kernel also adds up their sums: of `warpgroups`, which are two
         or more, a device's share does that for its own tokens.
       direct: rows go to registers, not through shared memory, where they are multiples of 2 KB.
+        That is compiled and simulated, and was never run on hardware.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -87,6 +89,9 @@ class Config:
         yield Config(flat=True)
         for warpgroups, chunk in ((2, 8), (2, 16), (4, 8)):
             yield Config(totals=True, warpgroups=warpgroups, chunk=chunk)
+        for warpgroups in (3, 4):
+            yield Config(direct=True, warpgroups=warpgroups)
+            yield Config(direct=True, totals=True, warpgroups=warpgroups, chunk=8)
 
 
 def default_config(problem: Problem) -> Config:
@@ -94,12 +99,16 @@ def default_config(problem: Problem) -> Config:
 
     Two warpgroups of each block add up many tokens, where each has room for two sums of whole
     rows. With rows of 2048 bfloat16 numbers and top_k 8 they were faster by a tenth, with 4096 and
-    top_k 2 as fast, with 7168 and top_k 8, for which there is no room, slower. Small chunks took
-    0.79 of the time with 128 tokens, and as long with 2, and with 512, whose blocks fill a GPU.
+    top_k 2 as fast, with 7168 and top_k 8, for which there is no room, slower. One that makes sums
+    and one that makes totals took 0.85 of the time with 4096 and top_k 2, whose sums are half of
+    what is read, and with top_k 8 longer (1.11). Small chunks took 0.79 of the time with 128
+    tokens, and as long with 2, and with 512, whose blocks fill a GPU.
     """
     sizes = problem.sizes
     needed = sum_bytes(sizes["top_k"], problem.types.itemsize) * sizes["d"]
     if sizes["t"] >= MANY_TOKENS and 2 * needed <= SMEM_BYTES:
+        if sizes["top_k"] <= FEW_ROWS and problem.devices == 2:
+            return Config(warpgroups=2, totals=True, chunk=TOTALS_CHUNK)
         return Config(warpgroups=2)
     return Config(chunk=FEW_CHUNK) if sizes["t"] <= FEW_TOKENS else Config()
 

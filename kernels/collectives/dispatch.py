@@ -47,6 +47,7 @@ SMEM_BYTES = 200_000
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
 FEW_CHOICES = 4096  # Of all devices, of which the kernel makes the tables sooner than XLA.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
+FREE_BLOCKS = 124  # Of the 132 of an H100, so many that the kernel starts by counters.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class Config:
       flat: tokens and tables are loaded by flat copies (`token_tables.load`).
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
         whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
+      counted: of many tokens it does so in another kernel (`counted_dispatch`), which has no
+        chunks. That is compiled and simulated, and was never run on hardware.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -70,6 +73,7 @@ class Config:
     stores: int = 1
     flat: bool = False
     tables: bool = False
+    counted: bool = False
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -91,6 +95,8 @@ class Config:
             yield Config(num_blocks=num_blocks, slots=slots)
         yield Config(flat=True)
         yield Config(tables=True)
+        yield Config(stores=8)
+        yield Config(counted=True, num_blocks=FREE_BLOCKS, slots=32, stores=8)
 
 
 def default_config(problem: Problem) -> Config:

@@ -36,22 +36,21 @@ def is_served(
     """
     if not varying_axes(x) <= varying_axes(expert_index) | frozenset(axes):
         return False
-    return config.tables and any(
-        why_not is None for why_not in _obstacles(x, expert_index, config, axes, num_experts, rows)
-    )
+    few, many = _served(x, expert_index, config, axes, num_experts, rows)
+    return few or many
 
 
-def _obstacles(
+def _served(
     x: jax.Array, expert_index: jax.Array, config: Config, axes: Axes, num_experts: int, rows: int
-) -> tuple[str | None, str | None]:
-    """Why the kernel of few tokens does not serve, and that of many; None where it does."""
+) -> tuple[bool, bool]:
+    """Whether the kernel of few tokens serves, and that of many."""
     tokens, top_k = expert_index.shape
     sizes = dict(num_experts=num_experts, width=x.shape[1], itemsize=x.dtype.itemsize, rows=rows)
     given = tokens, top_k, axis_size(axes)
-    return (
-        routed_dispatch.obstacle(*given, **sizes),
-        counted_dispatch.obstacle(*given, **sizes, num_blocks=config.num_blocks),
-    )
+    few = config.tables and not routed_dispatch.obstacle(*given, **sizes)
+    blocks = config.num_blocks
+    many = config.counted and not counted_dispatch.obstacle(*given, **sizes, num_blocks=blocks)
+    return few, many
 
 
 def dispatch(
@@ -78,8 +77,8 @@ def made(
         x, index = operands
         rows, team = call.options.rows, Team.along(call.axes)
         how = dict(num_experts=num_experts, rows=rows, num_blocks=config.num_blocks)
-        few, _many = _obstacles(x, index, config, call.axes, num_experts, rows)
-        if few is None:
+        few, _many = _served(x, index, config, call.axes, num_experts, rows)
+        if few:
             return routed_dispatch.dispatch(x, index, team, **how, interpret=call.interpret)
         how.update(slots=config.slots, stores=config.stores)
         return counted_dispatch.dispatch(x, index, team, **how, interpret=call.interpret)

@@ -57,7 +57,7 @@ def test_few_tokens(name, scale, tally) -> None:
 
 
 MANY = {
-    "tables of many": (dict(tables=True, num_blocks=124), {}),
+    "tables of many": (dict(counted=True, num_blocks=124), {}),
     "stores of several tokens": (dict(stores=8), dict(warpgroups=2)),
     "totals": ({}, dict(totals=True, warpgroups=2, chunk=8)),
     "registers": ({}, dict(direct=True, warpgroups=4)),

@@ -439,7 +439,7 @@ def many_tokens_of_experts() -> Iterator[Program]:
     entries = (tokens, top_k)
 
     def sent(x, index):
-        config = dispatch.Config(tables=True, num_blocks=124)
+        config = dispatch.Config(counted=True, num_blocks=124)
         return st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
 
     x, index = ((tokens, d), jnp.bfloat16), (entries, jnp.int32)

@@ -16,17 +16,11 @@ from selection import slow
 import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import chunk_tables, counted_dispatch, dispatch, routed_dispatch
+from stretto.kernels.collectives import chunk_tables, counted_dispatch, dispatch
 from stretto.kernels.problem.routing import Routing
 
 D, TOKENS, TOP_K = 64, 45, 5
 ROUTING = Routing(P("x"), P("x"), P(), P(), P())
-
-
-@pytest.fixture(autouse=True)
-def many(monkeypatch):
-    """Whatever the number of tokens."""
-    monkeypatch.setattr(routed_dispatch, "MOST_ENTRIES", 0)
 
 
 def routings(devices: int, experts: int, seed: int, tokens: int = TOKENS) -> dict[str, np.ndarray]:
@@ -64,7 +58,7 @@ def as_numpy(devices: int, out) -> tuple[list[np.ndarray], Routing]:
 def test_rows_and_tables(devices, experts, cores, seed, stores):
     """As XLA's: of chunks in several vectors, and of the last one with fewer tokens."""
     x = jnp.asarray(whole_numbers(seed, devices * TOKENS, D), BF16)
-    config = dispatch.Config(tables=True, num_blocks=cores, slots=4, stores=stores)
+    config = dispatch.Config(counted=True, num_blocks=cores, slots=4, stores=stores)
     ours, theirs = (
         program(devices, experts, config=config),
         program(devices, experts, backend="xla"),
@@ -82,7 +76,7 @@ def test_fewer_tokens_than_blocks():
     index = jnp.asarray(routings(devices, experts, 0, tokens=2)["zipf"], jnp.int32)
     x = jnp.asarray(whole_numbers(0, devices * 2, D), BF16)
     with st.simulate(core_count=3) as report:
-        config = dispatch.Config(tables=True)
+        config = dispatch.Config(counted=True)
         found = as_numpy(devices, program(devices, experts, config=config)(x, index))
     assert report.ok, str(report)
     theirs = as_numpy(devices, program(devices, experts, backend="xla")(x, index))
@@ -93,7 +87,7 @@ def test_derivative():
     devices, experts = 2, 8
     x = whole_numbers(0, devices * TOKENS, D)
     index = jnp.asarray(routings(devices, experts, 3)["out of range"], jnp.int32)
-    config = dispatch.Config(tables=True)
+    config = dispatch.Config(counted=True)
 
     def body(x, index):
         rows, routing = st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
@@ -109,7 +103,7 @@ def test_derivative():
 
 
 def kernels(experts: int = 8, tokens: int = TOKENS, **options) -> list[str]:
-    config = dispatch.Config(tables=True, num_blocks=options.pop("num_blocks", 1024))
+    config = dispatch.Config(counted=True, num_blocks=options.pop("num_blocks", 1024))
     given = jnp.zeros((2 * tokens, D), BF16), jnp.zeros((2 * tokens, TOP_K), jnp.int32)
     made = program(2, experts, config=config, backend="simulator", **options)
     return re.findall(r"expert_dispatch\w*", str(made.trace(*given).jaxpr))
@@ -128,7 +122,7 @@ def is_found(cores: int = 2) -> bool:
     """Whether the simulator finds anything in some of its orders."""
     x = jnp.asarray(whole_numbers(0, 2 * TOKENS, D), BF16)
     index = jnp.asarray(routings(2, 8, 0)["zipf"], jnp.int32)
-    config = dispatch.Config(tables=True, slots=2)
+    config = dispatch.Config(counted=True, slots=2)
     faulty = program(2, 8, config=config, backend="simulator")
     for seed in range(3):
         try:

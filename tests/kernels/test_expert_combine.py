@@ -151,7 +151,7 @@ def test_derivatives():
     ("tokens", "d", "top_k", "tables", "to_combine"),
     [
         (16384, 2048, 8, False, dict(warpgroups=2)),
-        (16384, 4096, 2, False, dict(warpgroups=2)),
+        (16384, 4096, 2, False, dict(warpgroups=2, totals=True, chunk=8)),
         (16384, 7168, 8, False, {}),  # Two sums of whole rows do not fit.
         (512, 2048, 8, True, {}),
         (128, 2048, 8, True, dict(chunk=2)),

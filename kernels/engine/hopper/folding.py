@@ -13,7 +13,6 @@ from typing import Protocol
 import jax
 from jax.experimental import pallas as pl
 
-from stretto.distributed.schedule import Int, where
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.products import Products
 from stretto.kernels.engine.parts import Ref, Tile
@@ -44,26 +43,14 @@ class Summing:
     def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of the tile's products, in this warpgroup's rows; and the next stage."""
         k_tiles = self.block.k_tiles(tile)
-        own = self._own(tile, k_tiles)
 
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
-            following = self.products.add(acc, 0, own, stage)
+            following = self.products.add(acc, 0, k_tiles, stage)
             return acc[...], following
 
         total, stage = pl.run_scoped(multiply, self.products.accumulator())
-        self.products.release_last(own, stage)
-        return total, stage if own is k_tiles else self.products.skip(k_tiles - own, stage)
-
-    def _own(self, tile: Tile, k_tiles: Int) -> Int:
-        """The products that this warpgroup makes: none where none of its rows is stored.
-
-        So the last tile of a group takes half the time where its rows fill less than half of it.
-        """
-        if not self.products.product.ragged or self.block.parts.sink.rows is None:
-            return k_tiles
-        first, end = self.block.parts.sink.rows(tile)
-        row = self.products.first_row
-        return where((first < row + self.products.rows) & (end > row), k_tiles, 0)
+        self.products.release_last(k_tiles, stage)
+        return total, stage
 
     def bring(self, tile: Tile) -> None:
         """Nothing is needed."""

@@ -55,17 +55,6 @@ class Products:
         with jax.named_scope("multiply"):
             return lax.fori_loop(first, last, step, stage)
 
-    def skip(self, count: Int, stage: jax.Array) -> jax.Array:
-        """Releases `count` stages without a product of theirs; returns the next stage."""
-
-        def step(_: jax.Array, stage: jax.Array) -> jax.Array:
-            # Both copies into the stage are complete, or the next ones could overtake them.
-            plgpu.barrier_wait(self.ring.full.at[stage])
-            self.ring.release(stage)
-            return self.ring.next(stage)
-
-        return lax.fori_loop(0, count, step, stage)
-
     def add_stage(self, acc: Ref, stage: jax.Array) -> None:
         """Starts to add the product of one stage to `acc`."""
         # Both copies into the stage are complete.
