@@ -53,7 +53,7 @@ class Config:
       totals: of several devices the kernel also adds up their sums: of `warpgroups`, which are two
         or more, a device's share does that for its own tokens.
       direct: rows go to registers, not through shared memory, where they are multiples of 2 KB.
-        That is compiled and simulated, and was never run on hardware.
+        On two H200s it gave XLA's sums; it was not timed.
     """
 
     num_blocks: int = ALL_BLOCKS
