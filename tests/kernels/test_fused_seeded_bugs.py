@@ -196,7 +196,9 @@ def test_pieces_that_run_on_are_found(monkeypatch, devices):
     assert np.array_equal(out, lhs @ rhs) == (devices != 3)
     assert report.kinds() == ({"race", "stray copy"} if devices == 3 else set())
     if devices == 3:
-        assert "copy_smem_to_gmem(self.buffers.at[slot], window)" in str(report)
+        assert "copy_smem_to_gmem(self.buffers.at[slot], self._window(ref, row, column))" in str(
+            report
+        )
 
 
 def test_pieces_that_run_on_are_refused(monkeypatch):

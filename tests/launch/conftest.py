@@ -88,6 +88,18 @@ class Job:
         return Result(self.process.returncode, stdout, stderr, left)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_not_ignored() -> Iterator[None]:
+    """A job inherits the signals that are ignored, as for tests in the background of a script."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [number for number in defaults if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, defaults[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture
 def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """`start_job(script, *options, args=(), env={})`; the script's text becomes a file."""
