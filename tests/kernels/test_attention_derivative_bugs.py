@@ -53,7 +53,6 @@ BARRIERS = (
     "queries_full",
     "queries_empty",
     "slopes_full",
-    "slopes_read",
     "filled",
     "free",
 )

@@ -7,12 +7,13 @@
 | `queries_full[s]` | copies into a stage | deriving warpgroups | 4 | a tile of queries is there |
 | `queries_empty[s]` | deriving warpgroups | loading warp | 2 | their products have read it |
 | `slopes_full[p]` | deriving warpgroups | the same | 2 | both halves of the slopes are there |
-| `slopes_read[p]` | deriving warpgroups | the same | 2 | both have multiplied by them |
 | `turn[w]` | the other warpgroup | warpgroup `w` | 1 | the tensor cores are `w`'s |
 | `filled[w]` | warpgroup `w` | storing warp | 1 | a piece for queries is in its buffer |
 | `free[w]` | storing warp | warpgroup `w` | 1 | the copy has read it |
 
-*Slopes* are derivatives of scores. After the last tile of queries of a block `slopes_full` of its
+*Slopes* are derivatives of scores. Their slots need no barrier against being written too early: a
+tile of queries is loaded once both warpgroups have finished the tile two before, in which they read
+the slopes three before (`SLOTS`). After the last tile of queries of a block `slopes_full` of its
 slopes completes twice more: when both warpgroups have read the block for the last time, and so that
 the next block's first wait for "the slopes before" passes; what it multiplies is not used.
 """
@@ -70,7 +71,6 @@ class Memory:
     queries_full: Ref
     queries_empty: Ref
     slopes_full: Ref
-    slopes_read: Ref
     turn: Ref
     filled: Ref
     free: Ref
@@ -116,7 +116,6 @@ def scratch(dim: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
         queries_full=plgpu.Barrier(num_arrivals=COPIES_OF_QUERIES, num_barriers=stages),
         queries_empty=of_both(stages),
         slopes_full=of_both(SLOTS),
-        slopes_read=of_both(SLOTS),
         turn=plgpu.Barrier(num_barriers=WARPGROUPS),
         filled=plgpu.Barrier(num_barriers=WARPGROUPS),
         free=plgpu.Barrier(num_barriers=WARPGROUPS),

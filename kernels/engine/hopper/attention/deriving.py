@@ -59,8 +59,6 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
         # Publishes zeros to the adding warp.
         plgpu.barrier_arrive(memory.filled.at[own])
     last = SLOTS - 1
-    for slot in range(last):
-        plgpu.barrier_arrive(memory.slopes_read.at[slot])
     for row in range(memory.rows):  # The slopes before the first ones.
         nothing = jnp.zeros((ROWS, PIECE), memory.slopes.dtype)
         memory.slopes.at[last, row, own][...] = plgpu.layout_cast(nothing, WGMMA)
@@ -107,7 +105,7 @@ def _of_queries(
     turns: bool,
 ) -> Sums:
     """What a tile of queries adds."""
-    stage, slot, before = sums.stage, sums.slot, _before(sums.slot)
+    stage, slot = sums.stage, sums.slot
     # The copies of the tile are complete.
     plgpu.barrier_wait(memory.queries_full.at[stage])
     scores, bars = _products(memory, own, stage, turns=turns)
@@ -115,8 +113,6 @@ def _of_queries(
     weights = jnp.exp2(scores * parts.exponent)
     slopes = (weights * bars).astype(memory.slopes.dtype)
     weights = weights.astype(memory.slopes.dtype)
-    # Both warpgroups have multiplied by what is there.
-    plgpu.barrier_wait(memory.slopes_read.at[slot])
     for row in range(memory.rows):
         piece = slopes[:, row * PIECE : (row + 1) * PIECE]
         memory.slopes.at[slot, row, own][...] = piece
@@ -124,8 +120,6 @@ def _of_queries(
     keys, values, piece = _add_up(memory, own, sums, weights, slopes, turns=turns)
     # Publishes to the loading warp that this warpgroup's products have read the tile.
     plgpu.barrier_arrive(memory.queries_empty.at[stage])
-    # Publishes to both warpgroups that this one has multiplied by the slopes before.
-    plgpu.barrier_arrive(memory.slopes_read.at[before])
     pl.when(sums.begun)(lambda: _hand_piece_over(memory, own, piece))
     return Sums(keys, values, 1 - stage, _after(slot), jnp.bool_(True))
 
