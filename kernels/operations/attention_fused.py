@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
@@ -53,9 +54,11 @@ def obstacle(
       devices: that hold the sequence.
       segments: the types of segment ids, if tokens belong to documents.
     """
-    wide = [name for name in segments if jnp.dtype(name).itemsize > 4]
-    if wide:
-        return f"the kernel takes segment ids of up to 32 bits, not {wide[0]}."
+    if segments and np.result_type(*segments).itemsize > 4:
+        return (
+            "the kernel takes segment ids that a type of 32 bits holds, not"
+            f" {' and '.join(dict.fromkeys(segments))}."
+        )
     if not 0 < scale < math.inf:
         return f"the kernel needs a finite scale above 0, not {scale}."
     sequence = sequence_of(mask, layout, devices)
@@ -183,7 +186,10 @@ def kept_keys(
             seen = [visible.is_seen(distance * chunks + chunk) for chunk in range(chunks)]
             pair = [jnp.where(jnp.stack(seen)[:, None, None, None], x, 0) for x in pair]
         k, v = (x.reshape(operands.k.shape) for x in pair)
-        ids = None if documents is None else documents[1][distance]
+        # In their own type: that of the queries' ids, beside which they may be compared in 64 bits.
+        ids = (
+            None if documents is None else documents[1][distance].astype(operands.kv_segments.dtype)
+        )
         yield distance, (device + distance) % devices, Keys(k, v, ids)
 
 

@@ -159,7 +159,34 @@ def test_ids_of_64_bits_are_not_the_kernels():
     with jax.enable_x64(True), st.simulate():
         mapped = jax.shard_map(body, mesh=mesh_of(2), in_specs=spec, out_specs=spec)
         jax.eval_shape(mapped, q, jax.ShapeDtypeStruct((1, 512), "int64"))
-    assert "segment ids of up to 32 bits, not int64" in said[0].reason
+    assert "segment ids that a type of 32 bits holds, not int64" in said[0].reason
+
+
+@pytest.mark.parametrize("others", ["uint32", "int32"])
+def test_ids_beyond_the_signed_range(others):
+    """Hashes, say: as XLA compares them, in either pass; -1 is not 2^32 - 1 of another type."""
+    operands = drawn((1, 256, 2, 64), (1, 256, 1, 64))
+    ids = np.repeat(np.array([[3, 2**31 + 1, 2**32 - 1]], np.uint32), [64, 128, 64], 1)
+
+    def found(**how):
+        def body(q, k, v, bar, *ids):
+            named = dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=True), **how)
+            call = lambda *given: st.context_parallel_attention(*given, "x", **named)  # noqa: E731
+            out, pull = jax.vjp(call, q, k, v)
+            return out, *pull(bar)
+
+        spec = P(None, "x")
+        mapped = jax.shard_map(body, mesh=mesh_of(2), in_specs=spec, out_specs=spec)
+        with jax.enable_x64(True), st.simulate(core_count=2) as report:
+            given = *operands, jnp.asarray(ids), jnp.asarray(ids.astype(others))
+            outs = [np.asarray(x, np.float64) for x in jax.jit(mapped)(*given)]
+        return outs, report.launches
+
+    right, _ = found(backend="xla", method="gather")
+    outs, launches = found()
+    assert bool(launches) == (others == "uint32")
+    for x, y in zip(outs, right, strict=True):
+        assert np.linalg.norm(x - y) <= TOLERANCE["bfloat16"] * np.linalg.norm(y)
 
 
 def with_another(entry, change):
