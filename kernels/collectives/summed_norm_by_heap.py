@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import posting, schedule
 from stretto.distributed.memory import heap
@@ -79,7 +80,7 @@ def all_reduce_rms_norm(
                 lax.fori_loop(0, count, one, None)
 
             def finish(row: jax.Array, word: jax.Array) -> None:
-                weights = weight_ref[...].astype(jnp.float32)
+                weights = _like_messages(weight_ref, x.dtype)
                 added = _rounded_sum(mail, x_ref, residual_ref, row, number, word)
                 total_ref[row] = added
                 wide = added.astype(jnp.float32)
@@ -116,7 +117,8 @@ def _rounded_sum(
     mail: Any, x_ref: Any, residual_ref: Any, row: Any, turn: Any, word: Any
 ) -> jax.Array:
     """The new residual of a row: loads of this device's come before what is waited for."""
-    own, before = x_ref[row].astype(jnp.float32), residual_ref[row].astype(jnp.float32)
+    own = x_ref[row].astype(jnp.float32)
+    before = _like_messages(residual_ref.at[row], x_ref.dtype)
     message = x_ref.shape[1:], x_ref.dtype, turn, word
     if mail.in_order:  # This device's is among those received.
 
@@ -129,3 +131,9 @@ def _rounded_sum(
         ((_, value),) = mail.receive(*message)
         total = own + value.astype(jnp.float32)
     return (total + before).astype(residual_ref.dtype)
+
+
+def _like_messages(row_ref: Any, dtype: Any) -> jax.Array:
+    """A row in float32, of which a thread has the elements that it has of a message of `dtype`."""
+    layout = plgpu.Layout.WG_STRIDED(row_ref.shape, vec_size=8 // dtype.itemsize)
+    return plgpu.load(row_ref, layout=layout, optimized=False).astype(jnp.float32)

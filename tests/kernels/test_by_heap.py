@@ -101,11 +101,21 @@ def norm(x, residual, weight):
     )
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_sum_and_norm(devices):
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("devices", "dtype", "of_residual", "of_weight"),
+    [
+        (2, "bfloat16", "bfloat16", "float32"),
+        (3, "bfloat16", "float32", "bfloat16"),
+        (2, "float32", "bfloat16", "float16"),
+        (2, "float16", "float16", "float16"),
+    ],
+)
+def test_sum_and_norm(devices, dtype, of_residual, of_weight):
+    """Operands of other types than x's, too: a thread has the same elements of all of them."""
     m, n = 5, 1024
-    x = checks.drawn((devices, m, n), "bfloat16")
-    residual, weight = checks.drawn((m, n), "bfloat16", 1), checks.drawn((n,), "float32", 2)
+    x = checks.drawn((devices, m, n), dtype)
+    residual, weight = checks.drawn((m, n), of_residual, 1), checks.drawn((n,), of_weight, 2)
     call = jax.shard_map(
         lambda x, *others: norm(x[0], *others),
         mesh=cases.mesh_of(devices),
@@ -115,8 +125,8 @@ def test_sum_and_norm(devices):
     with st.simulate(seed=1, core_count=3):
         h, out = jax.jit(call)(x, residual, weight)
     wide = residual.astype(np.float64) + x.astype(np.float64).sum(0)
-    checks.same_bits(np.asarray(h), wide.astype(x.dtype))
-    want = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-3) * weight
+    checks.same_bits(np.asarray(h), wide.astype(residual.dtype))
+    want = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-3) * weight.astype(np.float64)
     np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=1e-2)
 
 
