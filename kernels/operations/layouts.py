@@ -48,9 +48,16 @@ def of_gather(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> Any:
 
 def of_scatter(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> P:
     """Of `matmul_reduce_scatter`: the rows are sharded over the team, too."""
-    *rows, columns = _of_sum("matmul_reduce_scatter", specs, axes, arguments)
-    axis = arguments.get("axis", 0) % (len(rows) + 1)
-    rows[axis] = (*_names(rows[axis]), *axes)
+    op = "matmul_reduce_scatter"
+    *rows, columns = _of_sum(op, specs, axes, arguments)
+    axis, dimensions = arguments.get("axis", 0), len(rows) + 1
+    place = axis + dimensions if axis < 0 else axis
+    if not 0 <= place < len(rows):
+        raise ValueError(
+            f"{op}: axis={axis} of lhs, which has {dimensions} dimensions, must be one before the"
+            " contraction."
+        )
+    rows[place] = (*_names(rows[place]), *axes)
     return P(*rows, columns)
 
 

@@ -124,9 +124,23 @@ def _are_arrays(x: Any) -> bool:
 
 
 def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:
+    """How the results lie.
+
+    Raises:
+      ValueError: it cannot be told from the operands, or these do not lie as those of one product.
+    """
     if record.layout is None:
         raise ValueError(f"{record.name}: out_specs is missing; say how the result lies.")
-    return record.layout(specs, axes, options)
+    out = record.layout(specs, axes, options)
+    for spec in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, P)):
+        along = [name for x in spec if x is not None for name in (x if type(x) is tuple else (x,))]
+        if twice := sorted({str(name) for name in along if along.count(name) > 1}):
+            raise ValueError(
+                f"{record.name}: two dimensions of the result would lie along {', '.join(twice)},"
+                " whose devices would each have an unrelated part. Reshard an operand, or pass"
+                " other in_specs."
+            )
+    return out
 
 
 def _specs(record: Operation, operands: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
