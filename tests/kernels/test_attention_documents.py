@@ -15,6 +15,7 @@ import stretto as st
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine.attention import documents
 from stretto.kernels.engine.attention.documents import COUNT, FIRST, LAST, PLAIN_FIRST, PLAIN_LAST
+from stretto.kernels.engine.attention.order import AttentionOrder, SortedOrder
 from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.fused.attention_config import Config, Sequence
 
@@ -222,3 +223,22 @@ def test_wrong_tables_are_found(monkeypatch, entry, change):
         found, report = program([*operands[:3], jnp.asarray(ids), jnp.asarray(ids)])
         assert report.ok
         check(found, operands, ids[:, :, None] == ids[:, None])
+
+
+@pytest.mark.parametrize(("num_blocks", "most"), [(5, 1.05), (132, 1.2)])
+def test_tiles_sorted_by_their_work_are_shared_evenly(num_blocks, most):
+    """Every tile once; no block has much more work than the mean."""
+    heads, steps, tiles = 8, 2, 32
+    plain = AttentionOrder(
+        batch=1, chunks=steps, tiles=tiles, kv_heads=2, group=4, num_blocks=num_blocks
+    )
+    work = np.random.default_rng(0).integers(1, 65, steps * tiles)
+    places = jnp.asarray(np.argsort(-work, kind="stable"))
+    order = SortedOrder(tiles=plain, heads=heads, place=lambda at: places[at])
+    found = [order.locate(index) for index in range(order.count())]
+    numbers = [(int(tile.step), int(tile.m), int(tile.n)) for tile in found]
+    assert len(set(numbers)) == len(numbers) == heads * steps * tiles
+    shares = np.zeros(num_blocks)
+    for index, (step, m, _) in enumerate(numbers):
+        shares[index % num_blocks] += work[step * tiles + m]
+    assert shares.max() < most * shares.mean()
