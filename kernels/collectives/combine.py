@@ -26,7 +26,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import token_totals
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
-from stretto.kernels.collectives.summing import Summing, direct_piece, piece_of, sum_bytes
+from stretto.kernels.collectives.summing import Piece, Summing, direct_piece, piece_of, sum_bytes
 from stretto.kernels.collectives.token_sums import Sums, added_up
 from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
 from stretto.kernels.collectives.token_totals import Totals
@@ -137,6 +137,15 @@ def combine(
     return added_up(inbox.reshape(team.size, tokens, width), positions, rows.dtype)
 
 
+def _piece(
+    row: Row, itemsize: int, top_k: int, room: int, config: Config, peers: int = 0
+) -> tuple[Piece, bool]:
+    """(the part of a row that is summed at once, whether it goes straight to registers)."""
+    if config.direct and (piece := direct_piece(row, itemsize, top_k, config.warpgroups)):
+        return piece, True
+    return piece_of(row, itemsize, top_k, room, peers), False
+
+
 def _sums(
     rows: jax.Array,
     weights: jax.Array,
@@ -151,9 +160,7 @@ def _sums(
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize = rows.dtype.itemsize
     each = SMEM_BYTES // chunks.warpgroups
-    piece = direct_piece(row, itemsize, top_k, config.warpgroups) if config.direct else None
-    direct = piece is not None
-    piece = piece or piece_of(row, itemsize, top_k, each)
+    piece, direct = _piece(row, itemsize, top_k, each, config)
     elements = piece.padded * row.columns
     room = (each - 8 * elements) // (top_k * elements * itemsize)
     how = Summing(
@@ -212,9 +219,7 @@ def _totals(
     team, (tokens, top_k) = chunks.team, positions.shape
     itemsize, wire_size = rows.dtype.itemsize, jnp.dtype(wire_dtype).itemsize
     each = SMEM_BYTES // chunks.warpgroups
-    piece = direct_piece(row, itemsize, top_k, config.warpgroups) if config.direct else None
-    direct = piece is not None
-    piece = piece or piece_of(row, itemsize, top_k, each, team.size - 1)
+    piece, direct = _piece(row, itemsize, top_k, each, config, team.size - 1)
     elements = piece.padded * row.columns
     stage = (top_k * itemsize + (team.size - 1) * wire_size) * elements
     own = max(1, chunks.warpgroups // team.size)

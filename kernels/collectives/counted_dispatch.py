@@ -34,16 +34,13 @@ from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_tables import LANES, Shape, Tables
+from stretto.kernels.collectives.counted_layout import COUNTS_BYTES, COUNTS_SLOTS, Layout
 from stretto.kernels.collectives.token_tables import Row, everyones, load, of_device
-from stretto.kernels.problem.routing import NONE
 
 MOST_VECTORS = 16
 """Of `LANES` entries of a chunk: a thread holds an entry of each, and its place, in registers."""
 MOST_EXPERTS = 512
 SMEM_BYTES = 220_000
-COUNTS_BYTES = 32_768
-"""Of a slot for counts of chunks."""
-COUNTS_SLOTS = 2
 
 
 def obstacle(
@@ -102,7 +99,7 @@ def dispatch(
     shape = Shape.of(team.size, ceil_div(tokens, blocks), top_k, num_experts)
     most = _slots(shape, row.padded_bytes(x.dtype.itemsize))
     slots = max(2, min(slots, most, team.size * shape.tokens))
-    how = _How(
+    how = Layout(
         team=team,
         row=row,
         tokens=tokens,
@@ -142,62 +139,10 @@ def dispatch(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _How:
-    """What is known before there is any memory.
-
-    Attributes:
-      slots: tokens of a block on their way at once.
-      stores: tokens of a block whose stores may be unfinished when the next one's begin.
-      tables: the sizes of a chunk's tables.
-    """
-
-    team: Team
-    row: Row
-    tokens: int
-    num_blocks: int
-    slots: int
-    stores: int
-    tables: Shape
-
-    def in_chunks(self, expert_index: jax.Array) -> jax.Array:
-        """`[tokens, top_k]` -> `[num_blocks, vectors, LANES]`."""
-        missing = self.num_blocks * self.tables.tokens - self.tokens
-        index = jnp.pad(expert_index, ((0, missing), (0, 0)), constant_values=NONE)
-        index = index.reshape(self.num_blocks, self.tables.entries)
-        missing = self.tables.vectors * LANES - self.tables.entries
-        index = jnp.pad(index, ((0, 0), (0, missing)), constant_values=NONE)
-        return index.reshape(self.num_blocks, self.tables.vectors, LANES)
-
-    def of_chunks(self, positions: jax.Array) -> jax.Array:
-        """`[num_blocks, vectors, LANES]` -> `[tokens, top_k]`."""
-        flat = positions.reshape(self.num_blocks, -1)[:, : self.tables.entries]
-        return flat.reshape(-1, self.tables.top_k)[: self.tokens]
-
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Shared memory and barriers, by name."""
-        shape, experts = self.tables, (self.tables.expert_vectors, LANES)
-        entries = (self.team.size, shape.vectors, LANES)
-        together = shape.chunks_within(self.num_blocks, COUNTS_BYTES)
-        return dict(
-            entries=plgpu.SMEM(entries, jnp.int32),
-            entries_arrived=plgpu.Barrier(num_barriers=self.team.size),
-            places=plgpu.SMEM(entries, jnp.int32),
-            own_positions=plgpu.SMEM(entries[1:], jnp.int32),
-            own_counts=plgpu.SMEM(experts, jnp.int32),
-            sums=plgpu.SMEM((2, *experts), jnp.int32),
-            firsts=plgpu.SMEM((self.team.size, *experts), jnp.int32),
-            counts_of=plgpu.SMEM((COUNTS_SLOTS, together, *experts), jnp.int32),
-            counts_arrived=plgpu.Barrier(num_barriers=COUNTS_SLOTS),
-            buffers=plgpu.SMEM((self.slots, self.row.padded, self.row.columns), dtype),
-            arrived=plgpu.Barrier(num_barriers=self.slots),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Block:
     """A block, in the kernel."""
 
-    how: _How
+    how: Layout
     x: Any
     index: Any
     rows: Any

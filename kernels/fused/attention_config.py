@@ -123,12 +123,22 @@ def obstacle(
     q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int, tiles: AttentionTiles
 ) -> str | None:
     """Why the kernel cannot attend with q, `[batch, tokens, heads, dim]`; None if it can."""
-    _, tokens, _, dim = q.shape
+    tokens = (q.shape[1], ROWS)
+    return not_taken(q) or not_whole(chunks, tokens=tokens, kv_tokens=(kv_tokens, tiles.tile_k))
+
+
+def not_taken(q: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+    """Why kernels of attention take no operands of q's type and head size; None if they do."""
     if str(q.dtype) not in TYPES:
         return f"the kernel takes {' and '.join(TYPES)}, not {q.dtype}."
-    if dim not in DIMS:
-        return f"the kernel takes heads of size {' and '.join(map(str, DIMS))}, not {dim}."
-    for name, count, multiple in (("tokens", tokens, ROWS), ("kv_tokens", kv_tokens, tiles.tile_k)):
+    if q.shape[3] not in DIMS:
+        return f"the kernel takes heads of size {' and '.join(map(str, DIMS))}, not {q.shape[3]}."
+    return None
+
+
+def not_whole(chunks: int, **counts: tuple[int, int]) -> str | None:
+    """Why (tokens of a device, multiple of a chunk) do not fill tiles, by name; None if they do."""
+    for name, (count, multiple) in counts.items():
         if count % (chunks * multiple):
             return (
                 f"{name}={count} of a device must be a multiple of {chunks * multiple},"

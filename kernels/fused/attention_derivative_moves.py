@@ -24,7 +24,7 @@ from stretto.kernels.engine.attention.derivative_shares import BlockOrder
 from stretto.kernels.engine.attention.seeing import Seeing
 from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.fuse import Refs
-from stretto.kernels.engine.hopper.attention.config import DIMS, ROWS
+from stretto.kernels.engine.hopper.attention.config import ROWS
 from stretto.kernels.engine.hopper.attention.derivative_config import (
     DEFAULT,
     PIECE,
@@ -33,24 +33,13 @@ from stretto.kernels.engine.hopper.attention.derivative_config import (
     queries_of_tile,
 )
 from stretto.kernels.engine.parts import Ref, Tile
-from stretto.kernels.fused.attention_config import TYPES, Sequence
+from stretto.kernels.fused.attention_config import Sequence, not_taken, not_whole
 
 
 def obstacle(q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int) -> str | None:
     """Why the kernel cannot derive with q, `[batch, tokens, heads, dim]`; None if it can."""
-    _, tokens, _, dim = q.shape
-    if str(q.dtype) not in TYPES:
-        return f"the kernel takes {' and '.join(TYPES)}, not {q.dtype}."
-    if dim not in DIMS:
-        return f"the kernel takes heads of size {' and '.join(map(str, DIMS))}, not {dim}."
-    given = (("tokens", tokens, queries_of_tile(dim)), ("kv_tokens", kv_tokens, DEFAULT.tile_k))
-    for name, count, multiple in given:
-        if count % (chunks * multiple):
-            return (
-                f"{name}={count} of a device must be a multiple of {chunks * multiple},"
-                f" {multiple} for each of its chunks; pad the sequence."
-            )
-    return None
+    tokens = (q.shape[1], queries_of_tile(q.shape[3]))
+    return not_taken(q) or not_whole(chunks, tokens=tokens, kv_tokens=(kv_tokens, DEFAULT.tile_k))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
