@@ -104,7 +104,8 @@ class ColumnParallelLinear(_Linear):
 
     Without `sequence_parallel` x is whole on every device, and nothing is sent. Call the layer on
     whole arrays under a mesh (`jax.set_mesh`), or inside `jax.shard_map` on a device's own arrays.
-    Without a mesh it equals `nnx.Linear`.
+    Without a mesh it equals `nnx.Linear`, if it is created under `nnx.use_eager_sharding(False)`:
+    otherwise Flax refuses parameters that have a sharding and no mesh.
 
     Args:
       in_features, out_features: sizes, over all devices.

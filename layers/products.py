@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from stretto.kernels.operations import epilogues, fp8, matmuls
 from stretto.kernels.problem.epilogue import Epilogue, Form
 from stretto.kernels.problem.epilogues import Function
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla.matmul import matmul
 from stretto.layers.parallel import Parallel
 
@@ -45,6 +46,7 @@ class Types(NamedTuple):
     promote: Promote
 
 
+@by_default_rules
 def columns(
     how: Parallel | None,
     x: jax.Array,
@@ -87,6 +89,7 @@ def columns(
     return tuple(_finished(product, bias, outside) for product, bias in pairs)
 
 
+@by_default_rules
 def gated(
     how: Parallel | None,
     x: jax.Array,
@@ -100,6 +103,7 @@ def gated(
     return activation(opening) * passing
 
 
+@by_default_rules
 def rows(how: Parallel | None, x: jax.Array, weight: Affine, types: Types) -> jax.Array:
     """`reduce_scatter(x @ kernel) + bias`; all-reduced without `sequence_parallel`.
 

@@ -15,11 +15,13 @@ from jax import lax
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.promotion import by_default_rules
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 LAYOUTS = (CONTIGUOUS, ZIGZAG)
 
 
+@by_default_rules
 def to_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     """A whole sequence in the order in which `devices` devices hold it in zigzag.
 
@@ -38,6 +40,7 @@ def to_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     return _joined(jnp.take(chunks, jnp.array(zigzag_order(devices)), axis % x.ndim), x)
 
 
+@by_default_rules
 def from_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     """The inverse of `to_zigzag`: tokens in the order of the sequence.
 
@@ -49,6 +52,7 @@ def from_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     return _joined(jnp.take(chunks, inverse, axis % x.ndim), x)
 
 
+@by_default_rules
 def token_positions(tokens: int, axis_name: AxisNames, *, layout: str = CONTIGUOUS) -> jax.Array:
     """The positions of this device's tokens in the whole sequence, inside `jax.shard_map`.
 

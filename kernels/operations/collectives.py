@@ -24,8 +24,10 @@ from stretto.kernels.operations import other_numbers, trees
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks, node_config
 from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.promotion import by_default_rules
 
 
+@by_default_rules
 def all_gather(
     x: Any,
     axis_name: AxisNames,
@@ -85,6 +87,7 @@ def all_gather(
     return _moved(ALL_GATHER, x, axes, options, backend, config)
 
 
+@by_default_rules
 def reduce_scatter(
     x: Any,
     axis_name: AxisNames,
@@ -124,6 +127,7 @@ def reduce_scatter(
     return _moved(_sums(REDUCE_SCATTER, op), x, axes, options, backend, config)
 
 
+@by_default_rules
 def all_reduce(
     x: Any,
     axis_name: AxisNames,
@@ -164,6 +168,7 @@ def all_reduce(
     return _moved(operation, x, axes, options, backend, config)
 
 
+@by_default_rules
 def all_to_all(
     x: Any,
     axis_name: AxisNames,

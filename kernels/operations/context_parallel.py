@@ -27,8 +27,10 @@ from stretto.kernels.problem import checks
 from stretto.kernels.problem.fields import check_fields
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.problem.promotion import by_default_rules
 
 
+@by_default_rules
 def context_parallel_attention(
     q: jax.Array,
     k: jax.Array,

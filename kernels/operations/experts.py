@@ -24,12 +24,14 @@ from stretto.kernels.operations.expert_checks import (
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.routing import route
 
 DISPATCH = "expert_dispatch"
 
 
+@by_default_rules
 def expert_dispatch(
     x: jax.Array,
     expert_index: jax.Array,
@@ -104,6 +106,7 @@ def expert_dispatch(
     return _served(EXPERT_DISPATCH, (x, routing.positions), axes, options, call), routing
 
 
+@by_default_rules
 def expert_combine(
     rows: jax.Array,
     weights: jax.Array,

@@ -38,6 +38,7 @@ from stretto.kernels.operations.fp8_products import HYBRID, How, Matrices, Recip
 from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.operations.straight_through import Rules
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla import collectives
 from stretto.kernels.xla.matmul import matmul as wide_matmul
 
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 
+@by_default_rules
 def all_gather_matmul(
     x: jax.Array,
     w: jax.Array | Sequence[jax.Array],
@@ -92,6 +94,7 @@ def all_gather_matmul(
     return outs if several else outs[0]
 
 
+@by_default_rules
 def matmul_reduce_scatter(
     x: jax.Array,
     w: jax.Array,
@@ -116,6 +119,7 @@ def matmul_reduce_scatter(
     return straight_through.product(REDUCE, how, tuple(typed_alike(axes, [x, w])))
 
 
+@by_default_rules
 def matmul_all_reduce(
     x: jax.Array,
     w: jax.Array,
@@ -132,6 +136,7 @@ def matmul_all_reduce(
     return straight_through.product(REDUCE, how, tuple(typed_alike(axes, [x, w])))
 
 
+@by_default_rules
 def matmul(
     x: jax.Array,
     w: jax.Array,

@@ -30,9 +30,11 @@ from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.options import GroupedOptions
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla.quantisation import Quantised
 
 
+@by_default_rules
 def grouped_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -70,6 +72,7 @@ def _grouped(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Arra
     return _forward(how, x, w, sizes)[0]
 
 
+@by_default_rules
 def _forward(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
     recipe = how.recipe
     x = zero_beyond(x, sizes)
@@ -78,6 +81,7 @@ def _forward(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[ja
     return out, (to_bits(products.kept(recipe, x, values)), w, sizes)
 
 
+@by_default_rules
 def _backward(how: How, residuals: Any, bar: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     (kept, like), w, sizes = from_bits(residuals)
     dx = times_transposed(how, zero_beyond(bar, sizes), w, sizes, like.dtype)

@@ -17,6 +17,7 @@ from stretto.kernels.operations.perform import typed_alike
 from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.activations import swiglu
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.quantisation import Quantised
 from stretto.kernels.xla.routing import route
@@ -25,6 +26,7 @@ OP = "fp8.mixture_of_experts"
 type Weight = jax.Array | Quantised
 
 
+@by_default_rules
 def mixture_of_experts(
     x: jax.Array,
     expert_index: jax.Array,

@@ -36,6 +36,7 @@ from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.operations.scaled import without_derivative
 from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla import experts as xla
 from stretto.kernels.xla.quantisation import Quantised, dequantise
 
@@ -174,6 +175,7 @@ def output(layer: Layer, operands: Operands) -> jax.Array:
     return layer.combined(out, operands.weights, operands.positions)
 
 
+@by_default_rules
 def forward(layer: Layer, operands: Operands) -> tuple[jax.Array, Any]:
     """The layer, and what its derivative needs."""
     recipe, positions = layer.recipe, operands.positions
@@ -199,6 +201,7 @@ def differentiable(layer: Layer, operands: Operands) -> jax.Array:
     return output(layer, operands)
 
 
+@by_default_rules
 def _backward(layer: Layer, residuals: Any, bar: jax.Array) -> tuple[Operands]:
     """As `mixture_rules.backward` has it, with rows and cotangents in 8 bits."""
     operands, kept, zs = residuals

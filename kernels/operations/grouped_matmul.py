@@ -19,6 +19,7 @@ from stretto.kernels.operations.scaled import Records
 from stretto.kernels.problem import checks, scales
 from stretto.kernels.problem.options import GroupedOptions, MatmulOptions, types_of
 from stretto.kernels.problem.problem import Problem
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.work import Work
 from stretto.kernels.xla import ragged
 
@@ -26,6 +27,7 @@ OP = "grouped_matmul"
 type Operands = tuple[jax.Array, jax.Array, jax.Array]
 
 
+@by_default_rules
 def grouped_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -152,6 +154,7 @@ def _contracted(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, call: Call) ->
 
 
 @_contracted.defjvp
+@by_default_rules
 def _contracted_jvp(call: Call, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Second derivatives: by XLA."""
     lhs, rhs, sizes = primals

@@ -31,8 +31,10 @@ from stretto.kernels.operations import (
 from stretto.kernels.operations.asked import Asked
 from stretto.kernels.operations.gathered import GatherAxis
 from stretto.kernels.problem import node_config, scales
+from stretto.kernels.problem.promotion import by_default_rules
 
 
+@by_default_rules
 def all_gather_matmul(
     lhs: jax.Array,
     rhs: jax.Array | Sequence[jax.Array],
@@ -150,6 +152,7 @@ def all_gather_matmul(
     )
 
 
+@by_default_rules
 def matmul_reduce_scatter(
     lhs: jax.Array | Sequence[jax.Array],
     rhs: jax.Array | Sequence[jax.Array],
@@ -216,6 +219,7 @@ def matmul_reduce_scatter(
     return scaled_sums.reduce(SCALED_REDUCE_SCATTER, lhs, rhs, axes, *of_both, asked, axis=axis)
 
 
+@by_default_rules
 def matmul_all_reduce(
     lhs: jax.Array | Sequence[jax.Array],
     rhs: jax.Array | Sequence[jax.Array],

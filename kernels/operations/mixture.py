@@ -20,6 +20,7 @@ from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks, epilogues
 from stretto.kernels.problem.activations import swiglu
 from stretto.kernels.problem.problem import Types
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.routing import route
 
@@ -27,6 +28,7 @@ OP = "mixture_of_experts"
 type Matrices = jax.Array | tuple[jax.Array, jax.Array]
 
 
+@by_default_rules
 def mixture_of_experts(
     x: jax.Array,
     expert_index: jax.Array,

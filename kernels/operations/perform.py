@@ -18,6 +18,7 @@ from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
 from stretto.kernels.problem import checks, node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla import collectives
 
 
@@ -110,13 +111,14 @@ def run(operands: Arrays, call: Call) -> Arrays:
     if call.operation.forward is None:
         return linear(
             lambda _, xs: launch(xs, call),
-            lambda _, bars: call.operation.backward(call, None, bars),
+            by_default_rules(lambda _, bars: call.operation.backward(call, None, bars)),
             (),
             operands,
         )
     return _run(operands, call)
 
 
+@by_default_rules
 def launch(operands: Arrays, call: Call) -> Arrays:
     """The kernel's results, without any rule for derivatives."""
     if call.split is not None and call.operation.between_nodes is not None:
@@ -140,13 +142,16 @@ def _transpose_of(call: Call) -> Callable[[Arrays, Arrays], Arrays] | None:
     residuals = call.operation.residuals_of
     if residuals is None or getattr(call.options, "epilogue", None) is not None:
         return None
-    return lambda operands, bars: call.operation.backward(call, residuals(operands), bars)
+    return by_default_rules(
+        lambda operands, bars: call.operation.backward(call, residuals(operands), bars)
+    )
 
 
 _run = jax.custom_jvp(launch, nondiff_argnums=(1,))
 
 
 @_run.defjvp
+@by_default_rules
 def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     """Results as for a backward pass, which keeps residuals; and the tangent.
 
@@ -156,11 +161,13 @@ def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     dots, tree = jax.tree.flatten(tangents[0])
     moving = [i for i, dot in enumerate(dots) if dot.dtype != jax.dtypes.float0]
 
+    @by_default_rules
     def tangent(residuals: Any, moved: Sequence[jax.Array]) -> Arrays:
         filled = dict(zip(moving, moved, strict=True))
         whole = [filled[i] if i in filled else _without_type(x) for i, x in enumerate(dots)]
         return _tangent(call, residuals, jax.tree.unflatten(tree, whole))
 
+    @by_default_rules
     def transpose(residuals: Any, bars: Arrays) -> list[jax.Array]:
         found = tree.flatten_up_to(call.operation.backward(call, residuals, bars))
         return [found[i] for i in moving]

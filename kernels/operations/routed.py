@@ -17,6 +17,7 @@ from stretto.kernels.collectives.dispatch import Config
 from stretto.kernels.operation import Axes, Call, Operation
 from stretto.kernels.operations import expert_rules as rules
 from stretto.kernels.operations.perform import perform, run
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.routing import as_int32
 
@@ -110,7 +111,9 @@ def of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:
         positions = primals[1]
         dots = linear(
             lambda positions, dot: run((dot, positions), call),
-            lambda positions, bar: rules.dispatch_backward(combine, call, positions, bar)[0],
+            by_default_rules(
+                lambda positions, bar: rules.dispatch_backward(combine, call, positions, bar)[0]
+            ),
             positions,
             tangents[0],
         )

@@ -23,6 +23,7 @@ from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.primitives.linear import linear
 from stretto.kernels.operation import Arrays
 from stretto.kernels.operations.as_bits import from_bits, to_bits
+from stretto.kernels.problem.promotion import by_default_rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ def _forward(rules: Rules, how: Any, operands: Arrays) -> tuple[Arrays, Any]:
 
 
 @_forward.defjvp
+@by_default_rules
 def _forward_jvp(rules: Rules, how: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """No derivative goes through the rounding of what is kept."""
     (operands,), (dots,) = primals, tangents
@@ -60,11 +62,13 @@ def _forward_jvp(rules: Rules, how: Any, primals: Any, tangents: Any) -> tuple[A
     results, kept = both
     varying = jax.tree.map(varying_axes, results)
 
+    @by_default_rules
     def tangent(residuals: Any, dots: Arrays) -> Arrays:
         wide = functools.partial(rules.wide, how)
         found = jax.jvp(wide, (residuals[0],), (dots,))[1]
         return jax.tree.map(make_varying, found, varying)
 
+    @by_default_rules
     def transpose(residuals: Any, bars: Arrays) -> Arrays:
         operands, bits = residuals
         return _backward(rules, how, operands, from_bits(bits), bars)
@@ -79,6 +83,7 @@ def _backward(rules: Rules, how: Any, operands: Arrays, kept: Any, bars: Arrays)
 
 
 @_backward.defjvp
+@by_default_rules
 def _backward_jvp(rules: Rules, how: Any, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     operands, _, bars = primals
     operands_dot, _, bars_dot = tangents

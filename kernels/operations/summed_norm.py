@@ -33,6 +33,7 @@ from stretto.kernels.operations.perform import (
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.epilogue import at_least_float32
 from stretto.kernels.problem.problem import Problem, Types
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla import collectives
 
 OP = "all_reduce_rms_norm"
@@ -48,6 +49,7 @@ class Options:
     epsilon: Any
 
 
+@by_default_rules
 def all_reduce_rms_norm(
     x: jax.Array,
     residual: jax.Array,

@@ -21,6 +21,7 @@ from stretto.kernels.operations import perform as performing
 from stretto.kernels.problem.epilogue import Fitted, Shape, kind_of, with_arrays
 from stretto.kernels.problem.machine import BLACKWELL, Machine
 from stretto.kernels.problem.options import MatmulOptions
+from stretto.kernels.problem.promotion import by_default_rules
 
 LARGEST_ITEM = 4  # bytes
 
@@ -157,6 +158,7 @@ def _run(operands: Arrays, call: Call) -> Arrays:
 
 
 @_run.defjvp
+@by_default_rules
 def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     return jax.jvp(functools.partial(_composed, call=call), primals, tangents)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.scales import BLOCK, FP8
 
 OP = "quantise"
@@ -27,6 +28,7 @@ class Quantised(NamedTuple):
     scale: jax.Array
 
 
+@by_default_rules
 def quantise(
     x: jax.Array,
     granularity: Literal["tensor", "row", "block"] = "row",

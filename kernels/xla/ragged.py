@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.primitives.batching import mapped
+from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla.matmul import accumulator_dtype
 
 type Operands = tuple[jax.Array, jax.Array, jax.Array]
@@ -55,6 +56,7 @@ def _over_rows(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     return _mapped(_contraction, (lhs, rhs, sizes), _transpose_of_contraction)
 
 
+@by_default_rules
 def _product(operands: Operands) -> jax.Array:
     lhs, rhs, sizes = operands
     wide = accumulator_dtype(lhs.dtype)
@@ -64,6 +66,7 @@ def _product(operands: Operands) -> jax.Array:
     return jnp.where((jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None], out, 0)
 
 
+@by_default_rules
 def _contraction(operands: Operands) -> jax.Array:
     lhs, rhs, sizes = operands
     wide = accumulator_dtype(lhs.dtype)
