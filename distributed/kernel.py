@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import handshake, residency, semaphores, simulating
+from stretto.distributed import arguments, handshake, residency, semaphores, simulating
 from stretto.distributed.devices import clique
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.handshake import Handshake
@@ -88,19 +88,17 @@ def launch(
 
     Raises:
       ValueError: a number of blocks that cannot be resident together, or that are not whole
-        clusters; `waiting_warps` that is negative or without a team; bulk stores that may continue
-        past an edge (`windows`); a body that calls `lax.axis_index` of a mesh axis.
+        clusters; `waiting_warps` that is negative or without a team; an array without elements; a
+        name that is given twice or that is the launch's own; bulk stores that may continue past an
+        edge (`windows`); a body that calls `lax.axis_index` of a mesh axis.
+      TypeError: an argument of another type than the above.
       NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
-    _check_resident(name, num_blocks, cluster)
-    _check_widths(name, operands, out_type, symmetric)
-    if waiting_warps < 0 or (waiting_warps and team is None):
-        raise ValueError(
-            f"kernel {name}: waiting_warps={waiting_warps} must not be negative, and needs a"
-            " team to wait for."
-        )
     arrays = dict(semaphore_arrays or {})
     scratch = dict(scratch or {})
+    arguments.check_names(name, team, arrays, scratch)
+    arguments.check_counts(name, num_blocks, cluster, num_threads, waiting_warps, team)
+    arguments.check_arrays(name, operands, out_type, symmetric)
     together = team is not None and not team.is_alone
     around = together and not waiting_warps
     opens_itself = heap.is_wanted() and residency.leaves_room(num_blocks)
@@ -233,29 +231,3 @@ def _compiler_params(given: plgpu.CompilerParams | None, opens_itself: bool) -> 
 
 def _when(condition: jax.Array, fun: Callable[[], None]) -> None:
     lax.cond(condition, lambda: fun(), lambda: None)
-
-
-def _check_widths(name: str, *groups: Sequence[Any]) -> None:
-    for kind, group in zip(("operand", "result", "symmetric buffer"), groups, strict=True):
-        for index, x in enumerate(group):
-            if x.dtype.itemsize > 4:
-                raise NotImplementedError(
-                    f"kernel {name}: {kind} {index} is {x.dtype}; elements must not be wider than"
-                    " 32 bits. Cast it, or pass two words of each with"
-                    " lax.bitcast_convert_type(x, jnp.uint32)."
-                )
-
-
-def _check_resident(name: str, num_blocks: int, cluster: int) -> None:
-    if cluster < 1 or num_blocks % cluster:
-        raise ValueError(
-            f"kernel {name}: num_blocks={num_blocks} must be a multiple of cluster={cluster}, which"
-            " must be at least 1."
-        )
-    limit = residency.num_multiprocessors()
-    if not 1 <= num_blocks <= limit:
-        raise ValueError(
-            f"kernel {name}: num_blocks={num_blocks} must be between 1 and {limit}, the number of"
-            " multiprocessors that it may fill: its blocks wait for each other and must all be"
-            " resident."
-        )

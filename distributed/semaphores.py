@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -34,13 +35,27 @@ class SemaphoreArray:
 
     `local` semaphores are signalled by blocks of their own device only, which is cheaper ("gpu"
     scope in place of "sys"). Those with a `heap_word` are in the `heap` at that word, and keep the
-    values of the previous launch.
+    values of the previous launch. An array may be empty, such as one of `team.size - 1` on one
+    device.
+
+    Raises:
+      ValueError: `shape` is no tuple of integers, or one of them is negative.
     """
 
     shape: tuple[int, ...] = ()
     _: dataclasses.KW_ONLY
     local: bool = False
     heap_word: int | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if not (
+            isinstance(shape, tuple) and all(isinstance(x, Integral) and x >= 0 for x in shape)
+        ):
+            raise ValueError(
+                f"SemaphoreArray({shape!r:.60}): the shape must be a tuple of integers, none of"
+                " them negative; () is one semaphore."
+            )
 
     @property
     def size(self) -> int:
@@ -134,7 +149,9 @@ def allocate(
 
     With `awaits_start` waits for them are for devices to start, which may take longer.
     """
-    if spec.heap_word is None:
+    if spec.size == 0:
+        ref = None  # Of which no element can be named.
+    elif spec.heap_word is None:
         ref = pl.get_global(plgpu.SemaphoreType.REGULAR(spec.shape))
         marks.name_semaphores(ref, name)
     else:

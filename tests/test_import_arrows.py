@@ -141,9 +141,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "semaphores": {"memory", "primitives", "private_jax", "settings", "team"},
         "handshake": {"memory", "semaphores", "team"},
         "kernel": {  # not the simulator: a program that does not simulate does not import it
-            *("devices", "handshake", "memory", "primitives", "residency", "semaphores"),
-            *("simulating", "team", "tools"),
+            *("arguments", "devices", "handshake", "memory", "primitives", "residency"),
+            *("semaphores", "simulating", "team", "tools"),
         },
+        "arguments": {"residency", "semaphores", "team"},
         "residency": {"compiling", "settings", "simulating"},
         "posting": {"devices", "kernel", "memory", "primitives", "residency", "settings", "team"},
         "simulator": {

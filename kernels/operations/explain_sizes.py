@@ -68,7 +68,8 @@ def explain_sizes(
         rows of one device's operand, of n elements each.
 
     Raises:
-      ValueError: an unknown operation, type or size, or one that is missing or not positive.
+      ValueError: an unknown operation, type or size, or one that is missing, not positive, or no
+        multiple of the devices that split it.
     """
     record = OPERATIONS.get(operation)
     if record is None:
@@ -102,6 +103,13 @@ def _check_sizes(record: Operation, devices: int, sizes: dict[str, Any]) -> None
     for name, value in {**sizes, "devices": devices}.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{record.name}: {name}={value!r} must be a whole number above 0.")
+    of_whole = "k" in record.sizes  # Of a collective they are one device's.
+    for name, size, divisor in record.examples.needs(sizes, devices) if of_whole else ():
+        if size % divisor:
+            raise ValueError(
+                f"{record.name}: {name}={size} must be a multiple of {divisor}, since devices have"
+                " equal parts; take the size that a call is padded to."
+            )
 
 
 def _type_name(name: str) -> str:

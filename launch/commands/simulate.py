@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +140,9 @@ def _check(options: argparse.Namespace) -> None:
     for name, value in counts:
         if value < 1:
             raise LaunchError(f"{name} {value} must be at least 1")
+    trace = options.trace
+    if trace is not None and (trace.is_dir() or not os.access(trace.parent, os.W_OK)):
+        raise LaunchError(f"--trace {trace} cannot be written; give a file in a folder that can")
 
 
 def _tell(report: Report, *, among_others: bool) -> None:

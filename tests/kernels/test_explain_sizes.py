@@ -57,6 +57,7 @@ def test_other_operations_types_and_machines(one_entry):
         (dict(operation="all_reduce", m=1), "all_reduce has the sizes m, n, and m are given"),
         (dict(operation="all_reduce", m=0, n=1), "m=0 must be a whole number above 0"),
         (dict(operation="all_reduce", m=1, n=1, dtype="real"), "dtype='real' is no type"),
+        (dict(operation="all_gather_matmul", m=8, k=8, n=7), "n=7 must be a multiple of 4, since"),
     ],
 )
 def test_bad_input(arguments, said):

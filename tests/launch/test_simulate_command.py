@@ -214,6 +214,12 @@ def test_counts_below_one_are_refused(capsys, option):
         assert capsys.readouterr().err == line
 
 
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(capsys, tmp_path):
+    for path in (tmp_path, tmp_path / "missing" / "trace.json"):
+        assert cli.main(["simulate", "--trace", str(path), "script.py"]) == 2
+        assert f"--trace {path} cannot be written; give a file" in capsys.readouterr().err
+
+
 def test_the_script_s_own_exception_is_shown_as_python_shows_it(run, tmp_path):
     done = run(text="def fail():\n    1 / 0\n\nfail()\n")
     plain = subprocess.run(
