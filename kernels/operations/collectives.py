@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.collectives import by_heap, exchange, summation
@@ -104,10 +105,15 @@ def reduce_scatter(
     order of the devices, and rounds once. With `op` "max" or "min" the largest or smallest.
 
     Args, raises, synchronisation: as for `all_reduce`; also ValueError where the array's axis is
-    not a multiple of D.
+    not a multiple of D, and for a sum of bools.
     """
     name, axes = "reduce_scatter", canonical_axes(axis_name)
     rules.check_op(name, op)
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(x)]
+    if op == "sum" and jnp.dtype(bool) in dtypes:
+        raise ValueError(
+            f"{name}: x is bool, which has no sum of its type; cast it, or pass op='max'."
+        )
     if trees.is_tree(x):
         return trees.move(
             name,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,9 +36,9 @@ def sharded(
       operation: a public operation over a team, such as `stretto.all_gather_matmul`.
       mesh: by default that of the operands, or the enclosing one (`jax.set_mesh`).
       in_specs: the sharding of each operand, in the order of `operation`'s parameters, a spec each
-        (for a tuple of matrices, a tuple), then of other arrays that are passed by name, such as
-        biases. By default that of their types, on a
-        mesh of `AxisType.Explicit`, or of the arrays outside of `jax.jit`.
+        (or, for a tuple of matrices or another tree, a tree of specs), then of other arrays that
+        are passed by name, such as biases. By default that of their types, on a mesh of
+        `AxisType.Explicit`, or of the arrays outside of `jax.jit`.
       out_specs: the sharding of the results; for the matmuls and the operations on experts, by
         default derived from the operands.
 
@@ -143,24 +144,60 @@ def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:
     return out
 
 
-def _specs(record: Operation, operands: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
-    """A spec of each operand, with an entry for each dimension."""
+def _specs(record: Operation, operands: Sequence[Any], given: Any) -> list[Any]:
+    """A spec of each operand, with an entry for each dimension.
+
+    Raises:
+      ValueError: `given` are not those of the operands, or an operand's sharding is not known.
+    """
+    if missing := [str(i) for i, xs in enumerate(operands) if xs is None]:
+        raise ValueError(f"{record.name}: operand {', '.join(missing)} is None; pass an array.")
     if given is None:
-        return [jax.tree.map(lambda x: _whole(_sharding(record, x).spec, x), xs) for xs in operands]
+        return [
+            jax.tree.map(lambda x: _whole(record, _sharding(record, x).spec, x), xs)
+            for xs in operands
+        ]
+    if isinstance(given, P) or not isinstance(given, tuple | list):
+        raise ValueError(
+            f"{record.name}: in_specs={given!r:.60} must be a tuple, with a spec for each of the"
+            f" {len(operands)} operands."
+        )
     if len(given) != len(operands):
         raise ValueError(
             f"{record.name}: in_specs has {len(given)} specs for {len(operands)} operands."
         )
     return [
-        jax.tree.map(lambda x, spec=spec: _whole(spec, x), xs)
-        if isinstance(spec, P)
-        else tuple(_whole(s, x) for s, x in zip(spec, xs, strict=True))
-        for spec, xs in zip(given, operands, strict=True)
+        _specs_of(record, i, spec, xs)
+        for i, (spec, xs) in enumerate(zip(given, operands, strict=True))
     ]
 
 
-def _whole(spec: P, x: jax.Array) -> P:
-    return P(*spec, *[None] * (x.ndim - len(spec)))
+def _specs_of(record: Operation, index: int, spec: Any, xs: Any) -> Any:
+    """A spec of each array of an operand, by one for all of them or by a tree of specs."""
+    if isinstance(spec, P):
+        return jax.tree.map(lambda x: _whole(record, spec, x), xs)
+    spec = tuple(spec) if isinstance(spec, list) else spec
+    leaves, tree = jax.tree.flatten(spec, is_leaf=lambda one: isinstance(one, P))
+    if tree != jax.tree.structure(xs) or not all(isinstance(one, P) for one in leaves):
+        raise ValueError(
+            f"{record.name}: in_specs[{index}]={spec!r:.60} must be a PartitionSpec or, for an"
+            " operand of several arrays, a tree of one for each."
+        )
+    return jax.tree.unflatten(
+        tree,
+        [_whole(record, one, x) for one, x in zip(leaves, jax.tree.leaves(xs), strict=True)],
+    )
+
+
+def _whole(record: Operation, spec: P, x: Any) -> P:
+    """`spec` with an entry for each dimension of `x`."""
+    missing = np.ndim(x) - len(spec)
+    if missing < 0:
+        raise ValueError(
+            f"{record.name}: the spec {spec} has more entries than its operand of shape"
+            f" {np.shape(x)} has dimensions."
+        )
+    return P(*spec, *[None] * missing)
 
 
 def _sharding(record: Operation, x: Any) -> NamedSharding:
@@ -168,6 +205,11 @@ def _sharding(record: Operation, x: Any) -> NamedSharding:
     found = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     if not isinstance(found, NamedSharding):
         found = jax.typeof(x).sharding
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"{record.name}: stretto.sharded takes whole arrays, and inside jax.shard_map an"
+                f" operand of shape {x.shape} is a device's part; call the operation itself there."
+            )
         if not found.mesh.explicit_axes:
             raise ValueError(
                 f"{record.name}: how an operand of shape {x.shape} lies on the mesh is not known"

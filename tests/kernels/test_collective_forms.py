@@ -155,6 +155,8 @@ def test_bad_input():
         (lambda x: st.all_reduce([x, 1.0], "x"), "x=1.0 is of type float; it must be an array"),
         (lambda x: st.all_gather(x, "x", axis=3, tiled=False), "axis=3 is out of range for a res"),
         (lambda x: st.reduce_scatter([x, x[:3]], "x"), "dimension 0=3 must be a multiple of"),
+        (lambda x: st.reduce_scatter(x > 0, "x"), "x is bool, which has no sum of its type"),
+        (lambda x: st.reduce_scatter([x, x > 0], "x"), "x is bool, which has no sum of its type"),
     ]:
         with pytest.raises(ValueError, match=said):
             on_devices(call, drawn(4, 4))

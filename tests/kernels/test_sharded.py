@@ -149,6 +149,44 @@ def test_what_is_missing_is_named():
         st.sharded(st.grouped_matmul)
 
 
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (P("tp", None), r"in_specs=P\('tp', None\) must be a tuple, with a spec for each of the 2"),
+        (("tp", P()), r"in_specs\[0\]='tp' must be a PartitionSpec"),
+        ((None, P()), r"in_specs\[0\]=None must be a PartitionSpec"),
+        ((P("tp"), (P(),)), r"in_specs\[1\]=\(P\(\),\) must be a PartitionSpec or, for an operand"),
+        ((P("tp", *[None] * 4), P()), "has more entries than its operand of shape"),
+    ],
+)
+def test_specs_that_are_none_of_the_operands(specs, message):
+    mesh = mesh_of(AxisType.Auto)
+    x, w = operands(mesh, P("tp"), P())
+    with pytest.raises(ValueError, match=message):
+        st.sharded(st.all_gather_matmul, mesh=mesh, in_specs=specs)(x, w, "tp")
+
+
+def test_a_tree_of_specs_and_a_number():
+    mesh = mesh_of(AxisType.Auto)
+    x, _ = operands(mesh, P("tp"), P())
+    total = st.sharded(st.all_reduce, mesh=mesh, in_specs=({"x": P(), "one": P()},), out_specs=P())(
+        {"x": x, "one": 1.0}, "tp"
+    )
+    np.testing.assert_array_equal(np.asarray(total["x"]), mesh.shape["tp"] * np.asarray(x))
+    assert total["one"] == mesh.shape["tp"]
+
+
+def test_a_call_inside_shard_map_is_told_so():
+    mesh = mesh_of(AxisType.Auto)
+    x, w = operands(mesh, P("tp"), P())
+    call = st.sharded(st.all_gather_matmul)
+    body = jax.shard_map(
+        lambda x, w: call(x, w, "tp"), mesh=mesh, in_specs=(P("tp"), P()), out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"takes whole arrays, and inside jax\.shard_map"):
+        jax.jit(body)(x, w)
+
+
 GATHER, SCATTER, SUM = st.all_gather_matmul, st.matmul_reduce_scatter, st.matmul_all_reduce
 
 
