@@ -54,8 +54,11 @@ def recorded(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
       **options: of `jax.jit`; `compiler_options` are added to those that record.
 
     Raises:
+      TypeError: `fun` is no function.
       NotImplementedError: at its first call, where a kernel in it reads its peers' operands.
     """  # noqa: E501
+    if not callable(fun):
+        raise TypeError(f"recorded: fun={fun!r:.60} is of type {type(fun).__name__}, no function.")
     given = options.pop("compiler_options", None) or {}
 
     @functools.cache

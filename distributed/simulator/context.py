@@ -31,7 +31,7 @@ from stretto.distributed.simulator.reports.errors import (
 )
 from stretto.distributed.simulator.reports.report import Report
 from stretto.distributed.simulator.reports.trace import Trace
-from stretto.distributed.simulator.settings import Settings, schedule_of
+from stretto.distributed.simulator.settings import Settings, check_integers, schedule_of
 from stretto.distributed.simulator.state.cost_model import CostModel
 from stretto.distributed.simulator.state.mesh import DeviceMesh
 from stretto.distributed.targets import target_of
@@ -143,8 +143,9 @@ def simulate(
       SimulationError: a kernel deadlocked, raced, or has another finding.
       ValueError: an unknown setting.
     """
-    if core_count < 1:
-        raise ValueError(f"core_count={core_count} must be at least 1.")
+    check_integers(
+        seed=seed, core_count=core_count, resident_blocks=resident_blocks, max_steps=max_steps
+    )
     gpu = target_of(target)
     order = "time" if cost_model is not None else schedule_of(seed, schedule)
     report = Report(seed=seed, schedule=order, from_the_end=from_the_end)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
 from stretto.distributed.simulator.machine import Limits
 from stretto.distributed.simulator.reports.trace import Trace
@@ -15,6 +16,19 @@ from stretto.distributed.simulator.state.mail import Mail
 
 ROTATION = ("pct", "random")
 """The schedules that take turns under "rotating": what one rarely finds the other often does."""
+
+
+def check_integers(**named: Any) -> None:
+    """Raises ValueError unless all are integers, and all but the seed at least 1; None is none."""
+    for name, value in named.items():
+        if value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(
+                f"{name}={value!r:.60} is of type {type(value).__name__}; it must be an integer."
+            )
+        if name != "seed" and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
 
 
 def schedule_of(seed: int, schedule: str = "rotating") -> str:
@@ -44,8 +58,10 @@ class Settings:
             raise ValueError(f"schedule={self.schedule!r} is not one of {known}.")
         if self.on_finding not in ("raise", "record"):
             raise ValueError(f'on_finding={self.on_finding!r} is neither "raise" nor "record".')
-        if self.limits.resident_blocks < 1:
-            raise ValueError(f"resident_blocks={self.limits.resident_blocks} must be at least 1.")
+        if not self.rendezvous_timeout > 0:
+            raise ValueError(
+                f"rendezvous_timeout={self.rendezvous_timeout} must be a number of seconds above 0."
+            )
 
     def for_launch(self, kernel: str, number: int) -> Settings:
         """The settings of the `number`-th launch of a kernel: each has an order of its own."""

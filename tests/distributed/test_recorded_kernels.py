@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from stretto.distributed import xla_flags
+from stretto.distributed.recording import recorded
 from stretto.distributed.tools import aot
 from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
 
@@ -95,3 +96,8 @@ def test_other_flags_are_kept() -> None:
     xla_flags.exclude_kernels_from_command_buffers(environ)
     xla_flags.exclude_kernels_from_command_buffers(environ)
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {NO_RECORDED_KERNELS}"
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="recorded: fun=3 is of type int, no function"):
+        recorded(3)  # pyright: ignore[reportArgumentType]

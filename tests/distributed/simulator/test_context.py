@@ -265,6 +265,10 @@ def test_step_limit():
         ({"on_finding": "ignore"}, "on_finding='ignore'"),
         ({"resident_blocks": 0}, "resident_blocks=0 must be at least 1"),
         ({"core_count": 0}, "core_count=0 must be at least 1"),
+        ({"max_steps": 0}, "max_steps=0 must be at least 1"),
+        ({"seed": "a"}, "seed='a' is of type str; it must be an integer"),
+        ({"core_count": 2.0}, "core_count=2.0 is of type float"),
+        ({"rendezvous_timeout": float("nan")}, "rendezvous_timeout=nan must be a number of sec"),
     ],
 )
 def test_bad_settings(settings, message):
