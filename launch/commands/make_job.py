@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -64,6 +65,8 @@ def make_job(
     plan = layout.plan(chosen.hosts, chosen.platform, per)
     _check_nccl(plan, known)
     one_machine = set(plan.hosts) == {"localhost"}
+    if one_machine:
+        _check_interface(options.interface)
     starter = launchers.choose(options.launcher, environ, one_machine=one_machine)
     passed_on = environment.forwarded(environ)
     passed_on.pop(environment.CPU_DEVICES, None)  # the layout says, unless --env does
@@ -98,6 +101,16 @@ def make_job(
         folder=folder,
     )
     return job, _devices_line(plan, chosen)
+
+
+def _check_interface(name: str | None) -> None:
+    """Refuse an interface that this machine lacks; a job on it alone never asks for its address."""
+    known = [known for _, known in socket.if_nameindex()]
+    if name is not None and name not in known:
+        raise LaunchError(
+            f"--interface {name}: this machine has no such network interface; it has "
+            f"{', '.join(known)}"
+        )
 
 
 def _say(text: str) -> None:

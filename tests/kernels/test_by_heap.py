@@ -275,6 +275,8 @@ def test_a_recorded_program_has_no_place_for_kernels_that_read_their_peers():
         checks.same_bits(np.asarray(scattered), x.sum(0))
         assert report.launches == 3  # It was XLA's.
         with pytest.raises(NotImplementedError, match=r"stretto\.recorded has no place for it"):
+            program(lambda x: arrays.reduce_scatter(x[0], axes=("x",), axis=0)).lower(x)
+        with pytest.raises(NotImplementedError, match=r"stretto\.recorded has no place for it"):
             program(lambda x: arrays.reduce_scatter(x[0], axes=("x",), axis=0))(x)
     assert not recording.is_active()
 

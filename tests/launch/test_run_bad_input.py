@@ -58,6 +58,11 @@ def test_a_folder_is_no_script(capfd, tmp_path):
     assert "is no file; give the path" in refused(capfd, "-n", "2", str(tmp_path))
 
 
+def test_an_interface_that_this_machine_lacks(capfd, script):
+    line = refused(capfd, "-n", "2", "--platform", "cpu", "--interface", "ib7", script)
+    assert "--interface ib7: this machine has no such network interface; it has lo" in line
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
