@@ -35,6 +35,7 @@ class Kernel:
       obstacle: why the kernel cannot serve a problem, None if it can.
       default: the configuration for a problem that no table has.
       candidates: what the tuner tries for a problem, or for all, given None; likely ones first.
+      fitted: (configuration that was fastest at near sizes, problem) -> the one for this problem.
       fused_from: bytes of one device's operand from which on the kernel is the faster one, for a
         kernel that only moves; None where `choice.costs` estimates both times.
       untried: it was never timed beside XLA on several GPUs: `auto` uses it only where a table
@@ -58,6 +59,7 @@ class Kernel:
     obstacle: Callable[[Problem], str | None]
     default: Callable[[Problem], Any]
     candidates: Callable[[Problem | None], Iterator[Any]]
+    fitted: Callable[[Any, Problem], Any] = lambda config, problem: config
     fused_from: int | None = None
     untried: bool = False
     recorded_to: int | None = None

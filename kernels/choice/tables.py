@@ -248,7 +248,7 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
         reason=f"the fused kernel should take {_percent(ratio)} of XLA's time, by the nearest"
         f" shapes in the table, {shapes}",
         kernel=kernel,
-        config=config if distance <= NEAR else kernel.default(problem),
+        config=kernel.fitted(config, problem) if distance <= NEAR else kernel.default(problem),
     )
 
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import stretto.kernels.engine.blackwell.matmul as blackwell
 import stretto.kernels.engine.hopper.matmul as hopper
-from stretto.distributed.schedule import ceil_div
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
 from stretto.kernels.engine.hopper import tile_config as hopper_tiles
 from stretto.kernels.engine.mainloop import Mainloop
 from stretto.kernels.engine.parts import Product
 from stretto.kernels.engine.shared_memory import row_elements
+from stretto.kernels.engine.waves import Result
 from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.scales import Granularity
@@ -32,8 +32,8 @@ class Tiles(NamedTuple):
       adding: for results that are added up across devices, the likely ones first.
       adding_wide: for those of them in float32.
       adding_large: for other results that are added up, where `large` has no room for addends.
-      adding_deep: the same with more stages, and narrower: for results whose tiles fill the
-        multiprocessors as well. None where an architecture has none.
+      adding_deep: the same with more stages, and narrower. None where an architecture has none.
+      gathering: what all-gather matmuls choose among beside those of large ones.
       tall, tall_adding: for many rows, which fill them: as `large`, and for results that are added
         up. On Blackwell two blocks make such a tile together, on Hopper three warpgroups. None
         where an architecture has none.
@@ -50,6 +50,7 @@ class Tiles(NamedTuple):
     tall_rows: int = 0
     adding_large: TileConfig | None = None
     adding_deep: TileConfig | None = None
+    gathering: tuple[TileConfig, ...] = ()
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
@@ -63,28 +64,21 @@ class Tiles(NamedTuple):
     def adding_for(
         self, rows: int, *, wide: bool, columns: int, devices: int, multiprocessors: int
     ) -> TileConfig:
-        """The same of results that are added up, of `devices` times `rows`; `wide` are float32."""
+        """The same of results that are added up, of `devices` times `rows`; `wide` are float32.
+
+        Of those with an `adding_deep`, whichever tiles fill the multiprocessors best.
+        """
         if self.tall_adding is not None and self._suits(self.tall_adding, rows):
             return self.tall_adding
         # Addends in float32 do not fit into the registers of Hopper beside a tile of 256 columns.
         large = self.adding_wide if wide else self.adding_large or self.large
         if wide or self.adding_deep is None:
             return large
-
-        def time(tile: TileConfig) -> int:
-            tiles = devices * ceil_div(rows, tile.tile_m) * ceil_div(columns, tile.tile_n)
-            return ceil_div(tiles, multiprocessors) * tile.tile_m * tile.tile_n
-
-        is_filled = time(self.adding_deep) <= DEEP_COSTS * time(large)
-        return self.adding_deep if is_filled else large
+        result = Result(shards=devices, rows=rows, columns=columns, multiprocessors=multiprocessors)
+        return min(self.adding_deep, large, self.narrow, key=result.time)
 
     def _suits(self, tall: TileConfig, rows: int) -> bool:
         return rows >= self.tall_rows and _fill(tall, rows)
-
-
-DEEP_COSTS = 1.02
-"""What the waves of `adding_deep` may take, of those of large tiles. On two H200s it took 0.97 to
-1.00 of the time where its waves take 0.96 to 1.00, and 1.10 where they take 1.12."""
 
 
 def _fill(tile: TileConfig, rows: int) -> bool:
@@ -100,6 +94,7 @@ TILES = {
         adding=(hopper_tiles.NARROW, hopper_tiles.LARGE, hopper_tiles.WIDE_RESULT),
         adding_wide=hopper_tiles.WIDE_RESULT,
         adding_deep=hopper_tiles.WIDE_RESULT,
+        gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW),
     ),
     BLACKWELL: Tiles(
         large=blackwell_tiles.LARGE,

@@ -15,6 +15,7 @@ from stretto.kernels.engine.architectures import (
 )
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.shared_memory import SMEM_BYTES, SWIZZLE_BYTES
+from stretto.kernels.engine.waves import Result
 from stretto.kernels.fused.obstacles import check_pull_slots, check_unfused
 from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
@@ -81,6 +82,28 @@ class AddConfig:
                 needed += scales_bytes(tile, problem) if problem is not None else 0
                 if needed <= SMEM_BYTES:
                     yield config
+
+
+FITTED_MARGIN = 0.02
+"""By which tiles must be faster to serve in place of those that were fastest at near sizes."""
+
+
+def fitted[C: AddConfig](config: C, problem: Problem) -> C:
+    """What was fastest at other sizes, but with the tiles of these where they are faster here."""
+    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
+    if config.unfused or not is_known:
+        return config
+    result = Result(
+        shards=problem.devices,
+        rows=ceil_div(problem.sizes["m"], problem.devices),
+        columns=problem.sizes["n"],
+        multiprocessors=problem.machine.multiprocessors,
+    )
+    best = default_tiles(problem)
+    if result.time(best) >= (1 - FITTED_MARGIN) * result.time(config.tiles):
+        return config
+    slots = type(config).pull_slots  # More of them may have no room beside other tiles.
+    return dataclasses.replace(config, tiles=best, pull_slots=slots)
 
 
 def default_tiles(problem: Problem) -> TileConfig:

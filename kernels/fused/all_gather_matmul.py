@@ -29,9 +29,17 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import PullPlan
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import TileConfig, tiles_for
+from stretto.kernels.engine.architectures import tiles_for
 from stretto.kernels.engine.scales import Scaling
-from stretto.kernels.fused import beside, copied, gathering, obstacles, row_blocks, unfused
+from stretto.kernels.fused import (
+    beside,
+    copied,
+    gather_times,
+    gathering,
+    obstacles,
+    row_blocks,
+    unfused,
+)
 from stretto.kernels.fused.gather_ways import Gather, kept_columns
 from stretto.kernels.fused.gathering_by_shards import by_shards
 from stretto.kernels.fused.gathering_rows_first import rows_first, rows_that_fill_tiles
@@ -42,10 +50,6 @@ from stretto.kernels.problem.epilogue import with_arrays
 from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
-STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
-"""Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
-sends beside a matmul, in a microsecond."""
-NARROW_MARGIN = 0.03
 LEAST_ROWS = 4
 """Of a piece, where all rows are gathered first: with fewer, copying lhs takes less time."""
 
@@ -100,7 +104,7 @@ class Config(PullConfig):
             for tile in (tiles.narrow, tiles.narrowest):
                 yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
         if in_shards:
-            for tile in dict.fromkeys((tiles.narrow, *tiles.large_ones)):
+            for tile in dict.fromkeys((tiles.narrow, *tiles.large_ones, *tiles.gathering)):
                 for chunk_columns in (1024, 2048, 4096):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
                 if problem is not None and problem.types.scales is not None:
@@ -112,50 +116,45 @@ def _is_small(problem: Problem) -> bool:
     return schedule.ceil_div(problem.sizes["m"], problem.devices) < tiles_for(problem).large.tile_m
 
 
-def tiles_in_shards(problem: Problem) -> TileConfig:
-    """The tiles with which the matmul of a shard after another ends soonest.
-
-    Tiles of half the size fill the last wave better, and the transfer, which is hidden under all
-    waves but one, better if there are few. Large ones read less, and serve unless
-    those are faster by `NARROW_MARGIN`.
-    """
-    m, k, n = (problem.sizes[name] for name in "mkn")
-    rows, columns = (schedule.ceil_div(size, problem.devices) for size in (m, n))
-    tiles = tiles_for(problem)
-    large, narrow = tiles.large_for(rows), tiles.narrow
-    if problem.types.scales is not None or problem.machine.architecture != HOPPER:
-        return large
-
-    def us(tile: TileConfig) -> float:
-        in_a_shard = schedule.ceil_div(rows, tile.tile_m) * schedule.ceil_div(columns, tile.tile_n)
-        waves = schedule.ceil_div(problem.devices * in_a_shard, problem.machine.multiprocessors)
-        of_a_wave = schedule.ceil_div(k, tile.tile_k) * tile.tile_m * tile.tile_n / STEPS_IN_A_US
-        sent = rows * k * problem.types.itemsize * (problem.devices - 1) / SENT_IN_A_US
-        return waves * of_a_wave + max(0.0, sent - (waves - 1) * of_a_wave)
-
-    return narrow if us(narrow) < (1 - NARROW_MARGIN) * us(large) else large
-
-
 def default_config(problem: Problem) -> Config:
-    """The configuration for a problem that no table has.
-
-    Few gates cost least: about four a tile were best at k from 8192 to 16384 on 4 H100s.
-    """
-    m, k, n = (problem.sizes[name] for name in "mkn")
-    gate, tiles = Config.pull_columns, tiles_for(problem)
-    chunk_columns = gate * max(1, schedule.ceil_div(k, 4 * gate))
+    """The configuration for a problem that no table has."""
+    m, n = problem.sizes["m"], problem.sizes["n"]
+    tiles = tiles_for(problem)
     if not _is_small(problem) or problem.types.scales is not None:
-        rows = schedule.ceil_div(m, problem.devices)
         slots = Config.pull_slots + (problem.types.scales is not None)  # Pieces half as large.
-        tile = tiles_in_shards(problem)
-        return Config(tiles=tile, chunk_columns=chunk_columns, pull_slots=slots)
+        tile = gather_times.tiles_in_shards(problem)
+        chunk = _chunk_columns(problem, gather_times.gates(problem, tile))
+        return Config(tiles=tile, chunk_columns=chunk, pull_slots=slots)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)
     count = rows * schedule.ceil_div(columns, tiles.narrowest.tile_n)
     fits = count <= problem.machine.multiprocessors
     tile = tiles.narrowest if fits else tiles.narrow
-    return Config(tiles=tile, chunk_columns=chunk_columns, gather_first=True)
+    chunk = _chunk_columns(problem, gather_times.GATES)
+    return Config(tiles=tile, chunk_columns=chunk, gather_first=True)
+
+
+def _chunk_columns(problem: Problem, gates: int) -> int:
+    """Columns that a tile waits for at once, with so many waits."""
+    piece = Config.pull_columns
+    return piece * max(1, schedule.ceil_div(problem.sizes["k"], gates * piece))
+
+
+def fitted(config: Config, problem: Problem) -> Config:
+    """What was fastest at other sizes, but with the tiles of these where they are faster here.
+
+    And with no more waits than these need.
+    """
+    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
+    if config.unfused or config.gather_first or _is_small(problem) or not is_known:
+        return config
+    best = default_config(problem)
+    given, found = (gather_times.us(problem, one.tiles) for one in (config, best))
+    if found < (1 - gather_times.MARGIN) * given:
+        return best
+    chunk = max(config.chunk_columns, best.chunk_columns)
+    return dataclasses.replace(config, chunk_columns=chunk)
 
 
 def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -208,6 +207,7 @@ KERNEL = Kernel(
     run=run,
     obstacle=obstacle,
     default=default_config,
+    fitted=fitted,
     candidates=Config.candidates,
     copies=copied.by_rows,
     beside=beside.obstacle,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from stretto.kernels.fused import copied, matmul_reduce_scatter, obstacles, unfused
-from stretto.kernels.fused.add_config import AddConfig, default_tiles
+from stretto.kernels.fused.add_config import AddConfig, default_tiles, fitted
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -48,6 +48,7 @@ KERNEL = Kernel(
     run=run,
     obstacle=obstacle,
     default=default_config,
+    fitted=fitted,
     candidates=Config.candidates,
     copies=copied.everywhere,
     apart=unfused.by_sum(Config(unfused=True)),

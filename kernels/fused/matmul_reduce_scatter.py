@@ -51,7 +51,7 @@ from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import beside, copied, obstacles, row_blocks, unfused
-from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles
+from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles, fitted
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.fused.reducing import Products, lhs_window, owner_of
 from stretto.kernels.operation import Call, Kernel
@@ -179,6 +179,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     beside=beside.left_of_a_sum,
     default=default_config,
+    fitted=fitted,
     candidates=Config.candidates,
     copies=copied.scattered,
     apart=unfused.by_scatter(Config(unfused=True)),

@@ -1,0 +1,162 @@
+"""Which tiles serve at which sizes: what fills the multiprocessors, as it was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from stretto.kernels.choice import tables
+from stretto.kernels.choice.tables import Entry, Table
+from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, WIDE_RESULT
+from stretto.kernels.engine.waves import Result
+from stretto.kernels.fused import all_gather_matmul, gather_times, matmul_reduce_scatter
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
+
+H200 = Machine.of_kind("gpu", "NVIDIA H200")
+TILES = {tile.tile_n: tile for tile in (LARGE, WIDE_RESULT, NARROW)}
+
+
+def result(shards: int, rows: int, columns: int) -> Result:
+    return Result(shards=shards, rows=rows, columns=columns, multiprocessors=132)
+
+
+def problem(operation: str, *sizes: int, devices: int = 2) -> Problem:
+    return Problem(
+        operation=operation,
+        sizes=dict(zip("mkn", sizes, strict=True)),
+        types=Types(lhs="bfloat16", rhs="bfloat16", out="bfloat16"),
+        devices=devices,
+        machine=H200,
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "waves"),
+    [
+        (result(1, 128, 256), {256: 1, 192: 1, 128: 1}),
+        (result(2, 2560, 5120), {256: 7, 192: 9, 128: 13}),
+        (result(2, 2560, 6912), {256: 9, 192: 11, 128: 17}),
+        (result(2, 500, 4104), {256: 2, 192: 2, 128: 2}),
+    ],
+)
+def test_waves(made, waves):
+    assert {columns: made.waves(tile) for columns, tile in TILES.items()} == waves
+
+
+@given(some.integers(1, 4), some.integers(1, 9000), some.integers(1, 9000))
+def test_waves_hold_the_result(shards, rows, columns):
+    made = result(shards, rows, columns)
+    for tile in TILES.values():
+        held = made.waves(tile) * made.multiprocessors * tile.tile_m * tile.tile_n
+        assert held >= shards * rows * columns
+
+
+@pytest.mark.parametrize(
+    ("made", "measured"),
+    [  # Own matmuls on two H200s (docs/measure/decisions.md), in microseconds.
+        (result(1, 5120, 5120), {256: 646, 192: 617, 128: 606}),
+        (result(1, 5120, 6912), {256: 631, 192: 571}),
+        (result(1, 8192, 8192), {256: 914, 192: 899}),
+        (result(1, 2048, 14336), {256: 747, 192: 801}),
+        (result(1, 2048, 8192), {256: 742, 192: 822}),
+    ],
+)
+def test_the_order_of_the_times_is_the_measured_one(made, measured):
+    for one, other in itertools.combinations(measured, 2):
+        expected = measured[one] / measured[other]
+        found = made.time(TILES[one]) / made.time(TILES[other])
+        assert (found > 1) == (expected > 1)
+        assert found == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns", "chunk"),
+    [
+        ((5120, 5120, 13824), 192, 2560),  # 11 waves, in place of 9 of 256 columns
+        ((2048, 8192, 28672), 256, 4096),
+        ((1024, 3072, 8192), 128, 768),  # 2 waves: the second one hides the transfer in part
+    ],
+)
+def test_a_gather_has_the_tiles_that_end_soonest(sizes, columns, chunk):
+    found = all_gather_matmul.default_config(problem("all_gather_matmul", *sizes))
+    assert (found.tiles.tile_n, found.chunk_columns) == (columns, chunk)
+
+
+def test_a_gather_waits_less_often_where_its_transfer_is_hidden():
+    short, long = (problem("all_gather_matmul", 8192, 8192, n) for n in (2048, 28672))
+    assert gather_times.gates(short, LARGE) == gather_times.GATES
+    assert gather_times.gates(long, LARGE) == gather_times.GATES_OF_HIDDEN
+
+
+def near(monkeypatch, operation: str, config) -> None:
+    """A table with one entry, which was measured at 5120 x 5120 x 13824 or its transposed."""
+    sizes = (5120, 5120, 13824) if operation == "all_gather_matmul" else (5120, 13824, 5120)
+    entry = Entry(
+        op=operation,
+        sizes=dict(zip("mkn", sizes, strict=True)),
+        dtype="bfloat16",
+        devices=2,
+        fused_us=500.0,
+        xla_us=700.0,
+        config=tables.config_to_data(config),
+    )
+    monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (entry,)))
+
+
+def looked_up(operation: str, *sizes: int):
+    found = tables.look_up(OPERATIONS[operation].kernels[0], problem(operation, *sizes))
+    assert found is not None
+    return found.config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [
+        ((5120, 5120, 13824), 128),  # As it was measured.
+        ((5120, 5120, 13312), 128),  # 17 waves as well, where 192 columns take 11.
+        ((3072, 5120, 10240), 192),  # 8 waves, where 192 columns take 5.
+    ],
+)
+def test_a_gather_between_entries_has_other_tiles_where_they_are_faster(
+    monkeypatch, sizes, columns
+):
+    config = all_gather_matmul.Config(tiles=NARROW)
+    near(monkeypatch, "all_gather_matmul", config)
+    assert looked_up("all_gather_matmul", *sizes).tiles.tile_n == columns
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [
+        ((5120, 13824, 5120), 128),  # As it was measured.
+        ((4608, 12288, 5120), 128),  # 11 waves, where 256 columns take 6 and 192 take 8.
+        ((4096, 16384, 4096), 128),  # 8, which take as long as 4 of 256 columns.
+        ((3584, 13824, 6144), 192),  # 11, where 192 columns take 7.
+    ],
+)
+def test_a_sum_between_entries_has_other_tiles_where_they_are_faster(monkeypatch, sizes, columns):
+    config = matmul_reduce_scatter.Config(tiles=NARROW, pull_slots=3, own_last=False)
+    near(monkeypatch, "matmul_reduce_scatter", config)
+    found = looked_up("matmul_reduce_scatter", *sizes)
+    assert found.tiles.tile_n == columns and not found.own_last
+    found.check(problem("matmul_reduce_scatter", *sizes))
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes"),
+    [
+        ("all_gather_matmul", (4608, 5120, 12288)),
+        ("matmul_reduce_scatter", (4608, 12288, 5120)),
+        ("matmul_all_reduce", (4608, 12288, 5120)),
+    ],
+)
+def test_what_was_fastest_in_two_parts_stays_so(monkeypatch, operation, sizes):
+    kernel = OPERATIONS[operation].kernels[0]
+    near(monkeypatch, operation, dataclasses.replace(kernel.Config(), unfused=True))
+    assert looked_up(operation, *sizes).unfused
