@@ -61,20 +61,17 @@ class Tiles(NamedTuple):
         """`tall` if `rows` fill its tiles, else `large`."""
         return self.tall if self.tall is not None and self._suits(self.tall, rows) else self.large
 
-    def adding_for(
-        self, rows: int, *, wide: bool, columns: int, devices: int, multiprocessors: int
-    ) -> TileConfig:
-        """The same of results that are added up, of `devices` times `rows`; `wide` are float32.
+    def adding_for(self, result: Result, *, wide: bool) -> TileConfig:
+        """Those for results that are added up; `wide` are in float32.
 
-        Of those with an `adding_deep`, whichever tiles fill the multiprocessors best.
+        Of an architecture with an `adding_deep`, whichever tiles fill the multiprocessors best.
         """
-        if self.tall_adding is not None and self._suits(self.tall_adding, rows):
+        if self.tall_adding is not None and self._suits(self.tall_adding, result.rows):
             return self.tall_adding
         # Addends in float32 do not fit into the registers of Hopper beside a tile of 256 columns.
         large = self.adding_wide if wide else self.adding_large or self.large
         if wide or self.adding_deep is None:
             return large
-        result = Result(shards=devices, rows=rows, columns=columns, multiprocessors=multiprocessors)
         return min(self.adding_deep, large, self.narrow, key=result.time)
 
     def _suits(self, tall: TileConfig, rows: int) -> bool:

@@ -15,6 +15,9 @@ from stretto.kernels.engine.tiles import TileShape
 COSTS = {192: 0.99, 128: 1.01}
 """Time of an element of the result in tiles of so many columns, over that in tiles of 256, where
 products are long. On two H200s own matmuls took 0.99 to 1.00 of it with 192, and 1.01 with 128."""
+STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
+"""Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
+sends beside a matmul, in a microsecond."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,3 +41,7 @@ class Result:
         """Of the waves: elements of tiles that a multiprocessor makes, as if of 256 columns."""
         area = tile.tile_m * tile.tile_n
         return self.waves(tile) * area * COSTS.get(tile.tile_n, 1.0)
+
+    def us(self, tile: TileShape, k: int) -> float:
+        """Microseconds of the waves, where products are along `k`."""
+        return self.time(tile) * ceil_div(k, tile.tile_k) / STEPS_IN_A_US

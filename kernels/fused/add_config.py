@@ -88,38 +88,29 @@ FITTED_MARGIN = 0.02
 """By which tiles must be faster to serve in place of those that were fastest at near sizes."""
 
 
-def fitted[C: AddConfig](config: C, problem: Problem) -> C:
-    """What was fastest at other sizes, but with the tiles of these where they are faster here."""
+def fitted[C: AddConfig](config: C, problem: Problem, default: C) -> C:
+    """What was fastest at other sizes; or `default`, if its tiles are faster at these."""
     is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
     if config.unfused or not is_known:
         return config
-    result = Result(
+    given, found = (result_of(problem).time(one.tiles) for one in (config, default))
+    return default if found < (1 - FITTED_MARGIN) * given else config
+
+
+def result_of(problem: Problem) -> Result:
+    """The products of all rows on one device, which are tiled owner by owner."""
+    return Result(
         shards=problem.devices,
         rows=ceil_div(problem.sizes["m"], problem.devices),
         columns=problem.sizes["n"],
         multiprocessors=problem.machine.multiprocessors,
     )
-    best = default_tiles(problem)
-    if result.time(best) >= (1 - FITTED_MARGIN) * result.time(config.tiles):
-        return config
-    slots = type(config).pull_slots  # More of them may have no room beside other tiles.
-    return dataclasses.replace(config, tiles=best, pull_slots=slots)
 
 
 def default_tiles(problem: Problem) -> TileConfig:
     """The tiles for a problem that no table has."""
-    sizes, machine = problem.sizes, problem.machine
-    rows = ceil_div(sizes["m"], problem.devices)
-    tiles = tiles_for(problem)
-    narrow = tiles.adding[0]
-    count = problem.devices * ceil_div(rows, narrow.tile_m) * ceil_div(sizes["n"], narrow.tile_n)
-    is_known = machine.architecture == HOPPER and problem.types.scales is None
-    if is_known and count <= machine.multiprocessors:  # A block has one at most.
-        return narrow
-    return tiles.adding_for(
-        rows,
-        wide=problem.types.out == "float32",
-        columns=sizes["n"],
-        devices=problem.devices,
-        multiprocessors=machine.multiprocessors,
-    )
+    tiles, result = tiles_for(problem), result_of(problem)
+    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
+    if is_known and result.waves(tiles.adding[0]) == 1:
+        return tiles.adding[0]
+    return tiles.adding_for(result, wide=problem.types.out == "float32")

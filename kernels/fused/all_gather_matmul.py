@@ -47,7 +47,6 @@ from stretto.kernels.fused.obstacles import check_unfused, obstacle
 from stretto.kernels.fused.pull_config import PullConfig, scale_piece
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
-from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 LEAST_ROWS = 4
@@ -105,7 +104,7 @@ class Config(PullConfig):
                 yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
         if in_shards:
             for tile in dict.fromkeys((tiles.narrow, *tiles.large_ones, *tiles.gathering)):
-                for chunk_columns in (1024, 2048, 4096):
+                for chunk_columns in gather_times.chunks(problem):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
                 if problem is not None and problem.types.scales is not None:
                     yield Config(tiles=tile, chunk_columns=2048, pull_slots=3)
@@ -123,31 +122,25 @@ def default_config(problem: Problem) -> Config:
     if not _is_small(problem) or problem.types.scales is not None:
         slots = Config.pull_slots + (problem.types.scales is not None)  # Pieces half as large.
         tile = gather_times.tiles_in_shards(problem)
-        chunk = _chunk_columns(problem, gather_times.gates(problem, tile))
-        return Config(tiles=tile, chunk_columns=chunk, pull_slots=slots)
+        return Config(
+            tiles=tile, chunk_columns=gather_times.chunk_columns(problem), pull_slots=slots
+        )
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)
     count = rows * schedule.ceil_div(columns, tiles.narrowest.tile_n)
     fits = count <= problem.machine.multiprocessors
     tile = tiles.narrowest if fits else tiles.narrow
-    chunk = _chunk_columns(problem, gather_times.GATES)
-    return Config(tiles=tile, chunk_columns=chunk, gather_first=True)
-
-
-def _chunk_columns(problem: Problem, gates: int) -> int:
-    """Columns that a tile waits for at once, with so many waits."""
-    piece = Config.pull_columns
-    return piece * max(1, schedule.ceil_div(problem.sizes["k"], gates * piece))
+    return Config(tiles=tile, chunk_columns=gather_times.chunk_columns(problem), gather_first=True)
 
 
 def fitted(config: Config, problem: Problem) -> Config:
     """What was fastest at other sizes, but with the tiles of these where they are faster here.
 
-    And with no more waits than these need.
+    And with no more waits than by default.
     """
-    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
-    if config.unfused or config.gather_first or _is_small(problem) or not is_known:
+    in_parts = config.unfused or config.gather_first
+    if in_parts or _is_small(problem) or not gather_times.are_known(problem):
         return config
     best = default_config(problem)
     given, found = (gather_times.us(problem, one.tiles) for one in (config, best))

@@ -16,8 +16,11 @@ from typing import Any
 
 import jax
 
+from stretto.distributed.schedule import ceil_div
+from stretto.kernels.engine.hopper.tile_config import NARROW
+from stretto.kernels.engine.waves import SENT_IN_A_US
 from stretto.kernels.fused import copied, matmul_reduce_scatter, obstacles, unfused
-from stretto.kernels.fused.add_config import AddConfig, default_tiles, fitted
+from stretto.kernels.fused.add_config import AddConfig, default_tiles, fitted, result_of
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -31,8 +34,17 @@ class Config(AddConfig):
 
 
 def default_config(problem: Problem) -> Config:
-    """The configuration for a problem that no table has."""
-    return Config(tiles=default_tiles(problem))
+    """The configuration for a problem that no table has.
+
+    Narrow tiles are faster with all own ones last (on 2 H200s 1.14 in place of 1.19 of XLA's matmul
+    at 5120 x 13824 x 5120), where the links carry the sums in the time of the own tiles.
+    """
+    tiles, result = default_tiles(problem), result_of(problem)
+    if tiles.tile_n > NARROW.tile_n or result.waves(tiles) == 1:
+        return Config(tiles=tiles)
+    sent = result.rows * result.columns * problem.types.out_itemsize * (problem.devices - 1)
+    of_own = result.us(tiles, ceil_div(problem.sizes["k"], problem.devices)) / problem.devices
+    return Config(tiles=tiles, own_last=sent / SENT_IN_A_US <= of_own)
 
 
 def run(operands: tuple[Sequence[jax.Array], Sequence[jax.Array]], call: Call) -> jax.Array:
@@ -48,7 +60,7 @@ KERNEL = Kernel(
     run=run,
     obstacle=obstacle,
     default=default_config,
-    fitted=fitted,
+    fitted=lambda config, problem: fitted(config, problem, default_config(problem)),
     candidates=Config.candidates,
     copies=copied.everywhere,
     apart=unfused.by_sum(Config(unfused=True)),

@@ -179,7 +179,7 @@ KERNEL = Kernel(
     obstacle=obstacle,
     beside=beside.left_of_a_sum,
     default=default_config,
-    fitted=fitted,
+    fitted=lambda config, problem: fitted(config, problem, default_config(problem)),
     candidates=Config.candidates,
     copies=copied.scattered,
     apart=unfused.by_scatter(Config(unfused=True)),

@@ -13,7 +13,12 @@ from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, WIDE_RESULT
 from stretto.kernels.engine.waves import Result
-from stretto.kernels.fused import all_gather_matmul, gather_times, matmul_reduce_scatter
+from stretto.kernels.fused import (
+    all_gather_matmul,
+    gather_times,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -65,6 +70,8 @@ def test_waves_hold_the_result(shards, rows, columns):
         (result(1, 8192, 8192), {256: 914, 192: 899}),
         (result(1, 2048, 14336), {256: 747, 192: 801}),
         (result(1, 2048, 8192), {256: 742, 192: 822}),
+        (result(2, 1536, 6144), {256: 592, 192: 528, 128: 531}),  # A reduce-scatter.
+        (result(2, 1536, 5120), {256: 464, 192: 437}),  # A gather, by ratios to XLA's matmul.
     ],
 )
 def test_the_order_of_the_times_is_the_measured_one(made, measured):
@@ -78,9 +85,9 @@ def test_the_order_of_the_times_is_the_measured_one(made, measured):
 @pytest.mark.parametrize(
     ("sizes", "columns", "chunk"),
     [
-        ((5120, 5120, 13824), 192, 2560),  # 11 waves, in place of 9 of 256 columns
-        ((2048, 8192, 28672), 256, 4096),
-        ((1024, 3072, 8192), 128, 768),  # 2 waves: the second one hides the transfer in part
+        ((5120, 5120, 13824), 192, 1280),  # 11 waves, in place of 9 of 256 columns
+        ((2048, 8192, 28672), 256, 2048),
+        ((1024, 3072, 8192), 128, 768),  # 2 waves: the first one hides the transfer
     ],
 )
 def test_a_gather_has_the_tiles_that_end_soonest(sizes, columns, chunk):
@@ -88,10 +95,30 @@ def test_a_gather_has_the_tiles_that_end_soonest(sizes, columns, chunk):
     assert (found.tiles.tile_n, found.chunk_columns) == (columns, chunk)
 
 
-def test_a_gather_waits_less_often_where_its_transfer_is_hidden():
-    short, long = (problem("all_gather_matmul", 8192, 8192, n) for n in (2048, 28672))
-    assert gather_times.gates(short, LARGE) == gather_times.GATES
-    assert gather_times.gates(long, LARGE) == gather_times.GATES_OF_HIDDEN
+@pytest.mark.parametrize(("k", "chunk"), [(64, 256), (1024, 256), (1040, 512), (5120, 1280)])
+def test_a_tile_waits_four_times_at_most(k, chunk):
+    found = gather_times.chunk_columns(problem("all_gather_matmul", 1024, k, 1024))
+    assert found == chunk and -(-k // found) <= gather_times.GATES
+
+
+def test_between_entries_a_tile_waits_no_more_often(monkeypatch):
+    near(monkeypatch, "all_gather_matmul", all_gather_matmul.Config(tiles=WIDE_RESULT))
+    assert looked_up("all_gather_matmul", 5120, 5120, 13824).chunk_columns == 1024
+    assert looked_up("all_gather_matmul", 5120, 8192, 13824).chunk_columns == 2048
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns", "last"),
+    [
+        ((5120, 13824, 5120), 128, True),
+        ((5120, 2048, 5120), 128, False),  # The sums would take longer than the own tiles.
+        ((8192, 8192, 8192), 192, False),
+        ((512, 8192, 1024), 128, False),  # One wave.
+    ],
+)
+def test_own_tiles_of_an_all_reduce_are_last_where_they_are_narrow(sizes, columns, last):
+    found = matmul_all_reduce.default_config(problem("matmul_all_reduce", *sizes))
+    assert (found.tiles.tile_n, found.own_last) == (columns, last)
 
 
 def near(monkeypatch, operation: str, config) -> None:
@@ -144,7 +171,7 @@ def test_a_sum_between_entries_has_other_tiles_where_they_are_faster(monkeypatch
     config = matmul_reduce_scatter.Config(tiles=NARROW, pull_slots=3, own_last=False)
     near(monkeypatch, "matmul_reduce_scatter", config)
     found = looked_up("matmul_reduce_scatter", *sizes)
-    assert found.tiles.tile_n == columns and not found.own_last
+    assert found.tiles.tile_n == columns
     found.check(problem("matmul_reduce_scatter", *sizes))
 
 
