@@ -118,20 +118,18 @@ def _is_small(problem: Problem) -> bool:
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
     m, n = problem.sizes["m"], problem.sizes["n"]
-    tiles = tiles_for(problem)
+    tiles, chunk_columns = tiles_for(problem), gather_times.chunk_columns(problem)
     if not _is_small(problem) or problem.types.scales is not None:
         slots = Config.pull_slots + (problem.types.scales is not None)  # Pieces half as large.
         tile = gather_times.tiles_in_shards(problem)
-        return Config(
-            tiles=tile, chunk_columns=gather_times.chunk_columns(problem), pull_slots=slots
-        )
+        return Config(tiles=tile, chunk_columns=chunk_columns, pull_slots=slots)
     # The narrowest tiles of which every multiprocessor has one at most.
     rows = schedule.ceil_div(m, tiles.large.tile_m)
     columns = schedule.ceil_div(n, problem.devices)
     count = rows * schedule.ceil_div(columns, tiles.narrowest.tile_n)
     fits = count <= problem.machine.multiprocessors
     tile = tiles.narrowest if fits else tiles.narrow
-    return Config(tiles=tile, chunk_columns=gather_times.chunk_columns(problem), gather_first=True)
+    return Config(tiles=tile, chunk_columns=chunk_columns, gather_first=True)
 
 
 def fitted(config: Config, problem: Problem) -> Config:
