@@ -99,12 +99,8 @@ def fitted[C: AddConfig](config: C, problem: Problem, default: C) -> C:
 
 def result_of(problem: Problem) -> Result:
     """The products of all rows on one device, which are tiled owner by owner."""
-    return Result(
-        shards=problem.devices,
-        rows=ceil_div(problem.sizes["m"], problem.devices),
-        columns=problem.sizes["n"],
-        multiprocessors=problem.machine.multiprocessors,
-    )
+    k = ceil_div(problem.sizes["k"], problem.devices)
+    return Result.of(problem, problem.sizes["n"], k)
 
 
 def default_tiles(problem: Problem) -> TileConfig:

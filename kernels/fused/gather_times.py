@@ -62,9 +62,5 @@ def us(problem: Problem, tile: TileConfig) -> float:
 
 def _result(problem: Problem) -> Result:
     """The result of an all-gather matmul on one device: shard after shard."""
-    return Result(
-        shards=problem.devices,
-        rows=ceil_div(problem.sizes["m"], problem.devices),
-        columns=ceil_div(problem.sizes["n"], problem.devices),
-        multiprocessors=problem.machine.multiprocessors,
-    )
+    columns = ceil_div(problem.sizes["n"], problem.devices)
+    return Result.of(problem, columns, problem.sizes["k"])

@@ -40,7 +40,7 @@ def default_config(problem: Problem) -> Config:
     at 5120 x 13824 x 5120), where the links carry the sums in the time of the own tiles.
     """
     tiles, result = default_tiles(problem), result_of(problem)
-    if tiles.tile_n > NARROW.tile_n or result.waves(tiles) == 1:
+    if tiles != NARROW or result.waves(tiles) == 1:
         return Config(tiles=tiles)
     sent = result.rows * result.columns * problem.types.out_itemsize * (problem.devices - 1)
     of_own = result.us(tiles, ceil_div(problem.sizes["k"], problem.devices)) / problem.devices

@@ -82,6 +82,29 @@ def test_the_order_of_the_times_is_the_measured_one(made, measured):
         assert found == pytest.approx(expected, abs=0.03)
 
 
+def test_where_rows_begin_within_a_line_narrow_tiles_cost_what_they_load():
+    assert {n: result(1, 128, 256).time(tile) for n, tile in TILES.items()} == pytest.approx(
+        {256: 32768, 192: 24576 * 0.99, 128: 16384 * 1.01}
+    )
+    odd = dataclasses.replace(result(1, 128, 256), in_lines=False)
+    measured = {256: 79.8, 192: 68.9, 128: 57.2}  # All two waves, 1000 x 3072 x 8208.
+    for n, tile in TILES.items():
+        assert odd.time(tile) / odd.time(NARROW) == pytest.approx(measured[n] / 57.2, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "columns"),
+    [
+        ("all_gather_matmul", (1000, 3072, 8208), 128),
+        ("matmul_all_reduce", (6610, 12796, 2442), 256),
+        ("matmul_reduce_scatter", (5120, 13824, 5128), 256),  # 128 in lines.
+    ],
+)
+def test_tiles_of_odd_sizes(operation, sizes, columns):
+    found = OPERATIONS[operation].kernels[0].default(problem(operation, *sizes))
+    assert found.tiles.tile_n == columns
+
+
 @pytest.mark.parametrize(
     ("sizes", "columns", "chunk"),
     [
