@@ -16,7 +16,7 @@ from stretto.benchmarks.errors import DeviceLostError, UnavailableError
 from stretto.benchmarks.measurements import figures
 from stretto.benchmarks.measurements.results import Measurement, Missing, Timed
 from stretto.benchmarks.measurements.spread import spread
-from stretto.benchmarks.peers.peer import FUSED, Peer, applies
+from stretto.benchmarks.peers.peer import FUSED, XLA, Peer, applies
 from stretto.benchmarks.timing import memory
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.prepare import Bench, Ready
@@ -60,6 +60,7 @@ class _Entry:
     config: str = ""
     backend: str = ""
     error: float | None = None
+    float32_error: float | None = None
     looks: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -200,6 +201,8 @@ def _from_jax(bench: Bench, peer: Peer, settings: Settings) -> tuple[Ready, _Ent
         entry.backend = best.backend
     if peer.is_checked and settings.check:
         entry.error = bench.check(best)
+    if peer.role in (FUSED, XLA) and settings.check:
+        entry.float32_error = bench.float32_error_of(best)
     return best, entry
 
 
@@ -265,6 +268,7 @@ def _timed(entry: _Entry, program: _Program) -> Timed:
         backend=entry.backend,
         looks=entry.looks,
         relative_error=entry.error,
+        float32_error=entry.float32_error,
         temp_bytes=program.timer.temp_bytes,
     )
 

@@ -20,7 +20,7 @@ from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.peers.peer import Peer
 from stretto.benchmarks.peers.peers import PEERS
-from stretto.benchmarks.timing import programs
+from stretto.benchmarks.timing import beside_float32, programs
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.operands import Operands
 from stretto.benchmarks.timing.timers import LoopTimer, agreed, rounds_per_run
@@ -83,6 +83,7 @@ class Bench:
         self._pending: dict[str, list[_Lowered | Exception] | Exception] = {}
         self._fused: dict[Any, _Lowered] = {}
         self._error_program: Future[Any] | None = None
+        self._float32_program: Future[Any] | None = None
         self._reference: Any = None
 
     def begin(self, peers: Sequence[Peer], out_of_time: Callable[[], bool], check: bool) -> None:
@@ -109,6 +110,15 @@ class Bench:
                 defined = self.case.operation.examples.defined
                 error = programs.error_program(self.mesh, reference[0].out, defined)
                 self._error_program = self._compiler.submit(error)
+                if beside_float32.serves(self.case):
+                    self._float32_program = self._beside_float32(reference[0])
+
+    def _beside_float32(self, reference: _Lowered) -> Future[Any]:
+        described = self._operands.describe(reference.candidate)
+        program = beside_float32.error_program(self.case, self.mesh, reference.out, described)
+        # Of a product that is not timed no variants need be.
+        options = {"xla_gpu_autotune_level": 0} if self.on_gpu else None
+        return self._compiler.submit(program, options)
 
     def _lower_all(self, peer: Peer) -> list[_Lowered | Exception]:
         candidates = peer.candidates_for(self.case, self.mesh)
@@ -197,6 +207,14 @@ class Bench:
                 raise UnavailableError(f"XLA's result to compare with: {found}") from found
             self._reference = found[0].timer.result()
         error = self._error_program.result()(ready.timer.result(), self._reference)
+        return float(error.addressable_data(0))
+
+    def float32_error_of(self, ready: Ready) -> float | None:
+        """Relative difference from the product in float32; None where no such product is made."""
+        if self._float32_program is None:
+            return None
+        (operands,) = self._operands.sets(ready.candidate, 1)
+        error = self._float32_program.result()(ready.timer.result(), *operands)
         return float(error.addressable_data(0))
 
     def check(self, ready: Ready) -> float:
