@@ -30,12 +30,13 @@ from stretto.distributed.devices.axes import (
     make_varying,
     varying_axes,
 )
-from stretto.kernels.operations import batches, matmuls, straight_through
+from stretto.kernels.operations import batches, fp8_weights, matmuls, straight_through
 from stretto.kernels.operations import fp8_products as products
 from stretto.kernels.operations.fp8_groups import grouped_matmul
 from stretto.kernels.operations.fp8_mixture import mixture_of_experts
 from stretto.kernels.operations.fp8_products import HYBRID, How, Matrices, Recipe
-from stretto.kernels.operations.perform import typed_alike
+from stretto.kernels.operations.fp8_weights import Weight
+from stretto.kernels.operations.scaled import alike
 from stretto.kernels.operations.straight_through import Rules
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.promotion import by_default_rules
@@ -58,7 +59,7 @@ __all__ = [
 @by_default_rules
 def all_gather_matmul(
     x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    w: Weight | Sequence[Weight],
     axis_name: AxisNames,
     *,
     recipe: Recipe = HYBRID,
@@ -74,7 +75,9 @@ def all_gather_matmul(
 
     Args:
       x: floating-point.
-      w: the weights, as the optimiser has them.
+      w: the weights, as the optimiser has them; or each as `recipe.weight` returns it, in 8 bits
+        and transposed, `[n, k]` with its scales: made once, for weights that do not change. Then
+        there is no derivative.
       axis_name, axis, backend: as for `stretto.all_gather_matmul`.
       recipe: how operands are quantised.
       out_dtype: of the result; x's by default.
@@ -83,21 +86,19 @@ def all_gather_matmul(
       ValueError: as `stretto.all_gather_matmul`.
     """
     axes, op = canonical_axes(axis_name), "fp8.all_gather_matmul"
-    several = isinstance(w, tuple | list)
-    sides = checks.as_matrices(op, "w", w)
+    sides, several = fp8_weights.as_sides(op, "w", w)
     for side in sides:
-        checks.check_matmul_operands(op, x, side, batches=True, scaled=True)
+        _check(op, x, side)
     axis = batches.checked_axis(op, axis, x)
     how = _how(op, x, recipe, out_dtype, axes=axes, axis=axis, backend=backend)
-    x, *sides = typed_alike(axes, [x, *sides])
-    outs: Any = straight_through.product(GATHER, how, (x, tuple(sides)))
+    outs = _product(op, GATHER, how, x, sides)
     return outs if several else outs[0]
 
 
 @by_default_rules
 def matmul_reduce_scatter(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     axis_name: AxisNames,
     *,
     recipe: Recipe = HYBRID,
@@ -112,17 +113,17 @@ def matmul_reduce_scatter(
     `all_gather_matmul`.
     """
     axes, op = canonical_axes(axis_name), "fp8.matmul_reduce_scatter"
-    checks.check_matmul_operands(op, x, w, batches=True, scaled=True)
+    _check(op, x, w)
     axis = batches.checked_axis(op, axis, x)
     checks.check_divisible(op, f"dimension {axis}", x.shape[axis], axis_size(axes))
     how = _how(op, x, recipe, out_dtype, axes=axes, axis=axis, backend=backend)
-    return straight_through.product(REDUCE, how, tuple(typed_alike(axes, [x, w])))
+    return _product(op, REDUCE, how, x, w)
 
 
 @by_default_rules
 def matmul_all_reduce(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     axis_name: AxisNames,
     *,
     recipe: Recipe = HYBRID,
@@ -131,15 +132,15 @@ def matmul_all_reduce(
 ) -> jax.Array:
     """`all_reduce(x @ w)` in 8 bits; arguments are those of `matmul_reduce_scatter`."""
     axes, op = canonical_axes(axis_name), "fp8.matmul_all_reduce"
-    checks.check_matmul_operands(op, x, w, batches=True, scaled=True)
+    _check(op, x, w)
     how = _how(op, x, recipe, out_dtype, axes=axes, backend=backend)
-    return straight_through.product(REDUCE, how, tuple(typed_alike(axes, [x, w])))
+    return _product(op, REDUCE, how, x, w)
 
 
 @by_default_rules
 def matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     *,
     recipe: Recipe = HYBRID,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -150,9 +151,9 @@ def matmul(
       ValueError: operands that do not fit each other.
     """
     op = "fp8.matmul"
-    checks.check_matmul_operands(op, x, w, batches=True, scaled=True)
+    _check(op, x, w)
     how = _how(op, x, recipe, out_dtype)
-    return straight_through.product(ALONE, how, tuple(typed_alike((), [x, w])))
+    return _product(op, ALONE, how, x, w)
 
 
 def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> How:
@@ -164,13 +165,29 @@ def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> 
     return How(recipe=recipe, out_dtype=dtype, typed=bool(varying_axes(x)), **more)
 
 
+def _check(op: str, x: Any, w: Any) -> None:
+    """Raises ValueError unless `x @ w` multiplies matrices; w may be in 8 bits with scales."""
+    checks.check_array(op, "x", x)
+    like = fp8_weights.like(op, "w", w, x.dtype)
+    checks.check_matmul_operands(op, x, like, batches=True, scaled=True)
+
+
+def _product(op: str, rules: Rules, how: How, x: jax.Array, w: Weight | tuple[Weight, ...]) -> Any:
+    """The product of `rules`; of weights that were quantised before it has no derivative."""
+    operands = alike((x, w), how.axes)
+    sides, _ = fp8_weights.as_sides(op, "w", w)
+    if not fp8_weights.in_8_bits(op, dict(w=sides)):
+        return straight_through.product(rules, how, operands)
+    return fp8_weights.once(op, lambda given: rules.forward(how, given)[0], operands)
+
+
 # --- All-gather matmul ----------------------------------------------------------------------------
 
 
 def _gather_forward(how: How, operands: tuple[jax.Array, Matrices]) -> tuple[Matrices, Any]:
     (x, ws), recipe = operands, how.recipe
     values = recipe.quantised(x, recipe.act_qtype, -1)
-    weights = [recipe.weight(w) for w in ws]
+    weights = [fp8_weights.as_quantised(recipe, w) for w in ws]
     outs = products.scaled_gather(how, values, weights, how.out_dtype)
     return outs, products.kept(recipe, x, values)
 
@@ -217,7 +234,7 @@ GATHER = Rules(forward=_gather_forward, backward=_gather_backward, wide=_gather_
 def _reduce_forward(how: How, operands: Pair) -> tuple[jax.Array, Any]:
     (x, w), recipe = operands, how.recipe
     values = recipe.quantised(x, recipe.act_qtype, -1)
-    out = products.scaled_reduce(how, values, recipe.weight(w), how.out_dtype)
+    out = products.scaled_reduce(how, values, fp8_weights.as_quantised(recipe, w), how.out_dtype)
     return out, products.kept(recipe, x, values)
 
 
@@ -263,7 +280,7 @@ REDUCE = Rules(forward=_reduce_forward, backward=_reduce_backward, wide=_reduce_
 def _alone_forward(how: How, operands: Pair) -> tuple[jax.Array, Any]:
     (x, w), recipe = operands, how.recipe
     values = recipe.quantised(x, recipe.act_qtype, -1)
-    out = products.product(values, recipe.weight(w)).astype(how.out_dtype)
+    out = products.product(values, fp8_weights.as_quantised(recipe, w)).astype(how.out_dtype)
     return out, products.kept(recipe, x, values)
 
 

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from stretto.distributed.devices.axes import varying_axes
 from stretto.kernels.fused.group_tables import cut_off
 from stretto.kernels.operations import fp8_products as products
+from stretto.kernels.operations import fp8_weights, scaled_groups
 from stretto.kernels.operations import grouped_matmul as plain
-from stretto.kernels.operations import scaled_groups
 from stretto.kernels.operations.as_bits import from_bits, to_bits
 from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
-from stretto.kernels.operations.perform import typed_alike
-from stretto.kernels.operations.scaled import without_derivative
+from stretto.kernels.operations.fp8_weights import Weight
+from stretto.kernels.operations.scaled import alike, without_derivative
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.options import GroupedOptions
 from stretto.kernels.problem.promotion import by_default_rules
@@ -37,7 +37,7 @@ from stretto.kernels.xla.quantisation import Quantised
 @by_default_rules
 def grouped_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     group_sizes: jax.Array,
     *,
     recipe: Recipe = HYBRID,
@@ -52,7 +52,9 @@ def grouped_matmul(
 
     Args:
       x: floating-point.
-      w: the weights, as the optimiser has them. The derivative by them is a product in x's type.
+      w: the weights, as the optimiser has them, of which the derivative is a product in x's type;
+        or as `recipe.weight` returns them, in 8 bits and transposed, `[g, n, k]` with their scales:
+        made once, for weights that do not change. Then there is no derivative.
       group_sizes, backend: as for `stretto.grouped_matmul`.
       recipe: how operands are quantised.
       out_dtype: of the result; x's by default.
@@ -61,10 +63,15 @@ def grouped_matmul(
       ValueError: as `stretto.grouped_matmul`.
     """
     op = "fp8.grouped_matmul"
-    checks.check_grouped_operands(op, x, w, group_sizes, rhs_transposed=False, scaled=True)
+    checks.check_array(op, "x", x)
+    like = fp8_weights.like(op, "w", w, x.dtype)
+    checks.check_grouped_operands(op, x, like, group_sizes, rhs_transposed=False, scaled=True)
     dtype = checks.check_out_dtype(op, out_dtype, x.dtype)
     how = How(recipe=recipe, out_dtype=dtype, backend=backend, typed=bool(varying_axes(x)))
-    return _grouped(how, *typed_alike((), [x, w, cut_off(group_sizes, x.shape[0])]))
+    operands = alike((x, w, cut_off(group_sizes, x.shape[0])), ())
+    if not fp8_weights.in_8_bits(op, dict(w=[w])):
+        return _grouped(how, *operands)
+    return fp8_weights.once(op, lambda given: _forward(how, *given)[0], operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,11 +80,11 @@ def _grouped(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Arra
 
 
 @by_default_rules
-def _forward(how: How, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(how: How, x: jax.Array, w: Weight, sizes: jax.Array) -> tuple[jax.Array, Any]:
     recipe = how.recipe
     x = zero_beyond(x, sizes)
     values = recipe.quantised(x, recipe.act_qtype, -1)
-    out = times(values, recipe.weight(w), sizes, how.out_dtype, how.backend)
+    out = times(values, fp8_weights.as_quantised(recipe, w), sizes, how.out_dtype, how.backend)
     return out, (to_bits(products.kept(recipe, x, values)), w, sizes)
 
 

@@ -6,24 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
-from stretto.kernels.operations import expert_checks, mixture
+from stretto.kernels.operations import expert_checks, fp8_weights, mixture
 from stretto.kernels.operations import fp8_mixture_rules as rules
 from stretto.kernels.operations.fp8_products import HYBRID, Recipe
+from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.mixture_steps import Operands
-from stretto.kernels.operations.perform import typed_alike
-from stretto.kernels.operations.scaled import without_derivative
+from stretto.kernels.operations.scaled import alike
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.activations import swiglu
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
-from stretto.kernels.xla.quantisation import Quantised
 from stretto.kernels.xla.routing import route
 
 OP = "fp8.mixture_of_experts"
-type Weight = jax.Array | Quantised
 
 
 @by_default_rules
@@ -71,9 +68,10 @@ def mixture_of_experts(
     """
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)
-    sides = tuple(w_in) if _is_several(w_in) else (w_in,)
+    sides, _ = fp8_weights.as_sides(OP, "w_in", w_in)
     biases = None if b_in is None else checks.as_matrices(OP, "b_in", b_in)
-    likes = [_as_x(name, w, x) for name, w in (*(("w_in", w) for w in sides), ("w_out", w_out))]
+    named = (*(("w_in", w) for w in sides), ("w_out", w_out))
+    likes = [fp8_weights.like(OP, name, w, x.dtype) for name, w in named]
     num_experts = expert_checks.check_num_experts(OP, likes[-1], devices)
     expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = mixture.check_matrices(
@@ -96,42 +94,7 @@ def mixture_of_experts(
     given = Operands(
         x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out
     )
-    leaves, tree = jax.tree.flatten(given)
-    operands = jax.tree.unflatten(tree, typed_alike(axes, leaves))
-    if not _in_8_bits(sides, w_out):
+    operands = alike(given, axes)
+    if not fp8_weights.in_8_bits(OP, dict(w_in=sides, w_out=[w_out])):
         return rules.differentiable(layer, operands), routing
-    product = lambda xs: rules.output(layer, xs)  # noqa: E731
-    return without_derivative(OP, product, operands, instead=GIVE), routing
-
-
-GIVE = "give the weights themselves, not values in 8 bits and scales"
-
-
-def _is_several(w_in: Any) -> bool:
-    return isinstance(w_in, tuple | list) and not isinstance(w_in, Quantised)
-
-
-def _as_x(name: str, w: Any, x: Any) -> Any:
-    """What `w` is as a weight `[e, in, out]` of x's type, of which types and scales are left out.
-
-    Raises:
-      ValueError: it is no array, or of no floating-point type, or has no scales.
-    """
-    is_quantised = isinstance(w, Quantised)
-    values = w.qvalue if is_quantised else w
-    checks.check_array(OP, name, values)
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise ValueError(f"{OP}: {name} is {values.dtype}; it must be floating-point. Cast it.")
-    if is_quantised and values.ndim == 3:
-        return jax.ShapeDtypeStruct((values.shape[0], *values.shape[:0:-1]), x.dtype)
-    return jax.ShapeDtypeStruct(values.shape, x.dtype)
-
-
-def _in_8_bits(sides: tuple, w_out: Any) -> bool:
-    found = {isinstance(w, Quantised) for w in (*sides, w_out)}
-    if len(found) > 1:
-        raise ValueError(
-            f"{OP}: some of w_in and w_out are in 8 bits with scales and others not; pass"
-            " recipe.weight(w) for each, or for none."
-        )
-    return found.pop()
+    return fp8_weights.once(OP, lambda xs: rules.output(layer, xs), operands), routing

@@ -157,6 +157,71 @@ def test_weights_are_given_transposed_to_the_tensor_cores():
     )
 
 
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_weights_that_are_quantised_once(granularity):
+    """`recipe.weight(w)` in place of w: the same bits, and no derivative."""
+    recipe = fp8.Recipe(granularity=granularity)
+    c = normal(7, 2 * M, 2 * N)
+
+    def both(x, w1, w2):
+        first = fp8.all_gather_matmul(x, w1, "x", recipe=recipe)
+        several = fp8.all_gather_matmul(x, (w1, w1), "x", recipe=recipe)
+        second = fp8.matmul_reduce_scatter(first, w2, "x", recipe=recipe)
+        alone = fp8.matmul(x, w1, recipe=recipe)
+        everywhere = fp8.matmul_all_reduce(first, w2, "x", recipe=recipe)
+        return first, several, second, alone, everywhere
+
+    def program(prepare):
+        return jax.shard_map(
+            lambda x, w1, w2: both(x, prepare(w1), prepare(w2)),
+            mesh=cases.mesh_of(2),
+            in_specs=(ROWS, COLUMNS, ROWS),
+            out_specs=(COLUMNS, (COLUMNS, COLUMNS), ROWS, P("x", None), P()),
+            check_vma=False,
+        )
+
+    found, want = (jax.jit(program(how))(X, W1, W2) for how in (recipe.weight, lambda w: w))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    quantised = recipe.weight(jnp.asarray(W1))
+    with pytest.raises(NotImplementedError, match="give the weights themselves, not values in 8"):
+        jax.grad(lambda x: jnp.sum(fp8.matmul(x, quantised, recipe=recipe) * c))(jnp.asarray(X))
+
+
+def test_groups_of_weights_that_are_quantised_once():
+    x, w = jnp.asarray(X), jnp.asarray(normal(8, 3, K, N))
+    sizes = jnp.array([20, 0, 30], jnp.int32)
+    found = fp8.grouped_matmul(x, HYBRID.weight(w), sizes)
+    np.testing.assert_array_equal(found, fp8.grouped_matmul(x, w, sizes))
+
+
+@pytest.mark.parametrize(
+    ("w", "message"),
+    [
+        (jnp.ones((3, 8), jnp.int32), "fp8.matmul: w is int32; it must be floating-point"),
+        ([[1.0]], "fp8.matmul: w=.* must be an array"),
+        (
+            HYBRID.weight(jnp.ones((4, 8))),
+            r"fp8.matmul: lhs \(2, 3\) has k=3 columns and rhs \(4, 8\) has k=4 rows",
+        ),
+    ],
+    ids=["int32", "list", "transposed"],
+)
+def test_weights_that_are_none(w, message):
+    with pytest.raises(ValueError, match=message):
+        fp8.matmul(jnp.ones((2, 3)), w)
+
+
+def test_some_weights_quantised_once_and_others_not():
+    def product(x, w):
+        return fp8.all_gather_matmul(x, (w, HYBRID.weight(w)), "x")
+
+    program = jax.shard_map(
+        product, mesh=cases.mesh_of(2), in_specs=(ROWS, COLUMNS), out_specs=COLUMNS
+    )
+    with pytest.raises(ValueError, match=r"all_gather_matmul: some of w are in 8 bits with"):
+        jax.jit(program)(X, W1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
