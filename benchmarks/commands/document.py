@@ -13,7 +13,7 @@ from stretto.benchmarks import files as texts
 from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements import results
 from stretto.benchmarks.measurements.results import Results
-from stretto.benchmarks.pages import machines, performance, plots
+from stretto.benchmarks.pages import machines, performance, plots, scaled
 
 BEGIN, END = "<!-- times -->", "<!-- /times -->"
 
@@ -38,6 +38,9 @@ class DocumentOptions:
     """The folder of a page for each machine; default: `results` beside the page's folder."""
     pictures: pathlib.Path | None = None
     """The folder of the page's pictures; default: `pictures` beside the page."""
+    fp8: pathlib.Path | None = None
+    """Write only the tables of operands in 8 bits, of one file, into this page between its markers
+    `<!-- times -->` and `<!-- /times -->`."""
     check: bool = False
     """Write nothing; exit with status 1 if a text would change."""
 
@@ -54,6 +57,8 @@ def main(argv: list[str]) -> int:
             raise BenchmarkError(
                 f"{path} was taken on a CPU or in a rehearsal; it is no measurement of speed."
             )
+    if options.fp8 is not None:
+        return _write({options.fp8: _fp8_page(options.fp8, found)}, check=options.check)
     readme = texts.read_text(options.readme, "see --readme")
     times = between(readme, (BEGIN, END), performance.readme_times(found), str(options.readme))
     folder = options.pictures or options.page.parent / "pictures"
@@ -65,8 +70,20 @@ def main(argv: list[str]) -> int:
     wanted = {options.readme: times, options.page: performance.page(chosen, names, shown)}
     every = options.machines or options.page.parent.parent / "results"
     wanted |= {every / name: text for name, text in machines.pages(found, names).items()}
+    return _write(wanted, check=options.check)
+
+
+def _fp8_page(page: pathlib.Path, found: list[Results]) -> str:
+    if len(found) != 1:
+        raise BenchmarkError(f"--fp8 takes the results of one run, and {len(found)} are given.")
+    text = texts.read_text(page, "it must have its markers")
+    return between(text, (BEGIN, END), f"\n{scaled.tables(found[0])}\n", str(page))
+
+
+def _write(wanted: dict[pathlib.Path, str], *, check: bool) -> int:
+    """Writes the texts that differ from their files; or says which do, and returns 1."""
     stale = [path for path, text in wanted.items() if not texts.holds(path, text)]
-    if options.check:
+    if check:
         for path in stale:
             print(f"{path} does not match the results; run stretto bench document", file=sys.stderr)
         return int(bool(stale))
