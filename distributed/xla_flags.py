@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 VARIABLE = "XLA_FLAGS"
 NO_RECORDED_KERNELS = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
+
+
+def given(environ: Mapping[str, str] = os.environ) -> str:
+    """The flags of the user, without the one that is set here."""
+    return " ".join(x for x in environ.get(VARIABLE, "").split() if x != NO_RECORDED_KERNELS)
 
 
 def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from stretto.benchmarks.measurements.results import Machine
+from stretto.distributed import xla_flags
 
 _PACKAGES = (
     "stretto",
@@ -45,6 +46,7 @@ def describe() -> Machine:
         driver=_driver() if on_gpu else "",
         versions=versions(),
         commit=_commit(),
+        xla_flags=xla_flags.given(),
     )
 
 

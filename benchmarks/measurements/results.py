@@ -185,7 +185,7 @@ def in_order(kernels: Iterable[str]) -> list[str]:
 
 
 class Machine(msgspec.Struct, kw_only=True):
-    """The machine and the software of the times."""
+    """The machine and the software of the times; `xla_flags` are those of the environment."""
 
     card: str
     platform: str
@@ -196,6 +196,7 @@ class Machine(msgspec.Struct, kw_only=True):
     driver: str
     versions: dict[str, str]
     commit: str
+    xla_flags: str = ""
 
 
 class Draw(msgspec.Struct, kw_only=True, frozen=True):

@@ -154,6 +154,7 @@ def machine_line(results: Results) -> str:
         f"JAX {versions.get('jax', '?')}",
         f"NCCL {nccl}" if nccl and machine.platform == "gpu" else "",
         f"driver {machine.driver}" if machine.driver else "",
+        f"XLA_FLAGS={machine.xla_flags}" if machine.xla_flags else "",
     ]
     return ", ".join(part for part in parts if part)
 
