@@ -33,6 +33,8 @@ class Tiles(NamedTuple):
       adding_wide: for those of them in float32.
       adding_large: for other results that are added up, where `large` has no room for addends.
       adding_deep: the same with more stages, and narrower. None where an architecture has none.
+      narrow_fills: whether `narrow` is chosen where it fills the multiprocessors best; it was timed
+        in 16 bits alone.
       gathering: what all-gather matmuls choose among beside those of large ones.
       tall, tall_adding: for many rows, which fill them: as `large`, and for results that are added
         up. On Blackwell two blocks make such a tile together, on Hopper three warpgroups. None
@@ -50,6 +52,7 @@ class Tiles(NamedTuple):
     tall_rows: int = 0
     adding_large: TileConfig | None = None
     adding_deep: TileConfig | None = None
+    narrow_fills: bool = True
     gathering: tuple[TileConfig, ...] = ()
 
     @property
@@ -72,7 +75,8 @@ class Tiles(NamedTuple):
         large = self.adding_wide if wide else self.adding_large or self.large
         if wide or self.adding_deep is None:
             return large
-        return min(self.adding_deep, large, self.narrow, key=result.time)
+        narrow = (self.narrow,) if self.narrow_fills else ()
+        return min(self.adding_deep, large, *narrow, key=result.time)
 
     def _suits(self, tall: TileConfig, rows: int) -> bool:
         return rows >= self.tall_rows and _fill(tall, rows)
@@ -117,8 +121,14 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             large=hopper_tiles.LARGE_FP8,
             narrow=hopper_tiles.NARROW_FP8,
             narrowest=hopper_tiles.NARROWEST_FP8,
-            adding=(hopper_tiles.LARGE_FP8, hopper_tiles.NARROW_FP8),
+            adding=(
+                hopper_tiles.LARGE_FP8,
+                hopper_tiles.WIDE_RESULT_FP8,
+                hopper_tiles.NARROW_FP8,
+            ),
             adding_wide=hopper_tiles.WIDE_RESULT_FP8,
+            adding_deep=hopper_tiles.WIDE_RESULT_FP8,
+            narrow_fills=False,
         ),
         "block": Tiles(
             large=hopper_tiles.BLOCKS,

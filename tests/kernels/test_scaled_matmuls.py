@@ -126,6 +126,25 @@ def test_with_three_warpgroups_that_multiply(name, shape):
     assert right
 
 
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_narrower_tiles_with_more_stages_are_the_default_of_sums_whose_waves_they_fill(name):
+    """15.5 waves of 256 columns are 20.8 of 192, and 3.9 are 5.2, which take 6."""
+    kernel = SCALED[f"{name}_fp8"].kernels[0]
+
+    def columns(m, n):
+        types = Types(lhs="float8_e4m3fn", rhs="float8_e4m3fn", out="bfloat16", scales="row")
+        machine = Machine.of_kind("gpu", "NVIDIA H200")
+        sizes = dict(m=m, k=8192, n=n)
+        problem = Problem(operation=name, sizes=sizes, types=types, devices=2, machine=machine)
+        config = kernel.default(problem)
+        config.check(problem)
+        assert config.tiles in [c.tiles for c in kernel.candidates(problem)]
+        return config.tiles.tile_n
+
+    assert columns(8192, 8192) == 192
+    assert columns(2048, 8192) == 256
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
 def test_three_warpgroups_are_the_default_for_many_rows_that_fill_their_tiles(name, out):

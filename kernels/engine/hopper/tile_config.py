@@ -107,7 +107,7 @@ WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3, store_buffers=4)
 NARROW_FP8 = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
 NARROWEST_FP8 = TileConfig(tile_n=64, tile_k=128, num_stages=6, store_buffers=1)
-WIDE_RESULT_FP8 = TileConfig(tile_n=192, tile_k=128, num_stages=4, store_buffers=2)
+WIDE_RESULT_FP8 = TileConfig(tile_n=192, tile_k=128, num_stages=4, store_buffers=3)
 # Of 8 bits with a scale for each block: products of 64 rows are added to totals in registers.
 # A tile of 256 x 128 spills registers there, and is slower.
 BLOCKS = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
