@@ -59,10 +59,44 @@ def test_the_kernel_where_it_was_measured_to_be_faster(on_h200, name, granularit
 
 
 @pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        (GATHER, dict(m=2048)),
+        (GATHER, dict(m=3000, k=7168, n=20480)),
+        ("matmul_reduce_scatter", dict(m=4096, k=4096, n=5120)),
+        ("matmul_reduce_scatter", dict(m=2048, k=28672)),
+    ],
+)
+def test_the_kernel_between_and_below_the_square_shapes(on_h200, name, sizes):
+    choice = explained(name, **sizes)
+    assert choice.backend == "pallas" and "of XLA's time" in choice.reason
+
+
+@pytest.mark.parametrize("granularity", ["row", "block"])
+def test_the_kernel_for_groups(on_h200, granularity):
+    """XLA multiplies all rows by each group's matrix."""
+    m, k, n, groups = 60000, 2048, 1536, 32
+    shapes = [(m, 1), (groups, n, 1)]
+    if granularity == "block":
+        shapes = [(m, k // 128), (groups, n // 128, k // 128)]
+    found: list = []
+
+    def call(x, y, sizes, s, t):
+        options = dict(rhs_transposed=True, lhs_scale=s, rhs_scale=t)
+        found.append(st.explain(st.grouped_matmul, x, y, sizes, **options))
+        return jnp.zeros(())
+
+    operands = [jax.ShapeDtypeStruct(shape, E4M3) for shape in ((m, k), (groups, n, k))]
+    scales = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
+    jax.eval_shape(call, *operands, jax.ShapeDtypeStruct((groups,), jnp.int32), *scales)
+    assert found[0].backend == "pallas" and "of XLA's time" in found[0].reason
+
+
+@pytest.mark.parametrize(
     "changes",
     [
-        dict(m=1024),
-        dict(m=2048, n=28672),
+        dict(m=128),
+        dict(m=64, n=28672),
         dict(granularity="block", m=512),
         dict(name="matmul_reduce_scatter", m=512),
         dict(out_dtype=F32),
