@@ -204,7 +204,12 @@ def _order(refs: Refs, device: Int, sizes: Sizes, *, is_packed: bool) -> dict[st
     """The fields of the kernel's parts that say which tiles a block makes."""
     tiles = _in_turn(sizes, refs.num_clusters)
     if is_packed:
-        order = SortedOrder(tiles=tiles, heads=sizes.heads, place=lambda at: refs.places[at])
+        order = SortedOrder(
+            tiles=tiles,
+            of_step=tiles.tiles,
+            heads=sizes.heads,
+            place=lambda at: refs.places[at],
+        )
         return dict(order=order, ahead=True)
     if not sizes.is_uneven:
         return dict(order=tiles)

@@ -26,9 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
-from stretto.kernels.engine.attention import derivative_shares
+from stretto.kernels.engine.attention import derivative_documents, derivative_shares, documents
+from stretto.kernels.engine.attention.derivative_documents import SeeingDocuments
 from stretto.kernels.engine.attention.derivative_parts import DerivativeParts
-from stretto.kernels.engine.attention.order import EvenOrder
+from stretto.kernels.engine.attention.order import EvenOrder, SortedOrder
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper.attention.derivative_config import DEFAULT, DerivativeTiles
 from stretto.kernels.engine.hopper.attention.derivative_mainloop import Derivative
@@ -51,6 +52,7 @@ def derive(
     device: Int = 0,
     devices: int = 1,
     distance: int = 0,
+    segments: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Derivatives by the queries, keys and values of attention's share of one device's keys.
@@ -65,13 +67,16 @@ def derive(
       config: of the kernel.
       device, devices: the one that has the queries, of those that hold the sequence.
       distance: how many places further on the one is that has the keys.
+      segments: of documents packed into the sequence: int32 `[batch, tokens]` of q, and `[batch,
+        kv_tokens]` of these keys. A query sees the keys of its own document.
       interpret: as `fuse` takes it.
 
     Returns:
       (float32 of q's shape, k's shape and type, v's).
 
     Raises:
-      ValueError: a number of parts that does not divide the heads that share a head of keys.
+      ValueError: a number of parts that does not divide the heads that share a head of keys, or
+        documents with `ordered`.
       NotImplementedError: operands that the kernel does not take, or another scale.
     """
     found = obstacle(q, k.shape[1], sequence.chunks)
@@ -83,11 +88,17 @@ def derive(
     group = q.shape[2] // k.shape[2]
     if config.parts is not None and group % config.parts:
         raise ValueError(f"parts={config.parts} must divide the {group} heads of a head of keys.")
+    if segments is not None and config.ordered:
+        raise ValueError("ordered=True takes no documents, whose blocks come in another order.")
     sizes = Sizes.of(q, k, sequence, config, devices, distance)
     own_device = jnp.asarray(device, jnp.int32)
     # What accumulators begin with: of a row without keys all weights are 0.
     first_scores = jnp.where(lse == -jnp.inf, -jnp.inf, -lse / scale)
     of_device = {} if devices == 1 else dict(device=own_device[None])
+    if segments is None:
+        order_of_blocks = dict(shares=_shares(sizes)[own_device])
+    else:
+        order_of_blocks = _documents(segments, sizes, own_device)
     made = _launch(
         dict(
             q=_in_chunks(q, sizes),
@@ -96,7 +107,7 @@ def derive(
             bar=_in_chunks(out_bar, sizes),
             lse=_rows_in_chunks(first_scores, sizes),
             delta=_rows_in_chunks(-delta, sizes),
-            shares=_shares(sizes)[own_device],
+            **order_of_blocks,
             **of_device,
         ),
         sizes,
@@ -127,7 +138,9 @@ def _launch(
     visible = sizes.seeing.visible
     tiles_of_queries = sizes.rows, sizes.heads, visible.queries // visible.rows
     return fuse(
-        lambda refs: _parts(refs, sizes, scale, ordered=config.ordered),
+        lambda refs: _parts(
+            refs, sizes, scale, ordered=config.ordered, is_packed="places" in operands
+        ),
         name="attention_derivative",
         team=None,
         mainloop=Derivative(config, Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype), sizes.dim),
@@ -152,6 +165,16 @@ def _shares(sizes: Sizes) -> jax.Array:
     return jnp.asarray(derivative_shares.table(sizes.seeing, sizes.order()))
 
 
+def _documents(
+    segments: tuple[jax.Array, jax.Array], sizes: Sizes, device: jax.Array
+) -> dict[str, jax.Array]:
+    """The operands of documents, by name: those of tokens, and what blocks of keys see of them."""
+    of_queries, of_keys = (x.reshape(sizes.rows, -1) for x in segments)
+    table = derivative_documents.table(of_queries, of_keys, sizes.seeing.of_device(device))
+    places = documents.most_work_first(table)
+    return dict(of_queries=of_queries, of_keys=of_keys, ranges=table, places=places)
+
+
 def _in_chunks(x: jax.Array, sizes: Sizes) -> jax.Array:
     """`[batch, tokens, heads, dim]` as `[batch * chunks, tokens of a chunk, heads * dim]`."""
     return x.reshape(sizes.rows, -1, x.shape[2] * x.shape[3])
@@ -173,21 +196,21 @@ def _seen(sizes: Sizes, device: jax.Array) -> jax.Array:
     return seen[None, :, None, None]
 
 
-def _parts(refs: Refs, sizes: Sizes, scale: float, *, ordered: bool) -> DerivativeParts:
+def _parts(
+    refs: Refs, sizes: Sizes, scale: float, *, ordered: bool, is_packed: bool
+) -> DerivativeParts:
     seeing = sizes.seeing
     if seeing.visible.devices > 1:
         seeing = seeing.of_device(refs.device[0])
-    tiles = sizes.order()
-
-    def entry(index: Int) -> Int:
-        row = div(index, tiles.num_blocks)
-        return refs.shares[row + 1, index - row * tiles.num_blocks]
-
+    packed = None
+    if is_packed:
+        packed = SeeingDocuments(
+            seeing=seeing, table=refs.ranges, queries=refs.of_queries, keys=refs.of_keys
+        )
     moves = Moves(sizes=sizes, seeing=seeing, refs=refs, ordered=ordered)
     unused = Stream(load=lambda *_: None)
     return DerivativeParts(
-        order=EvenOrder(tiles=tiles, entry=entry),
-        own_tiles=lambda block: refs.shares[0, block],
+        **_order(refs, sizes, is_packed=is_packed),
         k_tiles=1,
         lhs=unused,
         rhs=unused,
@@ -203,4 +226,26 @@ def _parts(refs: Refs, sizes: Sizes, scale: float, *, ordered: bool) -> Derivati
         group=sizes.group,
         exponent=scale * math.log2(math.e),
         scale=scale,
+        documents=packed,
+    )
+
+
+def _order(refs: Refs, sizes: Sizes, *, is_packed: bool) -> dict[str, Any]:
+    """The fields of the kernel's parts that say which blocks of keys a block of the grid takes."""
+    tiles = sizes.order()
+    if is_packed:
+        order = SortedOrder(
+            tiles=tiles,
+            of_step=tiles.blocks,
+            heads=tiles.kv_heads,
+            place=lambda at: refs.places[at],
+        )
+        return dict(order=order, ahead=True)
+
+    def entry(index: Int) -> Int:
+        row = div(index, tiles.num_blocks)
+        return refs.shares[row + 1, index - row * tiles.num_blocks]
+
+    return dict(
+        order=EvenOrder(tiles=tiles, entry=entry), own_tiles=lambda block: refs.shares[0, block]
     )

@@ -65,21 +65,16 @@ def obstacle(
     return attention_config.obstacle(q, k.shape[1], sequence.chunks, config.tiles)
 
 
-def not_derived(
-    q: jax.Array, k: jax.Array, config: Config, sequence: Sequence, *, segments: bool
-) -> str | None:
+def not_derived(q: jax.Array, k: jax.Array, config: Config, sequence: Sequence) -> str | None:
     """Why the kernel does not derive as well; None if it does.
 
     Args:
       q, k: queries and keys of a device.
       config: of the kernel.
       sequence: how tokens lie in it.
-      segments: whether tokens belong to documents.
     """
     if config.backward != attention_config.KERNEL:
         return f"the configuration has backward={config.backward!r}."
-    if segments:
-        return "the kernel of the derivative takes no segment ids."
     return attention_derivative.obstacle(q, k.shape[1], sequence.chunks)
 
 
@@ -94,20 +89,23 @@ def derivation(
         return None
     options, devices = call.options, axis_size(call.axes)
     sequence = sequence_of(options.mask, options.layout, devices)
-    segments = operands.segments is not None
-    if not_derived(operands.q, operands.k, call.config, sequence, segments=segments) is not None:
+    if not_derived(operands.q, operands.k, call.config, sequence) is not None:
         return None
     delta = jnp.einsum("bthd,bthd->bht", share.out, out_bar, preferred_element_type=share.lse.dtype)
     if lse_bar is not None:
         delta -= lse_bar
 
     def derive(keys: Keys, distance: int) -> Bars:
+        segments = None
+        if operands.segments is not None and keys.segments is not None:
+            segments = operands.segments.astype(jnp.int32), keys.segments.astype(jnp.int32)
         return attention_derivative.derive(
             *(operands.q, keys.k, keys.v, out_bar, share.lse, delta, sequence),
             scale=options.scale,
             device=lax.axis_index(call.axes),
             devices=devices,
             distance=distance,
+            segments=segments,
             interpret=call.interpret,
         )
 
@@ -127,11 +125,14 @@ def candidates(problem: Problem) -> Iterator[Config]:
             yield config
 
 
-def default(problem: Problem) -> Config:
-    """The configuration for a problem that no table has."""
+def default(problem: Problem, *, packed: bool = False) -> Config:
+    """The configuration for a problem that no table has; `packed` if tokens belong to documents."""
     sizes = problem.sizes
     return attention_config.config_for(
-        sizes["dim"], causal=sizes["masking"] != examples.FULL, devices=problem.devices
+        sizes["dim"],
+        causal=sizes["masking"] != examples.FULL,
+        devices=problem.devices,
+        packed=packed,
     )
 
 

@@ -130,14 +130,17 @@ def context_parallel_attention(
         problem = Problem(
             operation=OP, sizes=sizes, types=types, devices=devices, machine=Machine.of_mesh()
         )
-        if ids and _is_served(question, problem, fused.default(problem), scale):
+        of_documents = fused.default(problem, packed=True)
+        if ids and _is_served(question, problem, of_documents, scale):
             chosen = chosen.by_kernel(attention_methods.BY_LAX)
-            config = fused.default(problem)
+            config = of_documents
         elif chosen.name == GATHER and _is_fastest_fused(question, problem, scale):
             chosen = chosen.by_kernel(attention_methods.FASTEST)
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
-        config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
+        config = attention_config.config_for(
+            q.shape[-1], causal=causal, devices=devices, packed=bool(ids)
+        )
     options = Options(
         method=chosen.name,
         layout=layout,
@@ -201,9 +204,7 @@ def _not_derived(config: Any, question: attention_methods.Question) -> str | Non
     if not isinstance(config, fused.Config):
         return "it does not serve."
     sequence = fused.sequence_of(question.mask, question.layout, question.devices)
-    return fused.not_derived(
-        question.q, question.k, config, sequence, segments=bool(question.segments)
-    )
+    return fused.not_derived(question.q, question.k, config, sequence)
 
 
 def _is_served(

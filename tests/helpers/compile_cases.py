@@ -599,11 +599,15 @@ def _of_candidates(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"zigzag, {config}": dict(options, config=config) for config in configs}
 
 
-def attention_derivative_kernel(dim: int) -> Iterator[Program]:
-    """The kernel of attention's derivative, for each mask, and by the keys of a peer."""
+def attention_derivative_kernel(dim: int, *, packed: bool = False) -> Iterator[Program]:
+    """The kernel of attention's derivative, for each mask, and by the keys of a peer.
+
+    If `packed`, of documents.
+    """
     mesh = aot.mesh_of_gpus((1,), ("x",))
     operands = [((1, 1024, count, dim), jnp.bfloat16) for count in (8, 2, 2, 8)]
     rows = [((1, 8, 1024), jnp.float32)] * 2
+    ids = [((1, 1024), jnp.int32)] * 2 if packed else []
     calls = {
         "full": (attention_config.Sequence(), {}),
         "causal": (attention_config.Sequence(causal=True), {}),
@@ -615,16 +619,16 @@ def attention_derivative_kernel(dim: int) -> Iterator[Program]:
     }
     for label, (sequence, how) in calls.items():
 
-        def call(q, k, v, *rest, sequence=sequence, how=how):
-            how = dict(how, device=jnp.int32(how.get("device", 0)))
+        def call(q, k, v, bar, lse, delta, *segments, sequence=sequence, how=how):
+            how = dict(how, device=jnp.int32(how.get("device", 0)), segments=segments or None)
             return attention_derivative.derive(
-                *(q, k, v, *rest, sequence),
+                *(q, k, v, bar, lse, delta, sequence),
                 scale=q.shape[-1] ** -0.5,
                 config=attention_derivative.DerivativeTiles(),
                 **how,
             )
 
-        yield label, *on_one(call, mesh, [*operands, *rows])
+        yield label, *on_one(call, mesh, [*operands, *rows, *ids])
 
 
 def windows() -> Iterator[Program]:
@@ -972,8 +976,11 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
         for which in ("128", "64", "64, full", "full", "window", "documents")
     },
     **{
-        f"attention derivative, {dim}": functools.partial(attention_derivative_kernel, dim)
+        f"attention derivative, {dim}{words}": functools.partial(
+            attention_derivative_kernel, dim, packed=bool(words)
+        )
         for dim in (64, 128)
+        for words in ("", ", documents")
     },
     "windows": windows,
     **{

@@ -238,26 +238,6 @@ def test_the_public_call(logsumexp, config):
     assert "its derivative by the kernel" in said[0].reason
 
 
-def test_documents_are_not_derived_by_the_kernel():
-    """It takes no segment ids: another implementation derives, by the same documents."""
-    operands = drawn((1, 512, 2, 64), (1, 512, 1, 64))
-    ids = np.arange(512, dtype=np.int32).reshape(1, -1) // 100
-
-    def body(q, k, v, bar, ids):
-        how = dict(causal=True, config=BY_KERNEL, segment_ids=ids, kv_segment_ids=ids)
-        _, pull = jax.vjp(lambda *x: st.context_parallel_attention(*x, "x", **how), q, k, v)
-        return pull(bar)
-
-    spec = P(None, "x")
-    mapped = jax.shard_map(body, mesh=mesh_of(2), in_specs=spec, out_specs=spec)
-    with st.simulate(core_count=2) as report:
-        found = jax.jit(mapped).lower(*operands, ids).compile(QUICKLY)(*operands, ids)
-        found = [np.asarray(x, np.float64) for x in found]
-    assert report.ok and report.launches == 1, str(report)
-    mask = seen(1, 512, 512, causal=True) & (ids[0, :, None] == ids[0])
-    assert max(relative(found, dense(operands, mask)[2:])) < 1e-2
-
-
 def explained(tokens, config):
     found = []
 

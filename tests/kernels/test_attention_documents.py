@@ -139,8 +139,9 @@ def test_the_public_call_and_its_derivatives(layout):
         given = [place(jnp.asarray(x), 2) for x in (*operands, ids)]
         program = jax.jit(mapped).lower(*given).compile(QUICKLY)
         found = [np.asarray(back(x, 2), np.float64) for x in program(*given)]
-    assert report.ok and report.launches == 1, str(report)
+    assert report.ok and report.launches == 3, str(report)
     assert isinstance(said[0].config, Config) and "segment ids" in said[0].reason
+    assert "its derivative by the kernel" in said[0].reason
     mask = seen(2, 512, 512, causal=True) & (ids[:, :, None] == ids[:, None])
     right = dense(operands, mask)
     for x, y in zip(found, (right[0], *right[2:]), strict=True):
@@ -234,7 +235,7 @@ def test_tiles_sorted_by_their_work_are_shared_evenly(num_blocks, most):
     )
     work = np.random.default_rng(0).integers(1, 65, steps * tiles)
     places = jnp.asarray(np.argsort(-work, kind="stable"))
-    order = SortedOrder(tiles=plain, heads=heads, place=lambda at: places[at])
+    order = SortedOrder(tiles=plain, of_step=tiles, heads=heads, place=lambda at: places[at])
     found = [order.locate(index) for index in range(order.count())]
     numbers = [(int(tile.step), int(tile.m), int(tile.n)) for tile in found]
     assert len(set(numbers)) == len(numbers) == heads * steps * tiles

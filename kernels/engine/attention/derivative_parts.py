@@ -11,8 +11,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from stretto.distributed.schedule import Int, rem
-from stretto.kernels.engine.attention.seeing import Seeing
+import jax
+from jax import lax
+
+from stretto.distributed.schedule import Int, div, rem
+from stretto.kernels.engine.attention.derivative_documents import SeeingDocuments
+from stretto.kernels.engine.attention.seeing import Range, Seeing
 from stretto.kernels.engine.parts import Parts, Ref, Tile
 
 
@@ -23,11 +27,13 @@ class Queries(NamedTuple):
       head: of queries, within the group that shares a head of keys.
       chunk: of the device.
       tile: within the chunk.
+      is_plain: whether it needs no mask of documents; None where none does.
     """
 
     head: Int
     chunk: Int
     tile: Int
+    is_plain: Int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,7 @@ class DerivativeParts(Parts):
       group: heads of queries for each head of keys.
       exponent: of a score, to the base 2: its scale, times the logarithm of e; above 0.
       scale: of the scores.
+      documents: of queries and keys; None if all are of one. They say what blocks go through, too.
     """
 
     load_keys: Callable[[Tile, Ref, Ref, Ref], None]
@@ -62,6 +69,7 @@ class DerivativeParts(Parts):
     group: int
     exponent: float
     scale: float
+    documents: SeeingDocuments | None = None
 
     def first_key(self, tile: Tile) -> Int:
         """The place in the sequence of a tile's first key."""
@@ -74,10 +82,26 @@ class DerivativeParts(Parts):
     def for_each_tile_of_queries[Carry](
         self, tile: Tile, body: Callable[[Queries, Carry], Carry], carry: Carry
     ) -> Carry:
-        """Calls `body` for each tile of queries that sees the block."""
-        return self.seeing.for_each_tile(
-            self.first_key(tile),
-            self.group,
-            lambda head, chunk, place, carry: body(Queries(head, chunk, place), carry),
-            carry,
-        )
+        """Calls `body` for each tile of queries that sees the block.
+
+        The tiles of a head of the group after each other, the last ones first.
+        """
+        chunks = self.seeing.visible.chunks
+
+        def of_chunk(index: jax.Array, carry: Carry) -> Carry:
+            head = div(index, chunks)
+            chunk = chunks - 1 - (index - head * chunks)
+            seen = self._seen(tile, chunk)
+
+            def step(place: jax.Array, carry: Carry) -> Carry:
+                place = seen.first + seen.last - 1 - place
+                return body(Queries(head, chunk, place, seen.is_plain(place)), carry)
+
+            return lax.fori_loop(seen.first, seen.last, step, carry)
+
+        return lax.fori_loop(0, self.group * chunks, of_chunk, carry)
+
+    def _seen(self, tile: Tile, chunk: Int) -> Range:
+        if self.documents is not None:
+            return self.documents.tiles(tile, chunk)
+        return Range(*self.seeing.tiles(self.first_key(tile), chunk))

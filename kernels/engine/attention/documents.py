@@ -45,21 +45,30 @@ def table(queries: jax.Array, keys: jax.Array, visible: VisibleKeys) -> jax.Arra
     of_tiles = jnp.pad(queries, ((0, 0), (0, missing)), mode="edge")
     of_tiles = of_tiles.reshape(batch, chunks, visible.tiles_of_chunk, 1, 1, visible.rows)
     of_blocks = keys.reshape(batch, 1, 1, visible.segments, blocks, visible.block)
-    (t_least, t_most), (b_least, b_most) = ((x.min(-1), x.max(-1)) for x in (of_tiles, of_blocks))
-    seen = (t_least <= b_most) & (b_least <= t_most) & _by_place(visible)
-    plain = seen & (t_least == t_most) & (b_least == b_most)
-
-    first, last = _hull(seen)
-    plain_first, plain_last = _hull(plain)
-    # Blocks with other documents between them are masked, and so are all of such a range.
-    is_whole = plain_last - plain_first == plain.sum(-1)
-    plain_first, plain_last = (jnp.where(is_whole, x, 0) for x in (plain_first, plain_last))
+    first, last, plain_first, plain_last = ranges(of_tiles, of_blocks, _by_place(visible))
     count = (last - first).sum(-1, keepdims=True)
     is_first = (count == 0) & (jnp.arange(visible.segments) == 0)
     last = jnp.where(is_first, 1, last)
     count = jnp.broadcast_to(jnp.maximum(count, 1), first.shape)
     found = jnp.stack([first, last, plain_first, plain_last, count], -1).astype(jnp.int32)
     return found.reshape(batch * chunks, *found.shape[2:])
+
+
+def ranges(tiles: jax.Array, blocks: jax.Array, by_place: jax.Array) -> tuple[jax.Array, ...]:
+    """(`FIRST`, `LAST`, `PLAIN_FIRST`, `PLAIN_LAST`) of places along the last axis.
+
+    Args:
+      tiles, blocks: documents of the tokens of tiles of queries, and of blocks of keys, along their
+        last axis; over the other ones every tile meets every block.
+      by_place: bool, of the shape of these: what the mask leaves of a single document.
+    """
+    (t_least, t_most), (b_least, b_most) = ((x.min(-1), x.max(-1)) for x in (tiles, blocks))
+    seen = (t_least <= b_most) & (b_least <= t_most) & by_place
+    plain = seen & (t_least == t_most) & (b_least == b_most)
+    plain_first, plain_last = _hull(plain)
+    # Places with other documents between them are masked, and so are all of such a range.
+    is_whole = plain_last - plain_first == plain.sum(-1)
+    return *_hull(seen), *(jnp.where(is_whole, x, 0) for x in (plain_first, plain_last))
 
 
 def most_work_first(table: jax.Array) -> jax.Array:
@@ -128,16 +137,22 @@ class Documents:
           place: the number of the block, `segment * blocks_of_chunk + block`.
         """
         rows, columns = scores.shape
-        visible, layout = self.visible, plgpu.Layout.WGMMA
+        visible = self.visible
         # Rows behind the chunk's end are its last ones again, as their queries are.
         first = jnp.minimum(tile.m * visible.rows + row, visible.queries - rows)
         batch = div(tile.step, visible.chunks)
         of_rows = self.queries.at[tile.step, pl.ds(first, rows)]
         of_columns = self.keys.at[batch, pl.ds(place * visible.block, columns)]
-        of_rows = plgpu.load(of_rows, layout=layout.reduce(1), optimized=False)
-        of_columns = plgpu.load(of_columns, layout=layout.reduce(0), optimized=False)
-        over = lambda x, axis: lax.broadcast_in_dim(x, scores.shape, (axis,))  # noqa: E731
-        return jnp.where(over(of_rows, 0) == over(of_columns, 1), scores, -jnp.inf)
+        return alike(scores, of_rows, of_columns)
 
     def _entry(self, tile: Tile, segment: Int, field: int) -> Int:
         return self.table[tile.step, tile.m, segment, field]
+
+
+def alike(scores: jax.Array, of_rows: Ref, of_columns: Ref) -> jax.Array:
+    """Scores with minus infinity where the documents of a row and a column differ."""
+    layout = plgpu.Layout.WGMMA
+    rows = plgpu.load(of_rows, layout=layout.reduce(1), optimized=False)
+    columns = plgpu.load(of_columns, layout=layout.reduce(0), optimized=False)
+    over = lambda x, axis: lax.broadcast_in_dim(x, scores.shape, (axis,))  # noqa: E731
+    return jnp.where(over(rows, 0) == over(columns, 1), scores, -jnp.inf)

@@ -119,11 +119,13 @@ class SortedOrder:
 
     Attributes:
       tiles: all of them.
-      heads: of queries.
-      place: (index) -> the number of a place, `step * tiles + m`, in the order of the work.
+      of_step: how many have the same `step` and head.
+      heads: at each place.
+      place: (index) -> the number of a place, `step * of_step + m`, in the order of the work.
     """
 
-    tiles: AttentionOrder
+    tiles: Tiles
+    of_step: int
     heads: int
     place: Callable[[Int], Int]
 
@@ -137,8 +139,8 @@ class SortedOrder:
         index = jnp.minimum(index, self.count() - 1)
         at = div(index, self.heads)
         place = self.place(at)
-        step = div(place, self.tiles.tiles)
-        return Tile(step, place - step * self.tiles.tiles, index - at * self.heads)
+        step = div(place, self.of_step)
+        return Tile(step, place - step * self.of_step, index - at * self.heads)
 
 
 def back_and_forth(index: Int, num_blocks: int, num_tiles: int) -> Int:

@@ -7,13 +7,32 @@ the order in which blocks of keys take turns, where they do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
-from jax import lax
 
 from stretto.distributed.schedule import Int, div, where
 from stretto.kernels.engine.attention.visible import VisibleKeys, clipped
+
+
+class Range(NamedTuple):
+    """Tiles of queries that a block of keys goes through, and those that need no mask of documents.
+
+    Attributes:
+      first, last: the first one, and the one after the last; equal if there is none.
+      plain_first, plain_last: likewise; None where all tokens are of one document.
+    """
+
+    first: Int
+    last: Int
+    plain_first: Int | None = None
+    plain_last: Int | None = None
+
+    def is_plain(self, tile: Int) -> Int | None:
+        """Whether a tile of the range needs no mask of documents; None where none does."""
+        if self.plain_first is None or self.plain_last is None:
+            return None
+        return (self.plain_first <= tile) & (tile < self.plain_last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,28 +94,3 @@ class Seeing:
             first, last = self.visible.blocks(first_query, self.segment(chunk))
             found = found | (first < last)
         return found
-
-    def for_each_tile[Carry](
-        self,
-        first_key: Int,
-        group: int,
-        body: Callable[[Int, Int, Int, Carry], Carry],
-        carry: Carry,
-    ) -> Carry:
-        """Calls `body(head, chunk, tile, carry)` for each tile of queries that sees a block.
-
-        The tiles of a head of the group after each other, the last ones first.
-        """
-        chunks = self.visible.chunks
-
-        def of_chunk(index: jax.Array, carry: Carry) -> Carry:
-            head = div(index, chunks)
-            chunk = chunks - 1 - (index - head * chunks)
-            first, last = self.tiles(first_key, chunk)
-
-            def step(place: jax.Array, carry: Carry) -> Carry:
-                return body(head, chunk, first + last - 1 - place, carry)
-
-            return lax.fori_loop(first, last, step, carry)
-
-        return lax.fori_loop(0, group * chunks, of_chunk, carry)

@@ -77,8 +77,7 @@ def derive(block: Block, parts: DerivativeParts, memory: Memory, *, turns: bool)
 
         def step(queries: Queries, sums: Sums) -> Sums:
             own = _own()
-            first_key = parts.first_key(tile) + own * ROWS
-            return _of_queries(parts, memory, own, first_key, queries, sums, turns=turns)
+            return _of_queries(parts, memory, own, tile, queries, sums, turns=turns)
 
         with jax.named_scope("derive"):
             sums = parts.for_each_tile_of_queries(tile, step, start)
@@ -98,7 +97,7 @@ def _of_queries(
     parts: DerivativeParts,
     memory: Memory,
     own: jax.Array,
-    first_key: Int,
+    tile: Tile,
     queries: Queries,
     sums: Sums,
     *,
@@ -109,7 +108,9 @@ def _of_queries(
     # The copies of the tile are complete.
     plgpu.barrier_wait(memory.queries_full.at[stage])
     scores, bars = _products(memory, own, stage, turns=turns)
+    first_key = parts.first_key(tile) + own * ROWS
     scores = _masked(parts, scores, parts.first_query(queries) - first_key)
+    scores = _of_own_documents(parts, scores, tile, own, queries)
     weights = jnp.exp2(scores * parts.exponent)
     slopes = (weights * bars).astype(memory.slopes.dtype)
     weights = weights.astype(memory.slopes.dtype)
@@ -182,6 +183,21 @@ def _masked(parts: DerivativeParts, scores: jax.Array, ahead: Int) -> jax.Array:
         return jnp.where(seen, scores, -jnp.inf)
 
     return lax.cond(needed, masked, lambda scores: scores, scores)
+
+
+def _of_own_documents(
+    parts: DerivativeParts, scores: jax.Array, tile: Tile, own: jax.Array, queries: Queries
+) -> jax.Array:
+    """Minus infinity where a query and a key are of different documents."""
+    documents = parts.documents
+    if documents is None or queries.is_plain is None:
+        return scores
+    return lax.cond(
+        queries.is_plain,
+        lambda scores: scores,
+        lambda scores: documents.masked(scores, tile, own * ROWS, queries.chunk, queries.tile),
+        scores,
+    )
 
 
 def _add_up(
