@@ -238,18 +238,19 @@ def test_the_attention_kernel(which, tmp_path):
         assert "ex2.approx" in kernel["ptx"]
 
 
-MOST_SPILLED = 400
+MOST_SPILLED = 450
 """Bytes that are stored to memory, and loaded."""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", ["", ", documents"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_the_kernel_of_attentions_derivative(dim, tmp_path):
+def test_the_kernel_of_attentions_derivative(dim, words, tmp_path):
     """Its products run side by side: the compiler warns where it serialises them.
 
     Some registers spill.
     """
-    for program in compile_case(f"attention derivative, {dim}", tmp_path):
+    for program in compile_case(f"attention derivative, {dim}{words}", tmp_path):
         (kernel,) = program["kernels"]
         said = program["label"], kernel["spill_bytes"], kernel["warnings"]
         assert kernel["spill_bytes"] <= MOST_SPILLED, said
