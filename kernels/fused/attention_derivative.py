@@ -6,8 +6,12 @@ queries are added up in memory, in float32, by the blocks as they come: the sums
 from run to run. With `ordered` the blocks take turns, in the order of their keys; the first one
 stores its part.
 
+The keys may be a peer's. The derivatives of keys and values are then stored in the peer's memory, and
+this device gets those of its own keys from another one.
+
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
+| `handed_over`, of a peer's keys | the loading warps of the device at `-distance`, once each | block 0's transfer warp | blocks of the grid | all derivatives of the own keys are in place |
 | `cleared` | the adding warps, once each | the same | blocks of the grid | all derivatives of queries are zero |
 | `added[r, h, t]`, with `ordered` | the adding warps, once a block of keys that the tile sees | the same | blocks of keys before this one | these have added what they give to tile `t` |
 
@@ -26,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import SemaphoreArray
+from stretto.distributed.team import Team
 from stretto.kernels.engine.attention import derivative_documents, derivative_shares, documents
 from stretto.kernels.engine.attention.derivative_documents import SeeingDocuments
 from stretto.kernels.engine.attention.derivative_parts import DerivativeParts
@@ -33,7 +38,7 @@ from stretto.kernels.engine.attention.order import EvenOrder, SortedOrder
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper.attention.derivative_config import DEFAULT, DerivativeTiles
 from stretto.kernels.engine.hopper.attention.derivative_mainloop import Derivative
-from stretto.kernels.engine.parts import Product, Sink, Stream
+from stretto.kernels.engine.parts import Product, Sink, Stream, Transfer
 from stretto.kernels.fused.attention_config import Sequence
 from stretto.kernels.fused.attention_derivative_moves import Moves, Sizes, obstacle
 
@@ -52,6 +57,7 @@ def derive(
     device: Int = 0,
     devices: int = 1,
     distance: int = 0,
+    team: Team | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -67,12 +73,15 @@ def derive(
       config: of the kernel.
       device, devices: the one that has the queries, of those that hold the sequence.
       distance: how many places further on the one is that has the keys.
+      team: all of these, in the order of the sequence, in place of `device` and `devices`. The
+        derivatives of keys and values go to the device that has the keys.
       segments: of documents packed into the sequence: int32 `[batch, tokens]` of q, and `[batch,
         kv_tokens]` of these keys. A query sees the keys of its own document.
       interpret: as `fuse` takes it.
 
     Returns:
-      (float32 of q's shape, k's shape and type, v's).
+      (float32 of q's shape, k's shape and type, v's). With a team the latter two are of this
+      device's own keys, by the queries of the device at `-distance`; else of the keys given.
 
     Raises:
       ValueError: a number of parts that does not divide the heads that share a head of keys, or
@@ -90,6 +99,8 @@ def derive(
         raise ValueError(f"parts={config.parts} must divide the {group} heads of a head of keys.")
     if segments is not None and config.ordered:
         raise ValueError("ordered=True takes no documents, whose blocks come in another order.")
+    if team is not None:
+        device, devices = team.device_id(), team.size
     sizes = Sizes.of(q, k, sequence, config, devices, distance)
     own_device = jnp.asarray(device, jnp.int32)
     # What accumulators begin with: of a row without keys all weights are 0.
@@ -113,6 +124,7 @@ def derive(
         sizes,
         config,
         scale,
+        team if distance else None,
         interpret,
     )
     q_bar = made["q_bar"].reshape(q.shape) * scale
@@ -132,17 +144,25 @@ def _launch(
     sizes: Sizes,
     config: DerivativeTiles,
     scale: float,
+    team: Team | None,
     interpret: Any,
 ) -> dict[str, jax.Array]:
     q, k, v = (operands[name] for name in "qkv")
     visible = sizes.seeing.visible
     tiles_of_queries = sizes.rows, sizes.heads, visible.queries // visible.rows
+    semaphores = (
+        dict(added=SemaphoreArray(tiles_of_queries, local=True))
+        if config.ordered
+        else dict(cleared=SemaphoreArray(local=True))
+    )
+    if team is not None:
+        semaphores["handed_over"] = SemaphoreArray()
     return fuse(
         lambda refs: _parts(
-            refs, sizes, scale, ordered=config.ordered, is_packed="places" in operands
+            refs, sizes, scale, team, ordered=config.ordered, is_packed="places" in operands
         ),
         name="attention_derivative",
-        team=None,
+        team=team,
         mainloop=Derivative(config, Product(lhs=k.dtype, rhs=v.dtype, out=q.dtype), sizes.dim),
         num_tiles=sizes.order().num_tiles,
         operands=operands,
@@ -151,9 +171,8 @@ def _launch(
             k_bar=jax.ShapeDtypeStruct((sizes.parts, *k.shape), k.dtype),
             v_bar=jax.ShapeDtypeStruct((sizes.parts, *v.shape), v.dtype),
         ),
-        semaphores=dict(added=SemaphoreArray(tiles_of_queries, local=True))
-        if config.ordered
-        else dict(cleared=SemaphoreArray(local=True)),
+        semaphores=semaphores,
+        signals=team is not None,
         # Powers of two by the hardware's own instruction: weights are rounded to 16 bits anyway.
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -197,7 +216,13 @@ def _seen(sizes: Sizes, device: jax.Array) -> jax.Array:
 
 
 def _parts(
-    refs: Refs, sizes: Sizes, scale: float, *, ordered: bool, is_packed: bool
+    refs: Refs,
+    sizes: Sizes,
+    scale: float,
+    team: Team | None,
+    *,
+    ordered: bool,
+    is_packed: bool,
 ) -> DerivativeParts:
     seeing = sizes.seeing
     if seeing.visible.devices > 1:
@@ -207,17 +232,19 @@ def _parts(
         packed = SeeingDocuments(
             seeing=seeing, table=refs.ranges, queries=refs.of_queries, keys=refs.of_keys
         )
-    moves = Moves(sizes=sizes, seeing=seeing, refs=refs, ordered=ordered)
-    unused = Stream(load=lambda *_: None)
+    moves = Moves(sizes=sizes, seeing=seeing, refs=refs, ordered=ordered, team=team)
+    unused = Stream(load=_nothing)
     return DerivativeParts(
         **_order(refs, sizes, is_packed=is_packed),
         k_tiles=1,
         lhs=unused,
         rhs=unused,
-        sink=Sink(store=lambda *_: None),
+        sink=Sink(store=_nothing, stored=None if team is None else _nothing),
+        transfer=None if team is None else Transfer(run=_nothing, finish=moves.finish),
         load_keys=moves.load_keys,
         load_queries=moves.load_queries,
         store_keys=moves.store_keys,
+        stored_keys=None if team is None else moves.stored_keys,
         clear=None if ordered else moves.clear,
         wait_for_turn=moves.wait_for_turn,
         add_queries=moves.add_queries,
@@ -249,3 +276,7 @@ def _order(refs: Refs, sizes: Sizes, *, is_packed: bool) -> dict[str, Any]:
     return dict(
         order=EvenOrder(tiles=tiles, entry=entry), own_tiles=lambda block: refs.shares[0, block]
     )
+
+
+def _nothing(*_: Any) -> None:
+    """What stands for a part that this kernel has no use for."""

@@ -13,10 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed import copies
 from stretto.distributed.kernel import block_id
 from stretto.distributed.residency import num_blocks_for
 from stretto.distributed.schedule import Int, div, rem, share
 from stretto.distributed.semaphores import Semaphore
+from stretto.distributed.team import Team
 from stretto.kernels.engine import stages
 from stretto.kernels.engine.attention import derivative_shares
 from stretto.kernels.engine.attention.derivative_parts import Queries
@@ -142,12 +144,14 @@ class Moves:
       seeing: which tiles of queries see which keys, on this device.
       refs: of the kernel.
       ordered: blocks take turns in adding.
+      team: the devices of the sequence, one of which owns the keys; None if this one does.
     """
 
     sizes: Sizes
     seeing: Seeing
     refs: Refs
     ordered: bool
+    team: Team | None
 
     def load_keys(self, tile: Tile, keys: Ref, values: Ref, barrier: Ref) -> None:
         """Loads the keys and values of a block."""
@@ -160,13 +164,28 @@ class Moves:
             stages.fill(window, stage, barrier)
 
     def store_keys(self, tile: Tile, keys: Ref, values: Ref) -> None:
-        """Starts the copies of their derivatives."""
+        """Starts the copies of their derivatives, to the owner of the keys."""
         kv_head = div(tile.n, self.sizes.parts)
         part = tile.n - kv_head * self.sizes.parts
-        of_keys = self._pieces(tile, keys, self.refs.k_bar.at[part], kv_head)
-        of_values = self._halves(tile, values, self.refs.v_bar.at[part], kv_head)
+        k_bar, v_bar = self.refs.k_bar, self.refs.v_bar
+        if self.team is not None:
+            k_bar, v_bar = (copies.remote(x, self.team, self._owner()) for x in (k_bar, v_bar))
+        of_keys = self._pieces(tile, keys, k_bar.at[part], kv_head)
+        of_values = self._halves(tile, values, v_bar.at[part], kv_head)
         for piece, window in itertools.chain(of_keys, of_values):
             plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+    def stored_keys(self) -> None:
+        """Publishes to the owner of the keys that this block's copies are complete."""
+        self.refs.handed_over.signal(peer_id=self._owner())
+
+    def finish(self) -> None:
+        """Returns once the derivatives of this device's keys are in place."""
+        self.refs.handed_over.wait(self.refs.num_blocks)
+
+    def _owner(self) -> jax.Array:
+        assert self.team is not None
+        return self.team.neighbour(self.seeing.distance)
 
     def load_queries(
         self,

@@ -82,32 +82,34 @@ def derive(
 
     The own keys come first, and the peers' arrive meanwhile. If these are `kept` from the forward
     pass (`attention_fused`) the own keys come last, and the peers' derivatives are sent meanwhile.
+    Where the kernel derives it stores them at the keys' owners itself.
     """
     queries, own = _queries(operands, call)
     wide = accumulator_dtype(operands.q.dtype)
     by_kernel = fused.derivation(operands, share, out_bar, lse_bar, call)
+    if by_kernel is not None:
+        each = [by_kernel(own, 0)]
+        of_peers = _peers(own, call)
+        if kept is not None:
+            of_peers = fused.kept_keys(kept, operands, call, all_are_read=False)
+        each += [by_kernel(keys, distance) for distance, _, keys in of_peers]
+        q_bar, k_bar, v_bar = (sum_of(bars, wide) for bars in zip(*each, strict=True))
+        return q_bar, k_bar, v_bar
     q_bars, kv_bars = [], []
 
     def derive_own(own: Keys) -> None:
-        if by_kernel is None:
-            q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
-        else:
-            q_bar, *found = by_kernel(own, 0)
+        q_bar, *found = queries.derive(own, share, out_bar, lse_bar)
         q_bars.append(q_bar)
         kv_bars.append(found)
 
-    by_lax = by_kernel is None and (not queries.by_cudnn or lse_bar is not None)
     if kept is None:
         derive_own(own)
         of_peers = _peers(own, call)
     else:
+        by_lax = not queries.by_cudnn or lse_bar is not None
         of_peers = fused.kept_keys(kept, operands, call, all_are_read=by_lax)
     for distance, peer, keys in of_peers:
-        if by_kernel is None:
-            q_bar, narrow = queries.derive_to_send(keys, share, out_bar, lse_bar, peer)
-        else:
-            q_bar, *found = by_kernel(keys, distance)
-            narrow = jnp.stack(found).astype(operands.k.dtype)
+        q_bar, narrow = queries.derive_to_send(keys, share, out_bar, lse_bar, peer)
         q_bars.append(q_bar)
         if kept is not None and distance == axis_size(call.axes) - 1:
             # XLA would begin with the own keys: they wait for nothing.

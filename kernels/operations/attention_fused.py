@@ -83,7 +83,8 @@ def derivation(
 ) -> Callable[[Keys, int], Bars] | None:
     """(keys, distance along the axes) -> derivatives of the share of these keys, by the kernel.
 
-    None where another implementation derives.
+    Those of keys and values are of the own ones, by the queries of the device at the same distance
+    the other way. None where another implementation derives.
     """
     if not isinstance(call.config, Config):
         return None
@@ -102,8 +103,7 @@ def derivation(
         return attention_derivative.derive(
             *(operands.q, keys.k, keys.v, out_bar, share.lse, delta, sequence),
             scale=options.scale,
-            device=lax.axis_index(call.axes),
-            devices=devices,
+            team=Team.along(call.axes),
             distance=distance,
             segments=segments,
             interpret=call.interpret,

@@ -604,30 +604,27 @@ def attention_derivative_kernel(dim: int, *, packed: bool = False) -> Iterator[P
 
     If `packed`, of documents.
     """
-    mesh = aot.mesh_of_gpus((1,), ("x",))
     operands = [((1, 1024, count, dim), jnp.bfloat16) for count in (8, 2, 2, 8)]
     rows = [((1, 8, 1024), jnp.float32)] * 2
     ids = [((1, 1024), jnp.int32)] * 2 if packed else []
     calls = {
-        "full": (attention_config.Sequence(), {}),
-        "causal": (attention_config.Sequence(causal=True), {}),
-        "window": (attention_config.Sequence(causal=True, window=300), {}),
-        "zigzag": (
-            attention_config.Sequence(chunks=2, causal=True),
-            dict(device=1, devices=2, distance=1),
-        ),
+        "full": (attention_config.Sequence(), 1),
+        "causal": (attention_config.Sequence(causal=True), 1),
+        "window": (attention_config.Sequence(causal=True, window=300), 1),
+        "zigzag": (attention_config.Sequence(chunks=2, causal=True), 2),
     }
-    for label, (sequence, how) in calls.items():
+    for label, (sequence, devices) in calls.items():
 
-        def call(q, k, v, bar, lse, delta, *segments, sequence=sequence, how=how):
-            how = dict(how, device=jnp.int32(how.get("device", 0)), segments=segments or None)
+        def call(q, k, v, bar, lse, delta, *segments, sequence=sequence, devices=devices):
             return attention_derivative.derive(
                 *(q, k, v, bar, lse, delta, sequence),
                 scale=q.shape[-1] ** -0.5,
-                config=attention_derivative.DerivativeTiles(),
-                **how,
+                distance=devices - 1,
+                team=Team.along("x"),
+                segments=segments or None,
             )
 
+        mesh = aot.mesh_of_gpus((devices,), ("x",))
         yield label, *on_one(call, mesh, [*operands, *rows, *ids])
 
 

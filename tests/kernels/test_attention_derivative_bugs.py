@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 from attention_derivative_cases import ERROR, OnOne
 from attention_kernel_cases import WithoutWaitFor, drawn, seen
+from fused_cases import mesh_of
+from jax.sharding import PartitionSpec as P
 
+import stretto as st
+from stretto.distributed.handshake import Handshake
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import SimulationError
+from stretto.distributed.team import Team
 from stretto.kernels.engine.hopper.attention import derivative_moving, deriving
 from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
 from stretto.kernels.engine.hopper.attention.derivative_memory import Memory
@@ -107,6 +113,59 @@ def not_announced(monkeypatch):
 def test_the_order_of_sums_is_needed(monkeypatch, bug, kind):
     bug(monkeypatch)
     assert any(kind in found_on_one(seed, ordered=True) for seed in SEEDS)
+
+
+def found_on_two(seed):
+    """What is found where each device has the keys of the other one."""
+
+    def body(q, k, v, bar, lse, delta):
+        rows = (x.transpose(0, 2, 1) for x in (lse, delta))
+        given = q, k, v, bar, *rows, Sequence()
+        return attention_derivative.derive(*given, scale=0.1, team=Team.along("x"), distance=1)
+
+    spec = P(None, "x")
+    mapped = jax.shard_map(body, mesh=mesh_of(2), in_specs=spec, out_specs=spec)
+    rows = [jax.numpy.zeros((1, 256, 2), "float32")] * 2
+    operands = drawn((1, 256, 2, 64), (1, 256, 1, 64))
+    try:
+        # With cores to spare devices meet inside the kernel.
+        with st.simulate(seed=seed, core_count=4, on_finding="record") as report:
+            jax.block_until_ready(jax.jit(mapped)(*operands, *rows))
+    except SimulationError as error:
+        return error.report.kinds() | {"stopped"}
+    return report.kinds()
+
+
+def stored_too_early(monkeypatch):
+    """Before the owner of the keys has started."""
+    monkeypatch.setattr(Handshake, "wait", lambda self: self.observed and self.observed.signal())
+
+
+def not_waited_for(monkeypatch):
+    """The owner of the keys ends before their derivatives are in place."""
+    monkeypatch.setattr(Moves, "finish", lambda self: self.refs.handed_over.wait(0))
+
+
+def not_handed_over(monkeypatch):
+    monkeypatch.setattr(Moves, "stored_keys", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        not_waited_for,
+        pytest.param(stored_too_early, marks=SLOW),
+        pytest.param(not_handed_over, marks=SLOW),
+    ],
+)
+def test_derivatives_are_handed_to_the_owner_of_the_keys(monkeypatch, bug):
+    bug(monkeypatch)
+    assert any(found_on_two(seed) for seed in SEEDS)
+
+
+@SLOW
+def test_nothing_is_found_between_devices_without_a_bug():
+    assert not any(found_on_two(seed) for seed in SEEDS)
 
 
 def a_mask_off_by_one(monkeypatch):

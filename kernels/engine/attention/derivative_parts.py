@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.schedule import Int, div, rem
@@ -45,6 +46,7 @@ class DerivativeParts(Parts):
       load_queries: (tile, queries, stages of queries, of the result's derivatives, of logsumexps
         and of row sums, barrier): starts the copies of a tile of queries.
       store_keys: (tile, keys, values): starts the copies of the derivatives of a block.
+      stored_keys: called once the copies of all blocks are complete; None if nobody waits for them.
       clear: (pieces of zeros): sets the derivatives of queries to zero, where blocks add to them as
         they come; returns once all blocks of the grid have set theirs. None where they take turns.
       wait_for_turn: (tile, queries): returns once all earlier blocks have added theirs.
@@ -61,6 +63,7 @@ class DerivativeParts(Parts):
     load_keys: Callable[[Tile, Ref, Ref, Ref], None]
     load_queries: Callable[[Tile, Queries, tuple[Ref, Ref, Ref, Ref], Ref], None]
     store_keys: Callable[[Tile, Ref, Ref], None]
+    stored_keys: Callable[[], None] | None
     clear: Callable[[Ref], None] | None
     wait_for_turn: Callable[[Tile, Queries], None]
     add_queries: Callable[[Tile, Queries, int, Ref], None]
@@ -84,20 +87,28 @@ class DerivativeParts(Parts):
     ) -> Carry:
         """Calls `body` for each tile of queries that sees the block.
 
-        The tiles of a head of the group after each other, the last ones first.
+        The tiles of a head of the group after each other, and from one to the tile before it. Where
+        blocks take turns the last tile is first. Where they add as they come each one starts at a
+        tile of its own: those that run at the same time would all add to the same memory at once.
         """
-        chunks = self.seeing.visible.chunks
+        visible = self.seeing.visible
+        chunks = visible.chunks
+        own = rem(tile.step, chunks) * visible.blocks_of_chunk + tile.m
 
         def of_chunk(index: jax.Array, carry: Carry) -> Carry:
             head = div(index, chunks)
             chunk = chunks - 1 - (index - head * chunks)
             seen = self._seen(tile, chunk)
+            start = jnp.int32(seen.last - 1)
+            if self.clear is not None:
+                start -= lax.rem(own, jnp.maximum(jnp.int32(seen.last - seen.first), 1))
 
-            def step(place: jax.Array, carry: Carry) -> Carry:
-                place = seen.first + seen.last - 1 - place
-                return body(Queries(head, chunk, place, seen.is_plain(place)), carry)
+            def step(_: jax.Array, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+                place, carry = state
+                carry = body(Queries(head, chunk, place, seen.is_plain(place)), carry)
+                return jnp.where(place == seen.first, seen.last - 1, place - 1), carry
 
-            return lax.fori_loop(seen.first, seen.last, step, carry)
+            return lax.fori_loop(seen.first, seen.last, step, (start, carry))[1]
 
         return lax.fori_loop(0, self.group * chunks, of_chunk, carry)
 

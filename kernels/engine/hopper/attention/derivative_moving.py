@@ -16,6 +16,7 @@ from stretto.kernels.engine.parts import Tile
 
 def load(block: Block, parts: DerivativeParts, memory: Memory) -> None:
     """Loads blocks of keys and the queries that see them, and stores the blocks' derivatives."""
+    block.before_stores()
 
     def store(tile: Tile) -> None:
         # Both warpgroups have put the derivatives in place of keys and values.
@@ -43,6 +44,8 @@ def load(block: Block, parts: DerivativeParts, memory: Memory) -> None:
 
     block.for_each_tile(load_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    if parts.stored_keys is not None:
+        parts.stored_keys()
 
 
 def add(block: Block, parts: DerivativeParts, memory: Memory) -> None:
