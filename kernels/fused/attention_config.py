@@ -47,7 +47,7 @@ class Config:
     pull_rows: int = 32
     pull_slots: int = 3
     keep: bool = True
-    backward: str = CUDNN
+    backward: str = KERNEL
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so for `problem`."""
@@ -94,20 +94,16 @@ class Config:
 PINNED = Config(tiles=dataclasses.replace(LARGE, pinned=True))
 
 
-def config_for(dim: int, *, causal: bool, devices: int = 1, packed: bool = False) -> Config:
+def config_for(dim: int, *, causal: bool, devices: int = 1) -> Config:
     """The default for heads of this size, as measured on one and two H200s.
-
-    Of documents (`packed`) the kernel derives: cuDNN cannot.
 
     With heads of 64, three warpgroups are 10% faster without a mask, and two are 5% faster under a
     causal mask. With heads of 128, `pinned` is 2% faster under a causal mask on two devices, and 1
     to 4% slower on one device or without a mask.
     """
     if dim <= min(DIMS):
-        found = Config(tiles=DEEP if causal else TALL)
-    else:
-        found = PINNED if causal and devices > 1 else Config()
-    return dataclasses.replace(found, backward=KERNEL) if packed else found
+        return Config(tiles=DEEP if causal else TALL)
+    return PINNED if causal and devices > 1 else Config()
 
 
 class Sequence(NamedTuple):

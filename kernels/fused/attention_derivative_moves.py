@@ -37,6 +37,9 @@ from stretto.kernels.engine.hopper.attention.derivative_config import (
 from stretto.kernels.engine.parts import Ref, Tile
 from stretto.kernels.fused.attention_config import Sequence, not_taken, not_whole
 
+NEARLY = 1.01
+"""How much longer the busiest block may take with fewer parts."""
+
 
 def obstacle(q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int) -> str | None:
     """Why the kernel cannot derive with q, `[batch, tokens, heads, dim]`; None if it can."""
@@ -98,14 +101,19 @@ class Sizes:
         return sizes if config.parts is not None else sizes.in_best_parts()
 
     def in_best_parts(self) -> Sizes:
-        """With as many parts as share the work out best, the fewest of equally good ones."""
+        """With as many parts as share the work out best, or with fewer ones that do nearly so.
+
+        Each part has derivatives of keys and values of its own in memory.
+        """
         group = self.group
-        each = (
+        each = [
             dataclasses.replace(self, parts=parts)
             for parts in range(1, group + 1)
             if group % parts == 0
-        )
-        return min(each, key=lambda sizes: derivative_shares.longest(self.seeing, sizes.order()))
+        ]
+        longest = [derivative_shares.longest(sizes.seeing, sizes.order()) for sizes in each]
+        most = NEARLY * min(longest)
+        return next(sizes for sizes, work in zip(each, longest, strict=True) if work <= most)
 
     @property
     def rows(self) -> int:

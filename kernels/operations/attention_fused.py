@@ -97,17 +97,24 @@ def derivation(
         delta -= lse_bar
 
     def derive(keys: Keys, distance: int) -> Bars:
-        segments = None
-        if operands.segments is not None and keys.segments is not None:
-            segments = operands.segments.astype(jnp.int32), keys.segments.astype(jnp.int32)
-        return attention_derivative.derive(
-            *(operands.q, keys.k, keys.v, out_bar, share.lse, delta, sequence),
-            scale=options.scale,
-            team=Team.along(call.axes),
-            distance=distance,
-            segments=segments,
-            interpret=call.interpret,
-        )
+        def run(
+            q: jax.Array, k: jax.Array, v: jax.Array, bar: jax.Array, lse: jax.Array, *rest: Any
+        ) -> Bars:
+            delta, *segments = rest
+            return attention_derivative.derive(
+                *(q, k, v, bar, lse, delta, sequence),
+                scale=options.scale,
+                team=Team.along(call.axes),
+                distance=distance,
+                segments=(segments[0], segments[1]) if segments else None,
+                interpret=call.interpret,
+            )
+
+        given = operands.q, keys.k, keys.v, out_bar, share.lse, delta
+        if operands.segments is None or keys.segments is None:
+            return derived_once(run)(*given)
+        segments = (x.astype(jnp.int32) for x in (operands.segments, keys.segments))
+        return derived_once(run)(*given, *segments)
 
     return derive
 
@@ -125,14 +132,11 @@ def candidates(problem: Problem) -> Iterator[Config]:
             yield config
 
 
-def default(problem: Problem, *, packed: bool = False) -> Config:
-    """The configuration for a problem that no table has; `packed` if tokens belong to documents."""
+def default(problem: Problem) -> Config:
+    """The configuration for a problem that no table has."""
     sizes = problem.sizes
     return attention_config.config_for(
-        sizes["dim"],
-        causal=sizes["masking"] != examples.FULL,
-        devices=problem.devices,
-        packed=packed,
+        sizes["dim"], causal=sizes["masking"] != examples.FULL, devices=problem.devices
     )
 
 

@@ -130,17 +130,14 @@ def context_parallel_attention(
         problem = Problem(
             operation=OP, sizes=sizes, types=types, devices=devices, machine=Machine.of_mesh()
         )
-        of_documents = fused.default(problem, packed=True)
-        if ids and _is_served(question, problem, of_documents, scale):
+        if ids and _is_served(question, problem, fused.default(problem), scale):
             chosen = chosen.by_kernel(attention_methods.BY_LAX)
-            config = of_documents
+            config = fused.default(problem)
         elif chosen.name == GATHER and _is_fastest_fused(question, problem, scale):
             chosen = chosen.by_kernel(attention_methods.FASTEST)
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
-        config = attention_config.config_for(
-            q.shape[-1], causal=causal, devices=devices, packed=bool(ids)
-        )
+        config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
     options = Options(
         method=chosen.name,
         layout=layout,

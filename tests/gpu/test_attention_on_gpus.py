@@ -111,8 +111,8 @@ def test_the_kernel_that_pulls_keys(dim, causal, layout, mesh, scale, tally) -> 
     by = prepared(operands, mesh, right, causal=causal, layout=layout)
     plain = by(backend="xla")
     config = attention_config.Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
-    derives = dataclasses.replace(config, backward=attention_config.KERNEL)
-    each = [dict(config=config), dict(config=derives)]
+    others = dataclasses.replace(config, backward=attention_config.CUDNN)
+    each = [dict(config=config), dict(config=others)]
     for options in each if scale.rehearsed else ({}, *each):
         found = by(backend=scale.backend, method="fused", **options)
         tally.checks(1)
@@ -138,8 +138,8 @@ def test_the_kernel_with_documents(dim, causal, layout, in_order, mesh, scale, t
     by = prepared(operands, mesh, right, causal=causal, layout=layout, ids=ids)
     plain = by(backend="xla")
     config = attention_config.Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
-    derives = dataclasses.replace(config, backward=attention_config.KERNEL)
-    each = [dict(config=config), dict(config=derives)]
+    others = dataclasses.replace(config, backward=attention_config.CUDNN)
+    each = [dict(config=config), dict(config=others)]
     for options in each if scale.rehearsed else ({}, *each):
         found = by(backend=scale.backend, method="fused", **options)
         tally.checks(1)

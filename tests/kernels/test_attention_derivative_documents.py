@@ -26,7 +26,6 @@ from stretto.kernels.fused import attention_derivative
 from stretto.kernels.fused.attention_config import Sequence
 
 SLOW = pytest.mark.slow
-BY_KERNEL = dataclasses.replace(SMALL, backward="kernel")
 
 
 def numbers(batch: int, tokens: int, *, mixed: bool = False, most: int = 3) -> np.ndarray:
@@ -115,11 +114,9 @@ def test_keys_without_a_query_of_their_document_get_nothing():
 @pytest.mark.parametrize(
     ("devices", "layout", "causal", "mixed", "config"),
     [
-        (2, "zigzag", True, False, BY_KERNEL),
-        pytest.param(2, "contiguous", False, True, BY_KERNEL, marks=SLOW),
-        pytest.param(
-            4, "zigzag", True, False, dataclasses.replace(BY_KERNEL, keep=False), marks=SLOW
-        ),
+        (2, "zigzag", True, False, SMALL),
+        pytest.param(2, "contiguous", False, True, SMALL, marks=SLOW),
+        pytest.param(4, "zigzag", True, False, dataclasses.replace(SMALL, keep=False), marks=SLOW),
     ],
 )
 def test_the_public_call(devices, layout, causal, mixed, config):
