@@ -23,11 +23,10 @@ from stretto.kernels.attention.layouts import CONTIGUOUS, Span
 from stretto.kernels.attention.masks import Mask
 from stretto.kernels.attention.peers import Keys, Queries
 from stretto.kernels.attention.shares import merged, sum_of
-from stretto.kernels.fused import attention, attention_config
+from stretto.kernels.fused import attention, attention_config, attention_derivative
 from stretto.kernels.operation import Operand, Operation
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.operations.attention_by_peer import shifted
-from stretto.kernels.operations.attention_examples import FORWARD
 from stretto.kernels.problem.machine import Machine
 
 ATTENTION: Operation = OPERATIONS["context_parallel_attention"]
@@ -97,22 +96,37 @@ def fused(case: Case, mesh: Mesh) -> list[Candidate]:
 
 
 def own(case: Case, mesh: Mesh) -> list[Candidate]:
-    """The same kernel on one device, with no peers, of what `alone` has; forward only."""
-    if case.sizes["passes"] != FORWARD:
-        raise UnavailableError("its derivative is cuDNN's")
+    """The same kernel on one device, with no peers, and that of its derivative; as `alone`."""
     if Machine.of_mesh().platform != "gpu":
         raise UnavailableError("it runs on GPUs")
     sequence = attention_config.Sequence(causal=_mask(case).causal)
     (whole,) = alone(case, mesh)
     found = []
     for config in attention_config.Config.candidates(case.problem(Machine.of_mesh())):
-
-        def body(q: jax.Array, k: jax.Array, v: jax.Array, config: Any = config) -> jax.Array:
-            scale = q.shape[-1] ** -0.5
-            return attention.attend(q, k, v, None, sequence, scale=scale, config=config)[0]
-
+        body = _timed(case, _by_own_kernels(sequence, config))
         found.append(dataclasses.replace(whole, body=body, config=str(config)))
     return found
+
+
+def _by_own_kernels(sequence: attention_config.Sequence, config: attention_config.Config) -> Attend:
+    @jax.custom_vjp
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return forward(q, k, v)[0]
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        scale = q.shape[-1] ** -0.5
+        out, lse = attention.attend(q, k, v, None, sequence, scale=scale, config=config)
+        return out, (q, k, v, out, lse)
+
+    def backward(kept: Any, bar: jax.Array) -> Any:
+        q, k, v, out, lse = kept
+        delta = jnp.einsum("bthd,bthd->bht", out, bar, preferred_element_type=lse.dtype)
+        given = q, k, v, bar, lse, delta, sequence
+        q_bar, *others = attention_derivative.derive(*given, scale=q.shape[-1] ** -0.5)
+        return q_bar.astype(q.dtype), *others
+
+    attend.defvjp(forward, backward)
+    return attend
 
 
 def _timed(case: Case, attend: Attend) -> Attend:

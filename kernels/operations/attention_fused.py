@@ -127,9 +127,15 @@ def candidates(problem: Problem) -> Iterator[Config]:
     shape = sizes["b"], sizes["t"] // devices, sizes["heads"], sizes["dim"]
     q = jax.ShapeDtypeStruct(shape, problem.types.lhs)
     chunks = 2 if sizes["masking"] == examples.ZIGZAG and devices > 1 else 1
-    for config in Config.candidates(problem):
-        if attention_config.obstacle(q, sizes["kv_t"] // devices, chunks, config.tiles) is None:
-            yield config
+    fitting = [
+        config
+        for config in Config.candidates(problem)
+        if attention_config.obstacle(q, sizes["kv_t"] // devices, chunks, config.tiles) is None
+    ]
+    yield from fitting
+    if sizes["passes"] == examples.BOTH:
+        for config in fitting:
+            yield dataclasses.replace(config, backward=attention_config.CUDNN)
 
 
 def default(problem: Problem) -> Config:

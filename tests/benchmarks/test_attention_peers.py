@@ -38,6 +38,7 @@ def test_each_configuration_is_offered():
     ("kind", "changes", "tried"),
     [
         ("NVIDIA H200", {}, 2),
+        ("NVIDIA H200", dict(passes=2), 4),  # By cuDNN's derivative, too.
         ("NVIDIA H200", dict(dim=96), 0),
         ("NVIDIA H200", dict(t=192, kv_t=192), 0),  # Chunks that are no multiples of its blocks.
         ("NVIDIA B200", {}, 0),
@@ -62,24 +63,28 @@ def test_the_tuner_tries_both_kernels_and_the_table_tells_them_apart(kind, chang
 
 
 @pytest.mark.slow
-def test_the_kernel_alone_has_a_devices_share_of_heads(monkeypatch):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_kernels_alone_have_a_devices_share_of_heads(monkeypatch, passes):
     monkeypatch.setattr(Machine, "of_mesh", lambda: Machine.of_kind("gpu", "NVIDIA H200"))
-    first, *_ = PEERS["own-attention"].candidates_for(case(), mesh_of(2))
+    first, *_ = PEERS["own-attention"].candidates_for(case(passes=passes), mesh_of(2))
     assert [operand.shape for operand in first.operands] == [(1, 256, 1, 64)] * 3
     q, k, v = (
         jax.random.normal(key, (1, 256, 1, 64), jnp.bfloat16)
         for key in jax.random.split(jax.random.key(0), 3)
     )
     with st.simulate(core_count=2):
-        out = np.asarray(jax.jit(first.body)(q, k, v), np.float32)
-    right = jax.nn.dot_product_attention(
-        *(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True
-    )
-    np.testing.assert_allclose(out, right, atol=2e-2)
+        found = jax.tree.leaves(jax.jit(first.body)(q, k, v))
+
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    right, pull = jax.vjp(attend, *(x.astype(jnp.float32) for x in (q, k, v)))
+    right = [right, *pull(right)][: len(found)]
+    assert len(found) == (4 if passes == 2 else 1)
+    for x, y in zip(found, right, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=2e-2)
 
 
 def test_where_it_is_not_timed():
     with pytest.raises(UnavailableError, match="runs on GPUs"):
         PEERS["own-attention"].candidates_for(case(), mesh_of(2))
-    with pytest.raises(UnavailableError, match="derivative is cuDNN's"):
-        PEERS["own-attention"].candidates_for(case(passes=2), mesh_of(2))
