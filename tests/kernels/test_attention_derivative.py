@@ -21,8 +21,9 @@ from stretto.kernels.engine.attention.derivative_shares import BlockOrder
 from stretto.kernels.engine.attention.seeing import Seeing
 from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.hopper.attention.derivative_config import DerivativeTiles
-from stretto.kernels.fused import attention_derivative
+from stretto.kernels.fused import attention_derivative, attention_derivative_moves
 from stretto.kernels.fused.attention_config import Config, Sequence
+from stretto.kernels.fused.attention_derivative_moves import Sizes
 
 SLOW = pytest.mark.slow
 PLAIN, TURNS = DerivativeTiles(), DerivativeTiles(turns=True)
@@ -109,6 +110,26 @@ def test_a_table_gives_all_blocks_equal_work_in_the_order_of_keys(tokens, heads,
                 places[*key, id(share)] = tile.m
         assert max(busy) < 1.3 * np.mean(busy)
         busy.clear()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequence", "distance", "parts"),
+    [
+        # The first device sees none of these keys, and the second one all.
+        (512, Sequence(causal=True), 1, 4),
+        # Parts share the work out better, but hardly.
+        (32768, Sequence(chunks=2, causal=True), 1, 1),
+    ],
+)
+def test_heads_are_taken_apart_where_the_busiest_device_gains(
+    monkeypatch, tokens, sequence, distance, parts
+):
+    monkeypatch.setattr(
+        attention_derivative_moves, "num_blocks_for", lambda num_tiles: min(num_tiles, 132)
+    )
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 128), "bfloat16") for heads in (64, 8))
+    sizes = Sizes.of(q, k, sequence, DerivativeTiles(), devices=2, distance=distance)
+    assert sizes.parts == parts
 
 
 @pytest.mark.parametrize(

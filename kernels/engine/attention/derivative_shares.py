@@ -73,12 +73,13 @@ def table(seeing: Seeing, order: BlockOrder) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def longest(seeing: Seeing, order: BlockOrder) -> float:
-    """What the busiest block of the grid takes on the first device, in tiles of queries."""
-    work = _work(seeing, order)
-    return max(
-        sum(work[number % order.together] for number in share)
-        for share in even_shares.shares(work, order)
-    )
+    """What the busiest block of the grid takes on the busiest device, in tiles of queries."""
+    found = 0.0
+    for device in range(seeing.visible.devices):
+        work = _work(seeing.of_device(device), order)
+        for share in even_shares.shares(work, order):
+            found = max(found, sum(work[number % order.together] for number in share))
+    return found
 
 
 def _work(seeing: Seeing, order: BlockOrder) -> list[float]:
