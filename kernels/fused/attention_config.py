@@ -39,8 +39,9 @@ class Config:
       pull_rows: keys, or values, of a head that the pulling warp fetches at once.
       pull_slots: such pieces on their way at once, per block.
       keep: the peers' keys and values are kept for the backward pass, in place of gathering them
-        again; it then sends their derivatives while it computes those of the own keys.
-      backward: what derives: "cudnn", or the "kernel" of `attention_derivative`.
+        again.
+      backward: what derives: the "kernel" of `attention_derivative`, or "cudnn", or `jax.lax` where
+        that does not support a call. Where the kernel does not take a call, it is one of these two.
     """
 
     tiles: AttentionTiles = LARGE

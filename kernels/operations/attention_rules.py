@@ -4,7 +4,7 @@
 |---|---|---|
 | gather | k and v, to all | k and v again, their derivatives to their owners |
 | heads | q, k, v: tokens for heads; the result back | the result's cotangent; those of q, k, v |
-| fused | k and v, pulled during attention (`fused.attention`) | if k and v are kept, their derivatives only; else as gather |
+| fused | k and v, pulled during attention (`fused.attention`) | if k and v are kept, their derivatives only, by the kernel that makes them (`fused.attention_derivative`); else as gather |
 """  # noqa: E501
 
 from __future__ import annotations

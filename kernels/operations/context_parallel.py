@@ -74,7 +74,8 @@ def context_parallel_attention(
       segment_ids: of documents packed into one sequence; a query attends to its own document only.
       kv_segment_ids: of the keys; those of the queries by default.
       return_logsumexp: also return float32 `[batch, tokens, heads]`. `jax.lax` then computes the
-        backward pass: that of cuDNN does not support the cotangent of the logsumexp.
+        backward pass, unless the kernel of "fused" does: that of cuDNN does not support the
+        cotangent of the logsumexp.
       method: "gather" (each device gathers all keys, for its own queries), "heads" (each device
         computes some heads, for all tokens), "fused" (as "gather", by a kernel that pulls keys
         during attention: 16-bit types, head sizes 64 and 128, whole tiles), or "auto": the faster
