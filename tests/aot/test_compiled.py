@@ -238,7 +238,7 @@ def test_the_attention_kernel(which, tmp_path):
         assert "ex2.approx" in kernel["ptx"]
 
 
-MOST_SPILLED = 450
+MOST_SPILLED = 560
 """Bytes that are stored to memory, and loaded."""
 
 
@@ -254,9 +254,7 @@ def test_the_kernel_of_attentions_derivative(dim, words, tmp_path):
         (kernel,) = program["kernels"]
         said = program["label"], kernel["spill_bytes"], kernel["warnings"]
         assert kernel["spill_bytes"] <= MOST_SPILLED, said
-        # A window with heads of 64 takes more registers than there are.
-        serialised = any("(C75" in warning for warning in kernel["warnings"])
-        assert not serialised or (dim, program["label"]) == (64, "window"), said
+        assert not any("(C75" in warning for warning in kernel["warnings"]), said
         # Five products for each tile of queries, and the last one once more behind the loop.
         assert kernel["ptx"].count("wgmma.mma_async") == 32 + 8
         assert "cp.reduce.async.bulk.tensor" in kernel["ptx"]
