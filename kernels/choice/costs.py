@@ -9,56 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 from stretto.distributed.schedule import ceil_div
+from stretto.kernels.choice import products
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.work import Work
 
-TILE_M, TILE_N, TILE_K = 128, 256, 64
-STEP_US = 0.7  # of a block, for one step of TILE_K along k
 FUSED_BYTES = 245e9  # per second, sent by one device beside a matmul
 XLA_BYTES = 270e9  # per second, NCCL alone
 ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
-MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
-COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result
-UNALIGNED_ROW_BYTES = 8  # XLA's matmul is slow where rows of its operands are no multiples of it
-UNALIGNED_TILE, UNALIGNED_FROM_US = 128, 150.0  # Shorter ones differ too much to be known.
-UNALIGNED_US = {True: 0.017, False: 0.025}  # for one step of k of a tile; rows of words, or not
-# What follows was fitted to 142 random sizes on 2 H200s. It serves where a table has collectives.
-NARROW_STEP_US = {64: 0.27, 128: 0.42}  # for a step of TILE_K, where no block has two such tiles
-LEAST_COLUMNS_OF_SUMS = 128
-MOST_DEVICES = 2  # of which what follows is known
-LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=16.0)  # of a matmul's kernel
-PRODUCT_LAUNCH_US = 3.5  # of XLA's matmul
-LEAST_SHARE = 0.15  # of a whole matmul's time that XLA's takes at least, divided along k
-PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
+COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
+COPY_BESIDE_US = 2.5  # the same of a matmul
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
-
-
-def matmul(m: int, k: int, n: int, multiprocessors: int, matrices: int = 1) -> tuple[float, int]:
-    """(microseconds, waves of tiles) of matmuls on one device, each `[m, k] @ [k, n]`."""
-    tiles = matrices * ceil_div(m, TILE_M) * ceil_div(n, TILE_N)
-    waves = ceil_div(tiles, multiprocessors)
-    return waves * ceil_div(k, TILE_K) * STEP_US, waves
-
-
-def unaligned_matmul(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float:
-    """The least microseconds of XLA's matmul on one device; 0 where they are not known.
-
-    That is where rows are multiples of 8 bytes, and where it is short.
-
-    Fitted to 2 H200s: 6610 x 6398 x 2442 took some 900 us, 1203 x 4111 x 5242 some 430.
-    """
-    if not any(size * itemsize % UNALIGNED_ROW_BYTES for size in (k, n)):
-        return 0.0
-    tiles = ceil_div(m, UNALIGNED_TILE) * ceil_div(n, UNALIGNED_TILE)
-    waves = ceil_div(tiles, multiprocessors)
-    if tiles < multiprocessors:  # Each is divided along k.
-        waves = tiles / multiprocessors
-    in_words = not any(size * itemsize % 4 for size in (k, n))
-    us = waves * k * UNALIGNED_US[in_words]
-    return us if us >= UNALIGNED_FROM_US else 0.0
+# What follows was fitted to random sizes on 2 H200s. It serves where a table has collectives.
+MOST_DEVICES = 2  # of which what follows is known
+LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
+LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=16.0)  # of a matmul's kernel
+PRODUCT_LAUNCH_US = dict(all_gather=3.5, reduce_scatter=6.0, all_reduce=3.5)  # of XLA's matmul
+PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
+HIDDEN_IN_A_WAVE = 0.5  # of the time of a gather's last wave: tiles wait for columns, not for rows
 
 
 def estimate(
@@ -74,38 +44,47 @@ def estimate(
         return _attention(work)
     if work.product is None:
         raise ValueError("only operations with a matmul have an estimate.")
-    compute, waves = matmul(*work.product, machine.multiprocessors)
-    unhidden = 1e6 * work.sent_bytes / FUSED_BYTES
-    by_xla, waves_of_all = matmul(*work.product, machine.multiprocessors, work.matrices)
+    sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
     if measured is None or work.traffic is None or work.traffic.devices > MOST_DEVICES:
-        launch_us = FUSED_LAUNCH_US
+        compute, waves = products.by_tiles(*work.product, machine.multiprocessors)
+        fused = compute + max(0.0, sent_us - compute * (waves - 1) / waves) + FUSED_LAUNCH_US
         sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
-    else:
-        launch_us, sent_by_xla = measured
-        launch_us += LAUNCH_BESIDE_US[work.traffic.collective]
-        compute, waves = _of_narrow_tiles(work, machine) or (compute, waves)
-        unhidden = max(unhidden, _pieces_us(work, machine))
-        sent_by_xla += PRODUCT_LAUNCH_US
-        if waves_of_all == 1:  # Few tiles are divided along k.
-            tiles = ceil_div(work.product[0], TILE_M) * ceil_div(work.product[2], TILE_N)
-            by_xla *= max(LEAST_SHARE, tiles / machine.multiprocessors)
-    fused = compute + max(0.0, unhidden - compute * (waves - 1) / waves) + launch_us
+        return fused, _by_xla_in_waves(work, machine) + sent_by_xla
+    by_kernel, collective_us = measured
+    itemsize = work.traffic.itemsize
+    product = *work.product, itemsize, machine.multiprocessors
+    by_xla = products.by_xla(*product) + PRODUCT_LAUNCH_US[work.traffic.collective] + collective_us
+    launch_us = by_kernel + LAUNCH_BESIDE_US[work.traffic.collective]
+    return _beside_transfer(work, machine, sent_us) + launch_us, by_xla
+
+
+def _beside_transfer(work: Work, machine: Machine, sent_us: float) -> float:
+    """Microseconds of a kernel without its launch: its tiles, and what they do not hide."""
+    if work.product is None or work.traffic is None:
+        return sent_us
+    gathers = work.traffic.gathers
+    least_columns = 0 if gathers else LEAST_COLUMNS_OF_SUMS
+    tiles = *work.product, machine.multiprocessors
+    compute, waves = products.by_narrow_tiles(*tiles, least_columns) or products.by_tiles(*tiles)
+    m, _, n = work.product
+    compute = max(compute, products.written(m, n, work.traffic.itemsize))
+    hidden = (waves - 1) / waves
+    if gathers:
+        hidden = max(hidden, HIDDEN_IN_A_WAVE)
+        sent_us = max(sent_us, _pieces_us(work, machine))
+    return compute + max(0.0, sent_us - compute * hidden)
+
+
+def _by_xla_in_waves(work: Work, machine: Machine) -> float:
+    """Microseconds of XLA's matmuls by whole waves of large tiles, of all rows by each matrix.
+
+    XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
+    """
+    if work.product is None:
+        return 0.0
     itemsize = work.traffic.itemsize if work.traffic is not None else 2
-    # XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
-    slow = unaligned_matmul(*work.product, itemsize, machine.multiprocessors)
-    return fused, max(by_xla, slow) + sent_by_xla
-
-
-def _of_narrow_tiles(work: Work, machine: Machine) -> tuple[float, int] | None:
-    """(microseconds, waves) of a kernel's narrower tiles; None of more than one wave."""
-    m, k, n = work.product or (0, 0, 0)
-    for tile_n, step_us in NARROW_STEP_US.items():
-        is_sum = work.traffic is not None and not work.traffic.gathers
-        if is_sum and tile_n < LEAST_COLUMNS_OF_SUMS:
-            continue
-        if ceil_div(m, TILE_M) * ceil_div(n, tile_n) <= machine.multiprocessors:
-            return ceil_div(k, TILE_K) * step_us, 1
-    return None
+    by_tiles, _ = products.by_tiles(*work.product, machine.multiprocessors, work.matrices)
+    return max(by_tiles, products.unaligned(*work.product, itemsize, machine.multiprocessors))
 
 
 def _pieces_us(work: Work, machine: Machine) -> float:
@@ -143,7 +122,7 @@ def copies_launches_us(work: Work, itemsize: int) -> float:
     _, k, n = work.product
     columns = k if work.traffic is None else min(k, work.traffic.shape[1])
     is_lhs, is_rhs = (size * itemsize % ROW_BYTES > 0 for size in (columns, n))
-    return COPY_LAUNCH_US * (is_lhs + (is_lhs or is_rhs) + is_rhs)
+    return COPY_BESIDE_US * (is_lhs + (is_lhs or is_rhs) + is_rhs)
 
 
 def copies_us(copied: int) -> float:
@@ -153,7 +132,7 @@ def copies_us(copied: int) -> float:
 
 def moved_in_memory_us(moved: int) -> float:
     """Microseconds in which XLA reads and writes so many bytes, as by a transpose."""
-    return 1e6 * 2 * moved / MEMORY_BYTES
+    return 1e6 * 2 * moved / products.MEMORY_BYTES
 
 
 def compare(times: tuple[float, float], margin: float = MARGIN) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _with_copies(
     if problem.machine.architecture in UNTRIED and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
     if kernel.fused_from is not None and of_sizes:
-        return transfers.copied_to_rows(problem, plain, of_sizes)
+        return transfers.copied_to_rows(operation, problem, plain, of_sizes)
     if kernel.untried and problem.copied and plain.backend == "pallas":
         reason = f"{plain.reason}, but never with copies that put rows in order"
         others = dict(reason=reason, fused_us=None, xla_us=None)
@@ -113,9 +113,14 @@ def _with_copies(
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
+    margin = 0.0
     if of_sizes:
-        fused_us += costs.copies_launches_us(operation.work(problem), problem.types.itemsize)
-    is_fused = plain.backend == "pallas" and fused_us < xla_us
+        launches_us = costs.copies_launches_us(operation.work(problem), problem.types.itemsize)
+        fused_us += launches_us
+        if launches_us and operation.communicates:
+            is_short = xla_us < tables.SHORT_US
+            margin = tables.MARGIN_OF_SHORT if is_short else transfers.MARGIN_OF_COPIES
+    is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
     reason = f"{plain.reason}, but for {besides}" if turned else plain.reason

@@ -23,7 +23,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.collectives import by_heap
 from stretto.kernels.problem.problem import Problem
 
-RECORDED_TO = 138 * 6144 * 2
+RECORDED_TO = 4096 * 8192 * 2
 """Bytes of x up to which it was measured in recorded programs."""
 MOST_COLUMNS = 8192
 """Of which a thread's part fits in its registers."""
