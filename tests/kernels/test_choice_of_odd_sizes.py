@@ -132,6 +132,33 @@ def test_matmuls_of_xla_are_slow_where_rows_are_not_aligned():
     assert costs.estimate(work, H200)[1] > costs.estimate(work, H200)[0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "us"),
+    [
+        ((18794, 21, 10833), 171),  # A result larger than the L2.
+        ((5296, 19808, 152), 79),  # An lhs of 210 MB.
+    ],
+)
+def test_matmuls_of_xla_take_as_long_as_memory(sizes, us):
+    """Measured on 2 H200s, less the collective."""
+    assert us / 2 < products.by_xla(*sizes, 2, 132) < 1.3 * us
+
+
+def misaligned_us(name: str, m: int, n: int) -> float:
+    traffic = OPERATIONS[name].work(collective(name, m, n)).traffic
+    assert traffic is not None
+    return transfers.misaligned_us(traffic)
+
+
+def test_collectives_of_xla_are_slow_where_parts_begin_at_no_16_bytes():
+    # Of 205 us, where a part that is aligned takes 107.
+    assert misaligned_us("all_to_all", 5254, 4219) == pytest.approx(98, rel=0.1)
+    assert not any(misaligned_us(name, 5248, 4224) for name in COLLECTIVES)
+    assert misaligned_us("all_reduce", 5254, 4219) == 0
+    assert misaligned_us("all_gather", 5251, 4219) > misaligned_us("reduce_scatter", 5254, 4219)
+    assert chosen(collective("all_to_all", 5254, 4219)).backend == "pallas"
+
+
 def test_groups_of_few_rows_are_multiplied_beside_each_other():
     """XLA took 14 for 8 groups, not 8 times as long as for one."""
     one, eight = (costs.estimate(Work(product=(194, 524, 36), matrices=g), H200) for g in (1, 8))
@@ -148,6 +175,13 @@ def test_groups_of_few_rows_are_multiplied_beside_each_other():
         ("matmul_all_reduce", (3509, 13746, 1), "xla"),  # 2.1.
         ("matmul_reduce_scatter", (1362, 13782, 39), "xla"),  # 3.2.
         ("all_gather_matmul", (542, 129, 23838), "xla"),  # 1.5.
+        # XLA gathers shards that are no multiples of 16 bytes slowly.
+        ("all_gather_matmul", (4078, 1123, 226), "pallas"),  # 0.68.
+        ("all_gather_matmul", (706, 7901, 258), "pallas"),  # 0.75.
+        ("all_gather_matmul_k", (3018, 6828, 4), "pallas"),  # 0.75.
+        # Copies of short operands take launches, which differ between runs.
+        ("all_gather_matmul_n", (4, 2, 20), "xla"),  # 1.5.
+        ("all_gather_matmul_k", (32, 48, 676), "xla"),  # 1.2.
     ],
 )
 def test_what_was_measured_at_odd_sizes_is_what_is_chosen(name, sizes, backend):
