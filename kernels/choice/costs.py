@@ -19,6 +19,7 @@ ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
 COPY_BESIDE_US = 2.5  # the same of a matmul
+COPIED_BYTES = 3.6e12  # per second, read and written by these
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
@@ -128,6 +129,11 @@ def copies_launches_us(work: Work, itemsize: int) -> float:
 def copies_us(copied: int) -> float:
     """Microseconds in which XLA copies an operand and a result, of so many bytes together."""
     return moved_in_memory_us(copied) + 2 * COPY_LAUNCH_US
+
+
+def copied_for_sizes_us(copied: int) -> float:
+    """Microseconds in which XLA copies so many bytes of a matmul to rows that are aligned."""
+    return 1e6 * 2 * copied / COPIED_BYTES
 
 
 def moved_in_memory_us(moved: int) -> float:

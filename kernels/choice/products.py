@@ -11,11 +11,13 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
 NARROW_STEP_US = {64: 0.27, 128: 0.42}  # of tiles of so many columns
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
-LEAST_SHARE = 0.12  # of a whole wave's time that XLA's takes at least, divided along k
+SHARE_POWER = 0.6
+"""Tiles that fill a share of a wave are divided along k, and take that share to this power of its
+time."""
 CACHED_BYTES, WRITTEN_BYTES = 30e6, 1.8e12  # of a result: what stays in the L2; per second beyond
 UNALIGNED_ROW_BYTES = 8  # XLA's matmul is slow where rows of its operands are no multiples of it
 UNALIGNED_TILE = 128
-UNALIGNED_US = {True: 0.017, False: 0.020}  # for one step of k of a tile; rows of words, or not
+UNALIGNED_US = {True: 0.017, False: 0.022}  # for one step of k of a tile; rows of words, or not
 
 
 def by_tiles(m: int, k: int, n: int, multiprocessors: int, matrices: int = 1) -> tuple[float, int]:
@@ -44,7 +46,7 @@ def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float
     us, waves = by_tiles(m, k, n, multiprocessors)
     if waves == 1:
         tiles = ceil_div(m, TILE_M) * ceil_div(n, TILE_N)
-        us *= max(LEAST_SHARE, tiles / multiprocessors)
+        us *= (tiles / multiprocessors) ** SHARE_POWER
     read_us = 1e6 * itemsize * k * (m + n) / MEMORY_BYTES
     unaligned_us = unaligned(m, k, n, itemsize, multiprocessors)
     return max(us, read_us + written(m, n, itemsize), unaligned_us)
@@ -65,6 +67,6 @@ def unaligned(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> fl
     tiles = ceil_div(m, UNALIGNED_TILE) * ceil_div(n, UNALIGNED_TILE)
     waves = ceil_div(tiles, multiprocessors)
     if tiles < multiprocessors:  # Each is divided along k.
-        waves = max(LEAST_SHARE, tiles / multiprocessors)
+        waves = (tiles / multiprocessors) ** SHARE_POWER
     in_words = not any(size * itemsize % 4 for size in (k, n))
     return waves * k * UNALIGNED_US[in_words]

@@ -41,7 +41,9 @@ def _or_apart(
         return found
     if not of_sizes and (is_tuned or found.backend == "pallas"):
         return found
-    _, xla_us = estimate(operation, kernel, problem)
+    fused_us, xla_us = estimate(operation, kernel, problem)
+    if found.backend == "xla" and fused_us > xla_us:
+        found = transfers.of_few_rows(operation, kernel, problem, xla_us) or found
     two = transfers.apart(operation, kernel, problem, xla_us)
     if two is None or two.fused_us is None:
         return found
@@ -112,7 +114,8 @@ def _with_copies(
     fused_us, xla_us = plain.fused_us, plain.xla_us
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
-    fused_us += costs.moved_in_memory_us(problem.copied + problem.applied + of_sizes)
+    fused_us += costs.moved_in_memory_us(problem.copied + problem.applied)
+    fused_us += costs.copied_for_sizes_us(of_sizes)
     margin = 0.0
     if of_sizes:
         launches_us = costs.copies_launches_us(operation.work(problem), problem.types.itemsize)

@@ -17,7 +17,10 @@ from stretto.kernels.problem.work import Traffic
 MARGIN_OF_COPIES = 0.1
 """Share by which a kernel must be faster where copies that its sizes need were estimated."""
 PART_BYTES = 16  # of which a part that NCCL moves at its full rate is a multiple
-MISALIGNED_US = 4.4e-6  # for each byte of one that is not
+MISALIGNED_US = dict(all_gather=2.0e-6, reduce_scatter=1.1e-6, all_to_all=4.9e-6)
+"""For each byte that a device sends of one that is not, beyond what an aligned one takes."""
+FEW_ROWS, LONG_CONTRACTION, FEW_ROWS_TAKE = 1024, 2048, 0.8
+"""Of a product that is scattered: rows, contraction, and what two parts take of XLA's time."""
 SURE = 0.5
 """Of what a collective's kernel saves by the table, what a matmul with it is expected to save."""
 
@@ -51,14 +54,15 @@ def times(problem: Problem, name: str, elements: int) -> tuple[float, float] | N
 def misaligned_us(traffic: Traffic) -> float:
     """Microseconds that XLA's collective takes longer, whose parts begin at no 16 bytes.
 
-    Those of an all-reduce are NCCL's own, and always aligned. Fitted to two H200s, whose all-to-all
-    of 22 MB takes 107 where parts are aligned, and 205 where not.
+    Measured on two H200s: with 2 or 8 bytes more than 25.2 MB in a part an all-gather took 183 in
+    place of 134, a reduce-scatter 166 in place of 138, an all-to-all 243 in place of 120, and an
+    all-reduce 231 in place of 226.
     """
     rows, columns = traffic.shape
     of_a_part = rows * columns * traffic.itemsize // (1 if traffic.gathers else traffic.devices)
-    if traffic.collective == "all_reduce" or not of_a_part % PART_BYTES:
+    if not of_a_part % PART_BYTES:
         return 0.0
-    return MISALIGNED_US * traffic.sent_bytes
+    return MISALIGNED_US.get(traffic.collective, 0.0) * traffic.sent_bytes
 
 
 def _entries(problem: Problem, name: str) -> list[Entry]:
@@ -102,6 +106,34 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
         backend="pallas" if is_fused else "xla",
         reason=f"{plain.reason}; {of_sizes / 2**20:.3g} MiB are copied to whole rows and back",
         fused_us=fused_us,
+        xla_us=xla_us,
+    )
+
+
+def of_few_rows(
+    operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
+) -> Choice | None:
+    """A product of few rows and a long contraction that is scattered, in two parts.
+
+    None of any other. XLA divides such a product along the contraction; a kernel follows without
+    the time in which NCCL starts. On two H200s it took 0.55 to 0.98 of XLA's time.
+    """
+    work = operation.work(problem)
+    if work.product is None or work.traffic is None or kernel.apart is None:
+        return None
+    is_scattered = work.traffic.collective == "reduce_scatter"
+    is_known = problem.devices <= costs.MOST_DEVICES and times(problem, "reduce_scatter", 1)
+    rows, contraction, _ = work.product
+    if not is_known or not is_scattered or rows > FEW_ROWS or contraction < LONG_CONTRACTION:
+        return None
+    config = dataclasses.replace(kernel.default(problem), unfused=True)
+    return Choice(
+        problem=problem,
+        kernel=kernel,
+        config=config,
+        backend="pallas",
+        reason="of few rows and a long contraction XLA multiplies, and a kernel scatters",
+        fused_us=FEW_ROWS_TAKE * xla_us,
         xla_us=xla_us,
     )
 
