@@ -43,6 +43,8 @@ class Kernel:
       recorded_to: of a kernel whose devices exchange through the heap alone, so that a program that
         is recorded may have it: bytes of one device's operand up to which it was measured to be
         faster than XLA there. None for a kernel that must not be recorded.
+      unrecorded_to: of such a kernel, the same in programs that are not recorded; it is then taken
+        before the others.
       stands_for: the problem whose tuned entries and estimate apply to this one, with the bytes
         that XLA moves in memory in addition; None for a kernel with entries of its own.
       copies: (problem, configuration) -> bytes that XLA copies because of the sizes, or whose copy
@@ -63,6 +65,7 @@ class Kernel:
     fused_from: int | None = None
     untried: bool = False
     recorded_to: int | None = None
+    unrecorded_to: int = 0
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
     copies: Callable[[Problem, Any], int] = lambda problem, config: 0
     apart: Callable[[Problem], Any] | None = None

@@ -17,7 +17,13 @@ from stretto.distributed.errors import BackendUnavailableError
 from stretto.distributed.private_jax import options
 from stretto.kernels.choice import obstacles, tables
 from stretto.kernels.choice.choice import Choice
-from stretto.kernels.choice.speed import UNTRIED, best_config, faster, recorded_program
+from stretto.kernels.choice.speed import (
+    UNTRIED,
+    best_config,
+    faster,
+    recorded_program,
+    through_heap,
+)
 from stretto.kernels.operation import Axes, Kernel, Operation
 from stretto.kernels.problem import machine, node_config
 from stretto.kernels.problem.checks import check_backend
@@ -128,7 +134,7 @@ def _choose(
         )
     if recording.is_active() and operation.communicates:
         return recorded_program(operation, kernel, problem)
-    return faster(operation, kernel, problem)
+    return through_heap(operation, problem) or faster(operation, kernel, problem)
 
 
 def serving(

@@ -55,7 +55,7 @@ def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> 
     """The implementation in a program that is recorded, as measured on two H200s."""
     size, most = costs.operand_bytes(operation.work(problem)), kernel.recorded_to or 0
     found = Choice(problem=problem, kernel=kernel, backend="xla", reason="")
-    if problem.devices != 2 or problem.machine.architecture != machine.HOPPER:
+    if not _is_timed_through_heap(problem):
         reason = "kernels in recorded programs were timed on two GPUs of Hopper's only"
         return dataclasses.replace(found, reason=reason)
     if size > most:
@@ -67,6 +67,33 @@ def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> 
         reason=f"in a recorded program it is faster for operands up to {most / 2**10:g} KiB",
         config=kernel.default(problem),
     )
+
+
+def through_heap(operation: Operation, problem: Problem) -> Choice | None:
+    """The kernel that exchanges through the heap in a program that is not recorded.
+
+    None where none of the operation's was measured to be faster: up to a size, on two H200s.
+    """
+    if not _is_timed_through_heap(problem):
+        return None
+    for kernel in operation.kernels:
+        most = kernel.unrecorded_to
+        if not most or kernel.obstacle(problem) is not None:
+            continue
+        if costs.operand_bytes(operation.work(problem)) <= most:
+            return Choice(
+                problem=problem,
+                kernel=kernel,
+                backend="pallas",
+                reason=f"messages through the heap are faster for operands up to {most / 2**20:g}"
+                " MiB",
+                config=kernel.default(problem),
+            )
+    return None
+
+
+def _is_timed_through_heap(problem: Problem) -> bool:
+    return problem.devices == 2 and problem.machine.architecture == machine.HOPPER
 
 
 def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:

@@ -24,7 +24,9 @@ from stretto.kernels.collectives import by_heap
 from stretto.kernels.problem.problem import Problem
 
 RECORDED_TO = 4096 * 8192 * 2
-"""Bytes of x up to which it was measured in recorded programs."""
+"""Bytes of x up to which it was measured to be faster than XLA in recorded programs."""
+UNRECORDED_TO = 512 * 6144 * 2
+"""The same in others; beyond, the kernel that reads its peers' operands is as fast, or faster."""
 MOST_COLUMNS = 8192
 """Of which a thread's part fits in its registers."""
 

@@ -295,6 +295,7 @@ ALL_REDUCE_RMS_NORM = Operation(
             candidates=by_heap.Config.candidates,
             untried=True,
             recorded_to=by_heap.RECORDED_TO,
+            unrecorded_to=by_heap.UNRECORDED_TO,
         ),
     ),
     examples=Examples(

@@ -141,7 +141,7 @@ def test_matmuls_of_xla_are_slow_where_rows_are_not_aligned():
 )
 def test_matmuls_of_xla_take_as_long_as_memory(sizes, us):
     """Measured on 2 H200s, less the collective."""
-    assert us / 2 < products.by_xla(*sizes, 2, 132) < 1.3 * us
+    assert us / 2 < products.by_xla(*sizes, 2, 132) < 1.5 * us
 
 
 def misaligned_us(name: str, m: int, n: int) -> float:
@@ -152,7 +152,7 @@ def misaligned_us(name: str, m: int, n: int) -> float:
 
 def test_collectives_of_xla_are_slow_where_parts_begin_at_no_16_bytes():
     # Of 205 us, where a part that is aligned takes 107.
-    assert misaligned_us("all_to_all", 5254, 4219) == pytest.approx(98, rel=0.1)
+    assert misaligned_us("all_to_all", 5254, 4219) == pytest.approx(98, rel=0.15)
     assert not any(misaligned_us(name, 5248, 4224) for name in COLLECTIVES)
     assert misaligned_us("all_reduce", 5254, 4219) == 0
     assert misaligned_us("all_gather", 5251, 4219) > misaligned_us("reduce_scatter", 5254, 4219)
