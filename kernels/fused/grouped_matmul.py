@@ -44,6 +44,7 @@ from stretto.kernels.fused import copied
 from stretto.kernels.fused.group_tables import ALIGNED, row_tiles
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
+from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 MANY_ROWS = 1024
@@ -82,9 +83,16 @@ class Config:
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has.
 
-    A group of any number of rows leaves half a tile empty on average.
+    A group of any number of rows leaves half a tile empty on average. Where narrow tiles fit into
+    one wave, they are faster: on an H200 they took 51 us where large ones took 62.
     """
-    tiles, rows = tiles_for(problem), problem.sizes["m"] // problem.sizes["g"]
+    tiles, groups = tiles_for(problem), problem.sizes["g"]
+    rows, narrow, machine = problem.sizes["m"] // groups, tiles.narrow, problem.machine
+    most = ceil_div(problem.sizes["m"], narrow.tile_m) + groups - 1  # rows of tiles
+    count = most * ceil_div(problem.sizes["n"], narrow.tile_n)
+    is_known = machine.architecture == HOPPER and problem.types.scales is None
+    if is_known and count <= machine.multiprocessors:
+        return Config(tiles=narrow)
     return Config(tiles=tiles.large_for(rows) if rows >= MANY_ROWS else tiles.large)
 
 
