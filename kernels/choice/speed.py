@@ -35,16 +35,14 @@ def _or_apart(
     `of_sizes` bytes are copied for the fused kernel. Where it needs none, a near entry has been
     tuned with two parts, too.
     """
-    known = tables.exists(problem.machine.kind)
-    is_tuned = known and tables.table_for(problem.machine.kind).nearest(problem) is not None
-    if problem.copied or problem.applied or kernel.apart is None or not known:
+    is_known = tables.exists(problem.machine.kind) and has_estimate(operation, kernel, problem)
+    if problem.copied or problem.applied or not is_known:
         return found
-    if not of_sizes and (is_tuned or found.backend == "pallas"):
-        return found
-    fused_us, xla_us = estimate(operation, kernel, problem)
-    if found.backend == "xla" and fused_us > xla_us:
-        found = transfers.of_few_rows(operation, kernel, problem, xla_us) or found
-    two = transfers.apart(operation, kernel, problem, xla_us)
+    _, xla_us = estimate(operation, kernel, problem)
+    is_tuned = tables.table_for(problem.machine.kind).nearest(problem) is not None
+    two = None if is_tuned else transfers.of_few_rows(operation, kernel, problem, xla_us)
+    if two is None and (of_sizes or not (is_tuned or found.backend == "pallas")):
+        two = transfers.apart(operation, kernel, problem, xla_us)
     if two is None or two.fused_us is None:
         return found
     is_faster = found.backend == "pallas" and (found.fused_us or 0.0) <= two.fused_us
@@ -72,7 +70,8 @@ def recorded_program(operation: Operation, kernel: Kernel, problem: Problem) -> 
 def through_heap(operation: Operation, problem: Problem) -> Choice | None:
     """The kernel that exchanges through the heap in a program that is not recorded.
 
-    None where none of the operation's was measured to be faster: up to a size, on two H200s.
+    None where none of the operation's was measured to be faster: on two H200s, up to a size, of
+    operands that are whole messages.
     """
     if not _is_timed_through_heap(problem):
         return None
@@ -80,14 +79,15 @@ def through_heap(operation: Operation, problem: Problem) -> Choice | None:
         most = kernel.unrecorded_to
         if not most or kernel.obstacle(problem) is not None:
             continue
-        if costs.operand_bytes(operation.work(problem)) <= most:
+        config, size = kernel.default(problem), costs.operand_bytes(operation.work(problem))
+        if size <= most and not kernel.copies(problem, config):
             return Choice(
                 problem=problem,
                 kernel=kernel,
                 backend="pallas",
-                reason=f"messages through the heap are faster for operands up to {most / 2**20:g}"
-                " MiB",
-                config=kernel.default(problem),
+                reason=f"messages through the heap are faster for operands up to {most / 2**10:g}"
+                " KiB",
+                config=config,
             )
     return None
 

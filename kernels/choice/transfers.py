@@ -19,8 +19,10 @@ MARGIN_OF_COPIES = 0.1
 PART_BYTES = 16  # of which a part that NCCL moves at its full rate is a multiple
 MISALIGNED_US = dict(all_gather=2.0e-6, reduce_scatter=1.1e-6, all_to_all=4.9e-6)
 """For each byte that a device sends of one that is not, beyond what an aligned one takes."""
-FEW_ROWS, LONG_CONTRACTION, FEW_ROWS_TAKE = 1024, 2048, 0.8
-"""Of a product that is scattered: rows, contraction, and what two parts take of XLA's time."""
+FEW_ROWS, LONG_CONTRACTION, MOST_COLUMNS = 1024, 2048, 1024
+FEW_ROWS_TAKE = 0.8
+"""Of products of few rows: rows, contraction, columns after a gather, and what two parts take of
+XLA's time."""
 SURE = 0.5
 """Of what a collective's kernel saves by the table, what a matmul with it is expected to save."""
 
@@ -113,26 +115,28 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
 def of_few_rows(
     operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
 ) -> Choice | None:
-    """A product of few rows and a long contraction that is scattered, in two parts.
+    """A product of few rows and a long contraction, in two parts; None of any other.
 
-    None of any other. XLA divides such a product along the contraction; a kernel follows without
-    the time in which NCCL starts. On two H200s it took 0.55 to 0.98 of XLA's time.
+    XLA divides such a product along the contraction, and a kernel beside it takes no time in which
+    NCCL starts. On two H200s two parts took 0.55 to 0.98 of XLA's time.
     """
     work = operation.work(problem)
-    if work.product is None or work.traffic is None or kernel.apart is None:
+    default = kernel.default(problem)
+    if work.product is None or work.traffic is None or not hasattr(default, "unfused"):
         return None
-    is_scattered = work.traffic.collective == "reduce_scatter"
-    is_known = problem.devices <= costs.MOST_DEVICES and times(problem, "reduce_scatter", 1)
-    rows, contraction, _ = work.product
-    if not is_known or not is_scattered or rows > FEW_ROWS or contraction < LONG_CONTRACTION:
+    name, (rows, contraction, columns) = work.traffic.collective, work.product
+    if problem.devices > costs.MOST_DEVICES or times(problem, name, 1) is None:
         return None
-    config = dataclasses.replace(kernel.default(problem), unfused=True)
+    most_columns = {"all_gather": MOST_COLUMNS, "reduce_scatter": math.inf}.get(name, 0)
+    if rows > FEW_ROWS or contraction < LONG_CONTRACTION or columns > most_columns:
+        return None
+    config = dataclasses.replace(default, unfused=True)
     return Choice(
         problem=problem,
         kernel=kernel,
         config=config,
         backend="pallas",
-        reason="of few rows and a long contraction XLA multiplies, and a kernel scatters",
+        reason=f"of few rows and a long contraction XLA multiplies, a kernel has the {name}",
         fused_us=FEW_ROWS_TAKE * xla_us,
         xla_us=xla_us,
     )

@@ -145,7 +145,19 @@ ALL_REDUCE = dataclasses.replace(
     copies=_copies(_parts_of_all_reduce, lambda devices: 1),
 )
 
-# A caller's config chooses these, and a recorded program: there they were timed on 2 H200s.
+
+def _copies_to_messages(results: Callable[[int], float]) -> Any:
+    """The same of a kernel through the heap, whose rows are whole messages."""
+
+    def found(problem: Problem, config: Any) -> int:
+        del config
+        size = math.prod(problem.sizes.values()) * problem.types.itemsize
+        return int(size * (1 + results(problem.devices))) if size % by_heap.ROW_BYTES else 0
+
+    return found
+
+
+# A caller's config chooses these, and small sizes: those were timed on 2 H200s.
 ALL_GATHER_BY_HEAP = Kernel(
     Config=by_heap.Config,
     run=_all_gather,
@@ -154,8 +166,14 @@ ALL_GATHER_BY_HEAP = Kernel(
     candidates=by_heap.Config.candidates,
     untried=True,
     recorded_to=64 * KIB,
-    copies=lambda problem, config: 0,
+    unrecorded_to=64 * KIB,
+    copies=_copies_to_messages(lambda devices: devices),
 )
 ALL_REDUCE_BY_HEAP = dataclasses.replace(
-    ALL_GATHER_BY_HEAP, run=_all_reduce, obstacle=_by_heap(_adds), recorded_to=1 * MIB
+    ALL_GATHER_BY_HEAP,
+    run=_all_reduce,
+    obstacle=_by_heap(_adds),
+    recorded_to=1 * MIB,
+    unrecorded_to=1 * MIB,
+    copies=_copies_to_messages(lambda devices: 1),
 )
