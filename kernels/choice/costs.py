@@ -23,6 +23,7 @@ COPIED_BYTES = 3.6e12  # per second, read and written by these
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
+UNALIGNED_FROM_US = 150.0  # of XLA's matmul of rows that are not aligned
 # What follows was fitted to random sizes on 2 H200s. It serves where a table has collectives.
 MOST_DEVICES = 2  # of which what follows is known
 LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
@@ -79,13 +80,15 @@ def _beside_transfer(work: Work, machine: Machine, sent_us: float) -> float:
 def _by_xla_in_waves(work: Work, machine: Machine) -> float:
     """Microseconds of XLA's matmuls by whole waves of large tiles, of all rows by each matrix.
 
-    XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2).
+    XLA multiplies all rows by the matrix of every group (`ragged_dot`, JAX 0.11.2). Rows that are
+    not aligned count where they make it long.
     """
     if work.product is None:
         return 0.0
     itemsize = work.traffic.itemsize if work.traffic is not None else 2
     by_tiles, _ = products.by_tiles(*work.product, machine.multiprocessors, work.matrices)
-    return max(by_tiles, products.unaligned(*work.product, itemsize, machine.multiprocessors))
+    unaligned = products.unaligned(*work.product, itemsize, machine.multiprocessors)
+    return max(by_tiles, unaligned if unaligned >= UNALIGNED_FROM_US else 0.0)
 
 
 def _pieces_us(work: Work, machine: Machine) -> float:

@@ -62,7 +62,7 @@ def misaligned_us(traffic: Traffic) -> float:
     """
     rows, columns = traffic.shape
     of_a_part = rows * columns * traffic.itemsize // (1 if traffic.gathers else traffic.devices)
-    if not of_a_part % PART_BYTES:
+    if traffic.devices > costs.MOST_DEVICES or not of_a_part % PART_BYTES:
         return 0.0
     return MISALIGNED_US.get(traffic.collective, 0.0) * traffic.sent_bytes
 
