@@ -125,7 +125,8 @@ def of_few_rows(
     if work.product is None or work.traffic is None or not hasattr(default, "unfused"):
         return None
     name, (rows, contraction, columns) = work.traffic.collective, work.product
-    if problem.devices > costs.MOST_DEVICES or times(problem, name, 1) is None:
+    is_known = problem.devices <= costs.MOST_DEVICES and problem.types.scales is None
+    if not is_known or times(problem, name, 1) is None:
         return None
     most_columns = {"all_gather": MOST_COLUMNS, "reduce_scatter": math.inf}.get(name, 0)
     if rows > FEW_ROWS or contraction < LONG_CONTRACTION or columns > most_columns:
