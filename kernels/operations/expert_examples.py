@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -125,9 +126,17 @@ def _bytes(problem: Problem, tokens: float) -> float:
 
 
 def _reached(problem: Problem) -> float:
-    """Tokens that choose an expert of one device, where all experts are equally likely."""
-    share = 1 - (1 - 1 / problem.devices) ** problem.sizes["top_k"]
-    return problem.sizes["t"] * share
+    """Tokens that choose an expert of one device, where all experts are equally likely.
+
+    A token's experts differ, and so they are drawn as `dispatch_operands` does. The rows that
+    `combine_operands` draws are so many that each is on any device.
+    """
+    sizes, devices = problem.sizes, problem.devices
+    if "num_experts" not in sizes:
+        return sizes["t"] * (1 - (1 - 1 / devices) ** sizes["top_k"])
+    experts = sizes["num_experts"]
+    top_k, others = min(sizes["top_k"], experts), experts - experts // devices
+    return sizes["t"] * (1 - math.comb(others, top_k) / math.comb(experts, top_k))
 
 
 def moved(problem: Problem) -> Work:

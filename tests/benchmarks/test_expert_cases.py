@@ -60,6 +60,10 @@ def test_floors_of_moving_alone():
     assert floors.communication_floor(case) == pytest.approx(95.5, rel=0.02)
     assert floors.memory_floor(case) == pytest.approx((268.4 + 66.8) / 4, rel=0.02)
     assert floors.floor(case, None) == floors.communication_floor(case)
+    # Of the 28 pairs of experts 6 are on the own device, to which nothing crosses.
+    crosses = 8192 * (1 - 6 / 28) * 4096 * 2
+    few = case_of("expert_dispatch", "mixtral")
+    assert floors.communication_floor(few) == pytest.approx(crosses / 350e3, rel=1e-3)
     alone = case_of("expert_dispatch", "mixtral", devices=1)
     assert floors.floor(alone, None) == floors.memory_floor(alone) > 0
 
