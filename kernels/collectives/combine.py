@@ -24,8 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import kernel, schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import token_totals
-from stretto.kernels.collectives.dispatch import ALL_BLOCKS, SMEM_BYTES, obstacle
+from stretto.kernels.collectives import fed_combine, token_totals
+from stretto.kernels.collectives.dispatch import ALL_BLOCKS, MOST_SLOTS, SMEM_BYTES, obstacle
 from stretto.kernels.collectives.summing import Piece, Summing, direct_piece, piece_of, sum_bytes
 from stretto.kernels.collectives.token_sums import Sums, added_up
 from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
@@ -54,6 +54,8 @@ class Config:
         or more, a device's share does that for its own tokens.
       direct: rows go to registers, not through shared memory, where they are multiples of 2 KB.
         On two H200s it gave XLA's sums; it was not timed.
+      ring: slots of each warpgroup for rows that a warp of its own loads (`fed_sums`), as far as
+        they fit; 0 where the warpgroup loads them itself.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -63,6 +65,7 @@ class Config:
     flat: bool = False
     totals: bool = False
     direct: bool = False
+    ring: int = 0
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -76,6 +79,8 @@ class Config:
             raise ValueError(f"warpgroups={self.warpgroups} must be 2 or more with totals.")
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
+        if not (self.ring == 0 or 2 <= self.ring <= MOST_SLOTS):
+            raise ValueError(f"ring={self.ring} must be 0, or between 2 and {MOST_SLOTS}.")
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
@@ -131,6 +136,10 @@ def combine(
         raise ValueError(f"rows of {width} {rows.dtype} cannot be copied.")  # `obstacle` says so.
     cut = config.chunk, config.num_blocks, config.warpgroups, config.flat
     chunks = Chunks.of(team, tokens, *cut)
+    if config.ring:
+        return fed_combine.combine(
+            rows, weights, positions, row, chunks, wire_dtype, config, interpret
+        )
     if config.totals and not team.is_alone:
         return _totals(rows, weights, positions, row, chunks, wire_dtype, config, interpret)
     inbox = _sums(rows, weights, positions, row, chunks, wire_dtype, config, interpret)

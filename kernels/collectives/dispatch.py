@@ -132,6 +132,7 @@ def dispatch(
             sources=[everyones(positions_ref, team)],
             slots=[table],
             arrived=table_arrived,
+            me=team.device_id(),
         )
         sources = everyones(x_ref, team)
         parts = pl.ds(0, row.parts)

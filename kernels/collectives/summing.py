@@ -49,6 +49,8 @@ class Summing:
       dtype: of the rows.
       wire_dtype: of the sums.
       direct: rows go to registers, not through shared memory.
+      ring: slots of a warpgroup for rows that a warp of their own loads (`fed_sums`); 0 where the
+        warpgroup loads them.
     """
 
     row: Row
@@ -59,6 +61,7 @@ class Summing:
     dtype: Any
     wire_dtype: Any
     direct: bool = False
+    ring: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,13 +86,22 @@ class Summing:
         width = self.chunks.padded_width(self.top_k)
         each = self.chunks.warpgroups
         stages = each * self.stages
-        buffers = {} if self.direct else self._buffers(stages)
+        buffers = self._ring(each) if self.ring else {} if self.direct else self._buffers(stages)
         return dict(
             **buffers,
             token_table=self.chunks.scratch(width, jnp.int32),
             factors=self.chunks.scratch(width, jnp.float32),
             token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=each * TABLE_SLOTS),
             sums=plgpu.SMEM((each * 2, *self.shape), self.wire_dtype),
+        )
+
+    def _ring(self, warpgroups: int) -> dict[str, Any]:
+        slots, tables = warpgroups * self.ring, warpgroups * TABLE_SLOTS
+        return dict(
+            ring=plgpu.SMEM((slots, *self.shape), self.dtype),
+            row_loaded=plgpu.Barrier(num_barriers=slots),
+            row_freed=plgpu.Barrier(num_barriers=slots),
+            tables_freed=plgpu.Barrier(num_barriers=tables),
         )
 
     def _buffers(self, stages: int) -> dict[str, Any]:

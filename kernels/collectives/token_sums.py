@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,9 @@ class Sums:
     tables: Tables
     inboxes: Sequence[Any]
     me: Int
-    buffers: Any
     sums: Any
-    loaded: Sequence[Any]
+    buffers: Any = None
+    loaded: Sequence[Any] = ()
     ready: Callable[[Int], None] | None = None
     told: Callable[[Int], None] | None = None
 
@@ -86,28 +86,34 @@ class Sums:
         weights: Any,
         inbox: Any,
         scratch: Mapping[str, Any],
-        ready: Callable[[Int], None] | None = None,
-        told: Callable[[Int], None] | None = None,
-    ) -> Sums:
+        **others: Any,
+    ) -> Self:
         """With refs of this device's arrays, and those of `Summing.scratch`."""
         team = how.chunks.team
+        tables, me = (positions, weights), team.device_id()
+        only_own = how.chunks.offsets == range(1)
         return cls(
             how=how,
             rows=rows,
             tables=Tables(
                 chunks=how.chunks,
-                sources=[everyones(positions, team), everyones(weights, team)],
+                sources=[[x] if only_own else everyones(x, team) for x in tables],
                 slots=[scratch["token_table"], scratch["factors"]],
                 arrived=scratch["token_table_arrived"],
+                me=me,
             ),
-            inboxes=everyones(inbox, team),
-            me=team.device_id(),
-            buffers=scratch.get("buffers"),
+            inboxes=[inbox] if only_own else everyones(inbox, team),
+            me=me,
             sums=scratch["sums"],
-            loaded=[] if how.direct else [scratch[f"loaded{j}"] for j in range(how.top_k)],
-            ready=ready,
-            told=told,
+            **cls.memory(how, scratch),
+            **others,
         )
+
+    @classmethod
+    def memory(cls, how: Summing, scratch: Mapping[str, Any]) -> dict[str, Any]:
+        """Where rows are loaded to, of the refs of `Summing.scratch`."""
+        loaded = [] if how.direct else [scratch[f"loaded{j}"] for j in range(how.top_k)]
+        return dict(buffers=scratch.get("buffers"), loaded=loaded)
 
     def run(self) -> None:
         """Makes all of them; on return the last ones may still be on their way, unless it tells."""
@@ -127,9 +133,14 @@ class Sums:
         for i in range(0 if how.direct else how.stages):
             pl.when(i < total)(lambda i=i: self._fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
+        self._tell_last()
+
+    def _tell_last(self) -> None:
+        """Tells of the last chunk, if it tells of any."""
         if self.told is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-            pl.when(how.chunks.own > 0)(lambda: self._tell(how.chunks.own - 1))
+            own = self.how.chunks.own
+            pl.when(own > 0)(lambda: self._tell(own - 1))
 
     def _tell(self, n: Int) -> None:
         if self.told is not None:
@@ -234,10 +245,13 @@ class Sums:
 
     def _add(self, i: Int) -> None:
         """Makes a sum, and starts to store it at the token's owner."""
+        self._store(i, *self._sum(i))
+
+    def _store(self, i: Int, sum_: jax.Array, wanted: Any) -> None:
+        """Starts to store a sum at the token's owner, if it is wanted."""
         how = self.how
         n, token, part = self._place(i)
         slot = how.chunks.slot(i, 2)
-        sum_, wanted = self._sum(i)
 
         # At most the sum before is still being stored: the one before that has left its slot.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

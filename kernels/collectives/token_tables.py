@@ -80,6 +80,8 @@ class Chunks:
       flat: what is loaded is (`load`).
       whose: the devices whose tokens these are, by their offsets on the ring; all by default.
       first_warpgroup: of the block, where others do something else.
+      warpgroup: whose chunks these are, where a warp of another one walks through them; None for
+        the warpgroup that does.
     """
 
     team: Team
@@ -91,6 +93,7 @@ class Chunks:
     flat: bool = False
     whose: range | None = None
     first_warpgroup: int = 0
+    warpgroup: Int | None = None
 
     @classmethod
     def of(
@@ -127,6 +130,8 @@ class Chunks:
     def _warpgroup(self) -> Int:
         if self.warpgroups == 1:
             return 0
+        if self.warpgroup is not None:
+            return self.warpgroup
         return lax.axis_index(THREAD_AXIS) - self.first_warpgroup
 
     @property
@@ -228,12 +233,14 @@ class Tables:
       sources: of each table, what `everyones` gives.
       slots: of each table, its shared memory (`Chunks.scratch`).
       arrived: a barrier a slot, with an arrival for each table.
+      me: this device, read once: in a loop with barriers it would be read from memory each time.
     """
 
     chunks: Chunks
     sources: list[list[Any]]
     slots: list[Any]
     arrived: Any
+    me: Int
 
     def fetch(self, n: Int) -> None:
         """Starts to load chunk `n` of this block, if there is one."""
@@ -261,13 +268,17 @@ class Tables:
 
     def enter(self, n: Int) -> None:
         """Returns once chunk `n` is loaded, and starts the next load; called once for each."""
-        plgpu.barrier_wait(self.arrived.at[self.chunks.slot(n, TABLE_SLOTS)])
+        self.wait(n)
         self.fetch(n + 1)
+
+    def wait(self, n: Int) -> None:
+        """Returns once chunk `n` is loaded, where a warp of its own loads it; called once."""
+        plgpu.barrier_wait(self.arrived.at[self.chunks.slot(n, TABLE_SLOTS)])
 
     def row(self, n: Int, token: Int, choice: int) -> tuple[jax.Array, Int]:
         """(whether a token's choice is on this device, its row here); tokens from 0 in a chunk."""
-        team, value = self.chunks.team, self._entry(n, token, choice)
-        return self._is_on(value, team.device_id()), schedule.div(value, team.size)
+        value = self._entry(n, token, choice)
+        return self._is_on(value, self.me), schedule.div(value, self.chunks.team.size)
 
     def reaches(self, n: Int, token: Int, device: Int) -> jax.Array:
         """Whether any choice of a token is on a device."""

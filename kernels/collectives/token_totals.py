@@ -86,6 +86,7 @@ class Totals(Sums):
                 sources=[[positions], [weights]],
                 slots=[scratch["token_table"], scratch["factors"]],
                 arrived=scratch["token_table_arrived"],
+                me=how.chunks.team.device_id(),
             ),
             inboxes=[],
             me=how.chunks.team.device_id(),
