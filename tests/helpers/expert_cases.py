@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fused_cases import BF16, F32, mesh_of
+from fused_cases import BF16, F32, mesh_of, whole_numbers
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
@@ -79,6 +79,27 @@ def dispatched(devices: int, **options: Any) -> Any:
 def combined(devices: int, **options: Any) -> Any:
     """`(rows, weights, positions)` -> tokens."""
     return on_devices(functools.partial(st.expert_combine, axis_name="x", **options), devices, 3)
+
+
+def rows_to_combine(
+    devices: int, seed: int, width: int, none: float = 0.3, *, tokens: int = 44, top_k: int = 3
+) -> tuple[Any, np.ndarray]:
+    """Rows, weights and positions, of which a share is none; and the sums.
+
+    By default a device's tokens are five chunks of 8 and a half.
+    """
+    draw = np.random.default_rng(seed)
+    count = devices * tokens * top_k
+    positions = draw.permutation(count).reshape(-1, top_k).astype(np.int32)
+    positions[draw.random(positions.shape) < none] = -1
+    rows, weights = whole_numbers(seed, count, width), np.abs(whole_numbers(1, *positions.shape))
+    wanted = np.zeros((len(positions), width), np.float32)
+    for (t, j), place in np.ndenumerate(positions):
+        if place >= 0:
+            wanted[t] += (
+                weights[t, j] * rows[place % devices * (count // devices) + place // devices]
+            )
+    return (jnp.asarray(rows, BF16), jnp.asarray(weights), jnp.asarray(positions)), wanted
 
 
 class Without:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import Without, combined
-from fused_cases import BF16, F32, whole_numbers
+from expert_cases import Without, combined, rows_to_combine
+from fused_cases import BF16, F32
 from jax import lax
 from jax.experimental import pallas as pl
 from selection import slow
@@ -17,24 +17,6 @@ from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.collectives import combine, summing, token_sums, token_totals
 from stretto.kernels.collectives.token_tables import Row
-
-TOKENS, TOP_K = 44, 3  # Five chunks and a half.
-
-
-def operands(devices: int, seed: int, width: int, none: float = 0.3):
-    """Rows, weights and positions, of which a share is none; and the sums."""
-    draw = np.random.default_rng(seed)
-    count = devices * TOKENS * TOP_K
-    positions = draw.permutation(count).reshape(-1, TOP_K).astype(np.int32)
-    positions[draw.random(positions.shape) < none] = -1
-    rows, weights = whole_numbers(seed, count, width), np.abs(whole_numbers(1, *positions.shape))
-    wanted = np.zeros((len(positions), width), np.float32)
-    for (t, j), place in np.ndenumerate(positions):
-        if place >= 0:
-            wanted[t] += (
-                weights[t, j] * rows[place % devices * (count // devices) + place // devices]
-            )
-    return (jnp.asarray(rows, BF16), jnp.asarray(weights), jnp.asarray(positions)), wanted
 
 
 def config(warpgroups: int = 2, **options) -> combine.Config:
@@ -51,7 +33,7 @@ def test_sums(devices, seed, width, warpgroups, wire):
     with st.simulate(seed=seed, core_count=2) as report:
         program = combined(devices, wire_dtype=wire, config=config(warpgroups))
         for none in (0.3, 1.0, 0.9):
-            given, wanted = operands(devices, seed, width, none)
+            given, wanted = rows_to_combine(devices, seed, width, none)
             found = np.asarray(program(*given), np.float32)
             np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
     assert report.ok, str(report)
@@ -60,7 +42,7 @@ def test_sums(devices, seed, width, warpgroups, wire):
 @pytest.mark.parametrize("devices", [2, 4])
 def test_the_bits_are_those_of_two_steps(devices):
     """Of numbers that round; on each device and over devices in the same order."""
-    (rows, _, positions), _ = operands(devices, 5, 64)
+    (rows, _, positions), _ = rows_to_combine(devices, 5, 64)
     rows = jax.random.normal(jax.random.key(0), rows.shape, BF16)
     weights = jax.random.uniform(jax.random.key(1), positions.shape)
     with st.simulate(core_count=3) as report:
@@ -73,7 +55,7 @@ def test_the_bits_are_those_of_two_steps(devices):
 
 
 def test_one_device_has_no_peers():
-    given, wanted = operands(1, 0, 64)
+    given, wanted = rows_to_combine(1, 0, 64)
     with st.simulate(core_count=2) as report:
         found = np.asarray(combined(1, config=config())(*given), np.float32)
     assert report.ok, str(report)
@@ -87,7 +69,7 @@ def test_one_warpgroup_cannot_do_both():
 
 def is_found() -> bool:
     """Whether the simulator finds anything in some of its orders."""
-    given, _ = operands(2, 0, 64)
+    given, _ = rows_to_combine(2, 0, 64)
     faulty = combined(2, config=config(), backend="simulator")
     for seed in range(4):
         try:
@@ -142,7 +124,7 @@ def test_rows_in_registers(totals):
     """Also in several pieces; rows of no multiple of 2 KB go through shared memory."""
     how = combine.Config(direct=True, totals=totals, warpgroups=2, chunk=8)
     for width in (1024, 3072, 192):
-        given, wanted = operands(2, 0, width)
+        given, wanted = rows_to_combine(2, 0, width)
         with st.simulate(core_count=2) as report:
             found = np.asarray(combined(2, config=how)(*given), np.float32)
         assert report.ok, str(report)

@@ -1,0 +1,113 @@
+"""`expert_combine` whose rows warps of their own load; seeded bugs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import Without, combined, rows_to_combine
+from fused_cases import BF16, F32
+from selection import slow
+
+import stretto as st
+from stretto.distributed import semaphores
+from stretto.distributed.simulator import SimulationError
+from stretto.kernels.collectives import combine, fed_sums, fed_totals
+
+
+def config(warpgroups: int = 2, *, totals: bool = True, ring: int = 4, **options):
+    return combine.Config(warpgroups=warpgroups, totals=totals, chunk=8, ring=ring, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "seed", "width", "warpgroups", "totals", "wire"),
+    [(2, 0, 64, 2, True, None), (4, 1, 72, 3, True, F32), (2, 2, 1024, 2, False, None)]
+    + [slow(1, 3, 72, 1, False, None), slow(2, 2, 192, 4, True, None)]
+    + [slow(d, s, 64, (2, 4)[s % 2], s % 3, None) for d in (2, 4, 8) for s in range(20)],
+)
+def test_sums(devices, seed, width, warpgroups, totals, wire):
+    """Also of rows that are padded in shared memory, and in a second call with other tables."""
+    how = config(warpgroups, totals=bool(totals), ring=(2, 3, 16)[seed % 3])
+    with st.simulate(seed=seed, core_count=2) as report:
+        program = combined(devices, wire_dtype=wire, config=how)
+        for none in (0.3, 1.0, 0.9):
+            given, wanted = rows_to_combine(devices, seed, width, none)
+            found = np.asarray(program(*given), np.float32)
+            np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_bits_are_the_same_in_all_ways(devices):
+    """Of numbers that round; on each device and over devices in the same order."""
+    (rows, _, positions), _ = rows_to_combine(devices, 5, 64)
+    rows = jax.random.normal(jax.random.key(0), rows.shape, BF16)
+    weights = jax.random.uniform(jax.random.key(1), positions.shape)
+    with st.simulate(core_count=3) as report:
+        first, *others = [
+            np.asarray(combined(devices, config=how)(rows, weights, positions), np.float32)
+            for how in (combine.Config(), config(totals=False), config())
+        ]
+    assert report.ok, str(report)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def is_found() -> bool:
+    """Whether the simulator finds anything in some of its orders."""
+    given, _ = rows_to_combine(2, 0, 72)
+    faulty = combined(2, config=config(), backend="simulator")
+    for seed in range(4):
+        try:
+            with st.simulate(seed=seed, core_count=1, on_finding="record") as report:
+                jax.block_until_ready(faulty(*given))
+            if not report.ok:
+                return True
+        except SimulationError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (fed_sums, "barrier_wait"),
+        (fed_sums, "barrier_arrive"),
+        (fed_sums, "commit_smem"),
+        (fed_totals, "barrier_wait"),
+        (fed_totals, "barrier_arrive"),
+        (fed_totals, "wait_smem_to_gmem"),
+        (fed_totals, "commit_smem"),
+    ],
+)
+def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
+    monkeypatch.setattr(module, "plgpu", Without(module.plgpu, name))
+    assert is_found()
+
+
+def test_the_wait_for_a_chunk_is_needed(monkeypatch, traces_apart):
+    wait = semaphores.Semaphore.wait
+
+    def without(self, *args, **kwargs):
+        if self.site.semaphore != "arrived":
+            wait(self, *args, **kwargs)
+
+    monkeypatch.setattr(semaphores.Semaphore, "wait", without)
+    assert is_found()
+
+
+@pytest.mark.parametrize("name", ["_enter_tables", "_leave_tables", "_free_all"])
+def test_tables_and_slots_are_handed_over(monkeypatch, traces_apart, name):
+    monkeypatch.setattr(fed_sums.FedSums, name, lambda self, *args: None)
+    assert is_found()
+
+
+@pytest.mark.parametrize(("ring", "right"), [(0, True), (1, False), (2, True), (33, False)])
+def test_a_ring_has_some_slots(ring, right):
+    how = combine.Config(ring=ring)
+    if right:
+        how.check()
+    else:
+        with pytest.raises(ValueError, match=f"ring={ring} must be 0, or between 2 and 32"):
+            how.check()
