@@ -33,7 +33,7 @@ from stretto.kernels.problem.routing import NONE
 
 LANES = 128
 """A warpgroup has as many threads."""
-UNROLLED = 4
+UNROLLED = 8
 HALF = 16
 """Bits of a count."""
 
@@ -92,7 +92,7 @@ class Tables:
     Attributes:
       tokens: of this block's chunks, of which the last one may have fewer.
       entries: `[devices, vectors, LANES]`, by the offset of the device on the ring.
-      places: likewise: the place of each in its chunk (`rank`), then its row (`place`).
+      places: likewise: the place of each in its chunk (`rank`), then its row here (`place`), or none.
       own_positions: `[vectors, LANES]`, those of this device's tokens as `Routing.positions` has them.
       own_counts: `[expert_vectors, LANES]`, of this device's chunk (`count`).
       sums: `[2, expert_vectors, LANES]`: entries of each expert; first in the other half, and zeros,
@@ -259,12 +259,12 @@ class Tables:
             found = lax.fori_loop(0, ceil_div(count, UNROLLED), step, found)
         return list(found)
 
-    def place(self, offset: int) -> None:
+    def place(self, offset: int, first_expert: Int) -> None:
         """Makes rows of places: of this device's chunk on all devices, of others' here."""
         shape, device = self.shape, self.team.neighbour(offset)
         own = shape.num_experts // shape.devices
         chosen, places = self._loaded(self.entries, offset), self._loaded(self.places, offset)
-        low, count = (0, shape.num_experts) if offset == 0 else (self.team.device_id() * own, own)
+        low, count = (0, shape.num_experts) if offset == 0 else (first_expert, own)
 
         def step(i: jax.Array, found: tuple) -> tuple:
             expert = low + i
@@ -278,7 +278,8 @@ class Tables:
         unroll = next(n for n in (8, 4, 2, 1) if count % n == 0)
         places = lax.fori_loop(0, count, step, tuple(places), unroll=unroll)
         for v, (place, entry) in enumerate(zip(places, chosen, strict=True)):
-            self.places[offset, v] = place
+            here = (entry >= first_expert) & (entry < first_expert + own)
+            self.places[offset, v] = jnp.where(here, place, NONE)
             if offset == 0:
                 goes = (entry >= 0) & (entry < shape.num_experts)
                 where = lax.div(jnp.maximum(entry, 0), jnp.full_like(entry, own))

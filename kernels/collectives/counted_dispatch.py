@@ -11,16 +11,18 @@ chunks before then say which row that is (`chunk_tables`). The order of rows is 
 | `rows` | its device | | | the tokens of its experts |
 | `counts[d]` | the blocks of device `d` | | | entries of each expert in each of its chunks |
 | `counted` | every block of every device | every block | all | `counts` is complete |
-| `entries_arrived[offset]` | the copy engine | the block | 1 | what a device's chunk chose is there |
+| `entries_arrived[offset]` | the copy engine | both warpgroups | 1 | what a device's chunk chose is there |
 | `counts_arrived[slot]` | the copy engine | the block | 1 | counts of some chunks are there |
-| `arrived[slot]` | the copy engine | the block | 1 | a token is there |
-| stores of the token `stores` before | | the block | all | its slot may be filled again |
+| `found` | the warpgroups | the warpgroups | all | the first rows are found; then the rows of all entries |
+| `arrived[slot]` | the copy engine | its warpgroup | 1 | a token is there |
+| stores of the token `stores` before | | its warpgroup | all | its slot may be filled again |
 | `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens and choices have been read |
 """  # noqa: E501
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,10 +38,13 @@ from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_tables import LANES, Shape, Tables
 from stretto.kernels.collectives.counted_layout import COUNTS_BYTES, COUNTS_SLOTS, Layout
 from stretto.kernels.collectives.token_tables import Row, everyones, load, of_device
+from stretto.kernels.problem.routing import NONE
 
 MOST_VECTORS = 16
 """Of `LANES` entries of a chunk: a thread holds an entry of each, and its place, in registers."""
 MOST_EXPERTS = 512
+WARPGROUPS = 2
+"""Of a block, which share out the tables of the devices' chunks, and then the tokens."""
 SMEM_BYTES = 220_000
 
 
@@ -64,8 +69,8 @@ def obstacle(
     if rows < devices * tokens * top_k:
         return f"rows may be dropped: capacity={rows} is less than {devices * tokens * top_k}."
     row = Row.of(width, itemsize)
-    if row is None or _slots(shape, row.padded_bytes(itemsize)) < 2:
-        return f"two rows of {width} do not fit into the shared memory of a block."
+    if row is None or _slots(shape, row.padded_bytes(itemsize)) < 2 * WARPGROUPS:
+        return f"{2 * WARPGROUPS} rows of {width} do not fit into the shared memory of a block."
     return None
 
 
@@ -98,12 +103,13 @@ def dispatch(
     blocks = min(num_blocks, residency.num_multiprocessors())
     shape = Shape.of(team.size, ceil_div(tokens, blocks), top_k, num_experts)
     most = _slots(shape, row.padded_bytes(x.dtype.itemsize))
-    slots = max(2, min(slots, most, team.size * shape.tokens))
+    slots = max(2, min(slots, most, team.size * shape.tokens) // WARPGROUPS)
     how = Layout(
         team=team,
         row=row,
         tokens=tokens,
         num_blocks=blocks,
+        warpgroups=WARPGROUPS,
         slots=slots,
         stores=min(stores, slots - 1),
         tables=shape,
@@ -112,7 +118,14 @@ def dispatch(
     def body(x_ref, index_ref, rows_ref, positions_ref, totals_ref, counts_ref, **scratch):
         results = dict(rows=rows_ref, positions=positions_ref, totals=totals_ref)
         refs = dict(x=x_ref, index=index_ref, counts=counts_ref)
-        _Block(how=how, **results, **refs, **scratch).run()
+        _Block(
+            how=how,
+            warpgroup=lax.axis_index(kernel.THREAD_AXIS),
+            first_expert=team.device_id() * (num_experts // team.size),
+            **results,
+            **refs,
+            **scratch,
+        ).run()
 
     chunks = (blocks, shape.vectors, LANES)
     experts = (shape.expert_vectors, LANES)
@@ -130,6 +143,7 @@ def dispatch(
         symmetric=[jax.ShapeDtypeStruct((team.size, blocks, *experts), jnp.int32)],
         semaphore_arrays=dict(counted=SemaphoreArray()),
         num_blocks=blocks,
+        num_threads=WARPGROUPS,
         scratch=how.scratch(x.dtype),
         interpret=interpret,
     )
@@ -140,9 +154,17 @@ def dispatch(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A block, in the kernel."""
+    """One warpgroup of a block, in the kernel.
+
+    Attributes:
+      warpgroup: its number.
+      first_expert: of this device, read once: in a loop with barriers it would be read from memory
+        each time.
+    """
 
     how: Layout
+    warpgroup: Int
+    first_expert: Int
     x: Any
     index: Any
     rows: Any
@@ -157,36 +179,64 @@ class _Block:
     own_counts: Any
     sums: Any
     firsts: Any
+    found: Any
     counts_of: Any
     counts_arrived: Any
     buffers: Any
     arrived: Any
 
     def run(self) -> None:
-        how, tables = self.how, self._tables()
-        for offset, ref in enumerate(everyones(self.index, how.team)):
+        how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
+        pl.when(is_first)(lambda: self._count(tables))
+        for offset in range(how.team.size):
+            self._see(offset)
+        sources = everyones(self.x, how.team)
+        total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
+        at_once = jnp.minimum(how.slots, total)
+        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
+        pl.when(is_first)(self._tell)
+        self._each(tables.rank)
+
+        @pl.when(is_first)
+        def _():
+            self.counted.wait(how.num_blocks * how.team.size)
+            tables.find_first_rows(self.counts, kernel.block_id())
+
+        self._meet()
+        self._each(lambda offset: tables.place(offset, self.first_expert))
+        self._meet()
+        pl.when(is_first)(self._store_tables)
+        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _count(self, tables: Tables) -> None:
+        """Loads the entries of all devices' chunks, counts the own ones, and starts to tell."""
+        for offset, ref in enumerate(everyones(self.index, self.how.team)):
             target, arrived = self.entries.at[offset], self.entries_arrived.at[offset]
             load(ref.at[kernel.block_id()], target, arrived, flat=True)
         plgpu.barrier_wait(self.entries_arrived.at[0])
         tables.count()
         self._publish_counts()
-        for offset in how.team.peer_offsets:
+
+    def _see(self, offset: int) -> None:
+        """Returns once the entries of a device's chunk are there."""
+        if offset:
             plgpu.barrier_wait(self.entries_arrived.at[offset])
-        sources = everyones(self.x, how.team)
-        total = self._tokens() * how.team.size
-        at_once = jnp.minimum(how.slots, total)
-        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        self._tell()
-        for offset in range(how.team.size):
-            tables.rank(offset)
-        self.counted.wait(how.num_blocks * how.team.size)
-        tables.find_first_rows(self.counts, kernel.block_id())
-        for offset in range(how.team.size):
-            tables.place(offset)
-        self._store_tables()
-        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
-        # Nothing else waits for the last stores where there are no peers to part from.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
+        # The first warpgroup has waited for these.
+        pl.when(self.warpgroup > 0)(lambda: plgpu.barrier_wait(self.entries_arrived.at[0]))
+
+    def _each(self, fun: Callable[[int], None]) -> None:
+        """Of the devices' chunks those that are this warpgroup's share."""
+        for offset in range(self.how.team.size):
+            mine = self.warpgroup == offset % self.how.warpgroups
+            pl.when(mine)(lambda offset=offset: fun(offset))
+
+    def _meet(self) -> None:
+        """Returns once all warpgroups of the block are here."""
+        plgpu.barrier_arrive(self.found)
+        plgpu.barrier_wait(self.found)
 
     def _tables(self) -> Tables:
         return Tables(
@@ -236,18 +286,27 @@ class _Block:
         plgpu.commit_smem_to_gmem_group()
 
     def _place(self, i: Int) -> tuple[Int, Int]:
-        """(whose, which of the chunk) the block's token `i` is; whose as an offset on the ring."""
-        token = schedule.div(i, self.how.team.size)
-        return i - token * self.how.team.size, token
+        """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset.
+
+        Each warpgroup has tokens of all devices.
+        """
+        size = self.how.team.size
+        number = i * self.how.warpgroups + self.warpgroup
+        token = schedule.div(number, size)
+        return schedule.rem(number - token * size + token, size), token
+
+    def _slot(self, i: Int) -> Int:
+        return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)
 
     def _fetch(self, sources: list[Any], i: Int) -> None:
         """Starts to load a token that has an entry here."""
         how = self.how
         offset, token = self._place(i)
-        slot = schedule.rem(i, how.slots)
-        wanted = jnp.bool_(False)
+        slot = self._slot(i)
+        own, wanted = how.tables.num_experts // how.team.size, jnp.bool_(False)
         for j in range(how.tables.top_k):
-            wanted |= self._entry(offset, token, j)[0]
+            entry = self.entries[self._entry(offset, token, j)]
+            wanted |= (entry >= self.first_expert) & (entry < self.first_expert + own)
 
         @pl.when(wanted)
         def _():
@@ -259,32 +318,33 @@ class _Block:
                 lambda ref: load(ref.at[number], target, self.arrived.at[slot], flat=True),
             )
 
-    def _entry(self, offset: Int, token: Int, choice: int) -> tuple[jax.Array, tuple[Int, ...]]:
-        """(whether a choice is of an expert here, where its tables have it)."""
-        number = token * self.how.tables.top_k + choice
+    def _entry(self, offset: Int, token: Int, choice: int) -> tuple[Int, ...]:
+        """Where the tables have a choice of a token."""
+        top_k = self.how.tables.top_k
+        if LANES % top_k == 0:  # Of a token they lie side by side, which the compiler sees so.
+            vector = schedule.div(token, LANES // top_k)
+            return offset, vector, (token - vector * (LANES // top_k)) * top_k + choice
+        number = token * top_k + choice
         vector = schedule.div(number, LANES)
-        index = offset, vector, number - vector * LANES
-        entry, own = self.entries[index], self.how.tables.num_experts // self.how.team.size
-        first = self.how.team.device_id() * own
-        return (entry >= first) & (entry < first + own), index
+        return offset, vector, number - vector * LANES
 
     def _step(self, sources: list[Any], i: Int, total: Int) -> None:
         """Stores token `i` to its rows, and loads another one into a slot that is free."""
         how = self.how
         offset, token = self._place(i)
-        slot = schedule.rem(i, how.slots)
-        found = [self._entry(offset, token, j) for j in range(how.tables.top_k)]
-        wanted = found[0][0]
-        for here, _place in found[1:]:
-            wanted |= here
+        slot = self._slot(i)
+        rows = [self.places[self._entry(offset, token, j)] for j in range(how.tables.top_k)]
+        wanted = rows[0] != NONE
+        for row in rows[1:]:
+            wanted |= row != NONE
         pl.when(wanted)(lambda: plgpu.barrier_wait(self.arrived.at[slot]))
-        for here, index in found:
+        for row in rows:
 
-            @pl.when(here)
-            def _(index=index):
+            @pl.when(row != NONE)
+            def _(row=row):
                 plgpu.copy_smem_to_gmem(
                     self.buffers.at[slot, pl.ds(0, how.row.parts)],
-                    self.rows.at[self.places[index]],
+                    self.rows.at[row],
                     commit_group=False,
                 )
 

@@ -24,8 +24,9 @@ class Layout:
     """What is known before there is any memory.
 
     Attributes:
-      slots: tokens of a block on their way at once.
-      stores: tokens of a block whose stores may be unfinished when the next one's begin.
+      warpgroups: of a block, which share out its tokens.
+      slots: tokens of a warpgroup on their way at once.
+      stores: tokens of a warpgroup whose stores may be unfinished when the next one's begin.
       tables: the sizes of a chunk's tables.
     """
 
@@ -33,6 +34,7 @@ class Layout:
     row: Row
     tokens: int
     num_blocks: int
+    warpgroups: int
     slots: int
     stores: int
     tables: Shape
@@ -56,6 +58,7 @@ class Layout:
         shape, experts = self.tables, (self.tables.expert_vectors, LANES)
         entries = (self.team.size, shape.vectors, LANES)
         together = shape.chunks_within(self.num_blocks, COUNTS_BYTES)
+        slots = self.warpgroups * self.slots
         return dict(
             entries=plgpu.SMEM(entries, jnp.int32),
             entries_arrived=plgpu.Barrier(num_barriers=self.team.size),
@@ -66,6 +69,7 @@ class Layout:
             firsts=plgpu.SMEM((self.team.size, *experts), jnp.int32),
             counts_of=plgpu.SMEM((COUNTS_SLOTS, together, *experts), jnp.int32),
             counts_arrived=plgpu.Barrier(num_barriers=COUNTS_SLOTS),
-            buffers=plgpu.SMEM((self.slots, self.row.padded, self.row.columns), dtype),
-            arrived=plgpu.Barrier(num_barriers=self.slots),
+            found=plgpu.Barrier(num_arrivals=self.warpgroups),
+            buffers=plgpu.SMEM((slots, self.row.padded, self.row.columns), dtype),
+            arrived=plgpu.Barrier(num_barriers=slots),
         )
