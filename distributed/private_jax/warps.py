@@ -1,7 +1,7 @@
 """Scalars that a single warp reads from shared memory.
 
-Mosaic GPU has a rule for such a load, as for the store, and marks only the store's as one that a warp
-may use, although the rule is the same for every thread. Private JAX, checked on 0.11.2 and 0.12.0.1.
+Mosaic GPU has a rule for such a load, as for the store, which is the same for every thread. It
+marks only the store's as one for warps. Private JAX, checked on 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations

@@ -8,15 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.collectives.dispatch import SMEM_BYTES
+from stretto.kernels.collectives.dispatch import MOST_SLOTS, SMEM_BYTES
 from stretto.kernels.collectives.token_tables import REGISTER_BYTES, TABLE_SLOTS, Chunks, Row
 
 THREADS = 128  # Of a warpgroup.
-DIRECT_BYTES = 2048
-"""That a warpgroup loads at once of global memory: 16 bytes a thread."""
-DIRECT_REGISTER_BYTES = {1: 256, 2: 256, 3: 256, 4: 128}
-"""Of a thread, for rows, by the warpgroups of a block: with more, those of four spill."""
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
+FEWEST_ROWS = 4  # Of a ring, for which a piece of a row is small enough.
+PEERS_SUMS = 4  # Of a warpgroup on their way at once, where they fit.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Summing:
         in a round for each piece.
       dtype: of the rows.
       wire_dtype: of the sums.
-      direct: rows go to registers, not through shared memory.
       ring: slots of a warpgroup for rows that a warp of their own loads (`fed_sums`); 0 where the
         warpgroup loads them.
     """
@@ -60,7 +57,6 @@ class Summing:
     chunks: Chunks
     dtype: Any
     wire_dtype: Any
-    direct: bool = False
     ring: int = 0
 
     @property
@@ -75,18 +71,23 @@ class Summing:
 
     @property
     def layout(self) -> Any:
-        """Of a piece in registers: eight bytes a thread at once, or 16 of global memory."""
-        at_once = DIRECT_BYTES if self.direct else REGISTER_BYTES
-        return plgpu.Layout.WG_STRIDED(
-            self.shape, at_once // THREADS // jnp.dtype(self.dtype).itemsize
+        """Of a piece in registers: eight bytes a thread at once."""
+        at_once = REGISTER_BYTES // THREADS // jnp.dtype(self.dtype).itemsize
+        return plgpu.Layout.WG_STRIDED(self.shape, at_once)
+
+    def of_some(self, whose: range, warpgroups: int, first: int = 0) -> Summing:
+        """The sums of some devices' tokens, by so many warpgroups from the `first` of a block."""
+        chunks = dataclasses.replace(
+            self.chunks, whose=whose, warpgroups=warpgroups, first_warpgroup=first
         )
+        return dataclasses.replace(self, chunks=chunks)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name, for `kernel.launch`."""
         width = self.chunks.padded_width(self.top_k)
         each = self.chunks.warpgroups
         stages = each * self.stages
-        buffers = self._ring(each) if self.ring else {} if self.direct else self._buffers(stages)
+        buffers = self._ring(each) if self.ring else self._buffers(stages)
         return dict(
             **buffers,
             token_table=self.chunks.scratch(width, jnp.int32),
@@ -128,12 +129,37 @@ def piece_of(row: Row, itemsize: int, top_k: int, room: int = SMEM_BYTES, peers:
     raise ValueError(f"top_k={top_k} rows of {row} do not fit into the shared memory.")
 
 
-def direct_piece(row: Row, itemsize: int, top_k: int, warpgroups: int) -> Piece | None:
-    """The largest of which a thread holds all choices in registers; None if none is even."""
-    most = DIRECT_REGISTER_BYTES[warpgroups] * THREADS // (top_k * itemsize)
-    for parts in range(row.parts, 0, -1):
-        elements = parts * row.columns
-        whole = elements * itemsize % DIRECT_BYTES == 0
-        if row.parts % parts == 0 and whole and elements <= min(most, MOST_ELEMENTS):
-            return Piece(parts, parts)
-    return None
+def ring_of(
+    *,
+    row: Row,
+    top_k: int,
+    chunks: Chunks,
+    dtype: Any,
+    wire_dtype: Any,
+    slots: int,
+    totals: bool,
+) -> Summing:
+    """Sums of rows that come through a ring of up to `slots` in each warpgroup's shared memory.
+
+    With `totals` there are also rings of what peers stored, and totals to store.
+    """
+    each = SMEM_BYTES // chunks.warpgroups
+    itemsize, wire_size = jnp.dtype(dtype).itemsize, jnp.dtype(wire_dtype).itemsize
+    piece = piece_of(row, itemsize, FEWEST_ROWS // 2, each, peers=totals)
+    elements = piece.padded * row.columns
+    stages = PEERS_SUMS if totals else 0
+    # Two sums to store, and two totals.
+    stored = elements * 2 * (wire_size + totals * itemsize)
+    while stages > 2 and each - stored < elements * (stages * wire_size + FEWEST_ROWS * itemsize):
+        stages -= 1
+    room = (each - stored - elements * stages * wire_size) // (elements * itemsize)
+    return Summing(
+        row=row,
+        piece=piece,
+        top_k=top_k,
+        stages=stages,
+        chunks=chunks,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        ring=max(2, min(slots, MOST_SLOTS // chunks.warpgroups, room)),
+    )

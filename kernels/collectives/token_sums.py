@@ -112,8 +112,8 @@ class Sums:
     @classmethod
     def memory(cls, how: Summing, scratch: Mapping[str, Any]) -> dict[str, Any]:
         """Where rows are loaded to, of the refs of `Summing.scratch`."""
-        loaded = [] if how.direct else [scratch[f"loaded{j}"] for j in range(how.top_k)]
-        return dict(buffers=scratch.get("buffers"), loaded=loaded)
+        loaded = [scratch[f"loaded{j}"] for j in range(how.top_k)]
+        return dict(buffers=scratch["buffers"], loaded=loaded)
 
     def run(self) -> None:
         """Makes all of them; on return the last ones may still be on their way, unless it tells."""
@@ -121,16 +121,13 @@ class Sums:
         total = how.chunks.own * how.chunks.tokens * how.pieces
 
         def step(i: jax.Array, _: None) -> None:
-            if how.direct:
-                self._enter(i)
-            self._add(i)
-            if not how.direct:
-                pl.when(i + how.stages < total)(lambda: self._fetch(i + how.stages))
+            self._store(i, *self._sum(i))
+            pl.when(i + how.stages < total)(lambda: self._fetch(i + how.stages))
 
-        if not how.direct and how.piece.padded != how.piece.parts:
+        if how.piece.padded != how.piece.parts:
             self._clear()  # What pads a row stays zero.
         self.tables.fetch(jnp.int32(0))
-        for i in range(0 if how.direct else how.stages):
+        for i in range(how.stages):
             pl.when(i < total)(lambda i=i: self._fetch(jnp.int32(i)))
         lax.fori_loop(0, total, step, None)
         self._tell_last()
@@ -206,8 +203,6 @@ class Sums:
     def _sum(self, i: Int) -> tuple[jax.Array, Any]:
         """(a sum in float32, whether it has any row here)."""
         how, tables = self.how, self.tables
-        if how.direct:
-            return self._direct_sum(i)
         n, token, _part = self._place(i)
         stage = how.chunks.slot(i, how.stages)
         sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
@@ -223,29 +218,6 @@ class Sums:
 
             sum_ = lax.cond(here, added, lambda sum_: sum_, sum_)
         return sum_, wanted
-
-    def _direct_sum(self, i: Int) -> tuple[jax.Array, Any]:
-        """The same of rows in global memory, all of whose loads begin before any is waited for."""
-        how, tables = self.how, self.tables
-        n, token, part = self._place(i)
-        nothing = plgpu.layout_cast(jnp.zeros(how.shape, how.dtype), how.layout)
-        rows, weights, wanted = [], [], False
-        for j in range(how.top_k):
-            here, number = tables.row(n, token, j)
-            wanted = here | wanted
-            row = self.rows.at[number, self._window(n, part)]
-            load = lambda nothing, row=row: plgpu.load(row, layout=how.layout)  # noqa: E731
-            rows.append(lax.cond(here, load, lambda nothing: nothing, nothing))
-            weight = tables.slots[1][how.chunks.slot(n, TABLE_SLOTS), token, j]
-            weights.append(lax.select(here, weight, jnp.float32(0)))
-        sum_ = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
-        for row, weight in zip(rows, weights, strict=True):
-            sum_ = sum_ + weight * row.astype(jnp.float32)
-        return sum_, wanted
-
-    def _add(self, i: Int) -> None:
-        """Makes a sum, and starts to store it at the token's owner."""
-        self._store(i, *self._sum(i))
 
     def _store(self, i: Int, sum_: jax.Array, wanted: Any) -> None:
         """Starts to store a sum at the token's owner, if it is wanted."""

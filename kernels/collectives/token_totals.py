@@ -1,22 +1,24 @@
 """The sums over devices of a block's own tokens, made as the sums of its peers arrive.
 
 A warpgroup walks through chunks of the device's own tokens. It adds up the rows that are here, as
-`token_sums` does, and to them the sums that the peers stored in `inbox`, in the order of the devices.
-Its own sum is rounded as the peers' are. So the bits are those of `token_sums.added_up`.
+`fed_sums` does, and to them the sums that the peers stored in `inbox`, in the order of the devices.
+Its own sum is rounded as the peers' are. So the bits are those of `token_sums.added_up`. Its warp
+loads what the peers stored, too, once they have told of the chunk.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `inbox[d]` | device `d`, another | | | its sums |
-| `arrived[c]` | the summing warpgroups of the peers | the warpgroup that has chunk `c` | peers | all sums of the chunk's tokens are in `inbox` |
-| `came[d][stage]` | the copy engine | the warpgroup | 1 | the sum of device `d` is in shared memory |
+| `arrived[c]` | the summing warpgroups of the peers | the warp that loads for chunk `c` | peers | all sums of the chunk's tokens are in `inbox` |
+| `came_loaded[slot]` | the copy engine | the warpgroup | 1 | the sum of a peer is in shared memory |
+| `came_freed[slot]` | the warpgroup | the warp | 1 | that sum has been added |
 
-No summing warpgroup waits for one of these, so that these end, too.
+No warpgroup that makes sums for peers waits for one of these, so that these end, too.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,144 +30,119 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import Semaphore
+from stretto.kernels.collectives.fed_sums import FedSums
 from stretto.kernels.collectives.summing import Summing
-from stretto.kernels.collectives.token_sums import Sums
-from stretto.kernels.collectives.token_tables import Tables, load
+from stretto.kernels.collectives.token_tables import load
 
 
 def scratch(how: Summing) -> dict[str, Any]:
     """Shared memory and barriers, by name, for `kernel.launch`."""
-    each, devices = how.chunks.warpgroups, how.chunks.team.size
-    stages = each * how.stages
-    found = dict(**how.scratch(), totals=plgpu.SMEM((each * 2, *how.shape), how.dtype))
-    if how.direct:
-        return found
+    each = how.chunks.warpgroups
+    slots = each * how.stages
     return dict(
-        **found,
-        came=plgpu.SMEM((stages, devices - 1, *how.shape), how.wire_dtype),
-        **{f"came{d}": plgpu.Barrier(num_barriers=stages) for d in range(devices)},
+        **how.scratch(),
+        totals=plgpu.SMEM((each * 2, *how.shape), how.dtype),
+        came=plgpu.SMEM((slots, *how.shape), how.wire_dtype),
+        came_loaded=plgpu.Barrier(num_barriers=slots),
+        came_freed=plgpu.Barrier(num_barriers=slots),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Totals(Sums):
-    """The totals of one block's own tokens, in a kernel.
+class Totals(FedSums):
+    """The totals of one warpgroup's own tokens: `run` makes them, and `feed`, in a warp, loads.
 
     Attributes:
       inbox, out: refs `[devices, tokens, parts, columns]` and `[tokens, parts, columns]`, here.
       arrived: a semaphore for each chunk.
-      totals, came, came_loaded: of `scratch`.
+      totals, came, came_loaded, came_freed: of `scratch`; `came` is a ring of `stages` sums.
     """
 
-    inbox: Any
     out: Any
     arrived: Semaphore
     totals: Any
     came: Any
-    came_loaded: Sequence[Any]
+    came_loaded: Any
+    came_freed: Any
 
     @classmethod
-    def made(
-        cls,
-        how: Summing,
-        *,
-        rows: Any,
-        positions: Any,
-        weights: Any,
-        inbox: Any,
-        out: Any,
-        arrived: Semaphore,
-        scratch: Mapping[str, Any],
-    ) -> Totals:
-        """With refs of this device's arrays, and those of `scratch`."""
-        return cls(
-            how=how,
-            rows=rows,
-            tables=Tables(
-                chunks=how.chunks,
-                sources=[[positions], [weights]],
-                slots=[scratch["token_table"], scratch["factors"]],
-                arrived=scratch["token_table_arrived"],
-                me=how.chunks.team.device_id(),
-            ),
-            inboxes=[],
-            me=how.chunks.team.device_id(),
-            buffers=scratch.get("buffers"),
-            sums=scratch["sums"],
-            loaded=[] if how.direct else [scratch[f"loaded{j}"] for j in range(how.top_k)],
-            inbox=inbox,
-            out=out,
-            arrived=arrived,
-            totals=scratch["totals"],
-            came=scratch.get("came"),
-            came_loaded=[]
-            if how.direct
-            else [scratch[f"came{d}"] for d in range(how.chunks.team.size)],
-        )
+    def memory(cls, how: Summing, scratch: Mapping[str, Any]) -> dict[str, Any]:
+        """Where rows and peers' sums are loaded to, of the refs of `scratch`."""
+        names = ("totals", "came", "came_loaded", "came_freed")
+        return super().memory(how, scratch) | {name: scratch[name] for name in names}
 
-    def _clear(self) -> None:
-        super()._clear()
-        self._clear_each(self.came)
+    def _start(self) -> tuple[jax.Array, ...]:
+        return jnp.int32(0), jnp.int32(0)
 
-    def _enter(self, i: Int) -> None:
-        """Returns once the tables of a total are there, and the peers' sums of its chunk."""
-        super()._enter(i)
+    def _feed(self, i: jax.Array, used: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Loads the rows of total `i`, and the peers' sums."""
+        rows, came = used
+        (rows,) = super()._feed(i, (rows,))
+        how = self.how
         n, token, part = self._place(i)
-        chunks = self.how.chunks
-        first = chunks.place(n)[1]
+        first = how.chunks.place(n)[1]
 
         @pl.when((token == 0) & (part == 0))
         def _():
-            self.arrived.at[schedule.div(first, chunks.tokens)].wait(chunks.team.size - 1)
+            self.arrived.at[schedule.div(first, how.chunks.tokens)].wait(how.chunks.team.size - 1)
 
-    def _fetch(self, i: Int) -> None:
-        """Starts to load the rows of a total, and the peers' sums."""
-        super()._fetch(i)
-        n, token, part = self._place(i)
-        chunks, stage = self.how.chunks, self.how.chunks.slot(i, self.how.stages)
-        first = chunks.place(n)[1]
-        for device in range(chunks.team.size):
+        for device in range(how.chunks.team.size):
 
-            @pl.when((self.me != device) & self.tables.reaches(n, token, device))
-            def _(device=device):
+            def filled(came: jax.Array, device: int = device) -> jax.Array:
+                slot = how.chunks.slot(came, how.stages)
+                plgpu.barrier_wait(self.came_freed.at[slot])
                 load(
-                    self.inbox.at[device, first + token, self._window(n, part)],
-                    self._of_peer(stage, device).at[pl.ds(0, self.how.piece.parts)],
-                    self.came_loaded[device].at[stage],
-                    flat=chunks.flat,
+                    self.inboxes[0].at[device, first + token, self._window(n, part)],
+                    self.came.at[slot, pl.ds(0, how.piece.parts)],
+                    self.came_loaded.at[slot],
+                    flat=how.chunks.flat,
                 )
+                return came + 1
 
-    def _of_peer(self, stage: Int, device: int) -> Any:
-        """The slot of a peer's sum."""
-        return self.came.at[stage, device - jnp.where(self.me < device, 1, 0)]
+            there = (self.me != device) & self.tables.reaches(n, token, device)
+            came = lax.cond(there, filled, lambda came: came, came)
+        return rows, came
 
-    def _add(self, i: Int) -> None:
+    def _free_all(self) -> None:
+        super()._free_all()
+        self._free(self.came_freed, self.how.stages)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._clear_slots(self.came, self.how.stages)
+
+    def _step(self, i: jax.Array, used: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Makes a total, and starts to store it."""
         how = self.how
-        n, token, part = self._place(i)
-        stage, slot = how.chunks.slot(i, how.stages), how.chunks.slot(i, 2)
-        sum_, wanted = self._sum(i)
+        n, token, _part = self._place(i)
+        rows, came = used
+        self._enter_tables(i)
+        sum_, wanted, rows = self._sum_of_ring(i, rows)
         own = sum_.astype(how.wire_dtype).astype(jnp.float32)
         total = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout)
         for device in range(how.chunks.team.size):
+
+            def of_peer(total: jax.Array, came: jax.Array) -> tuple[jax.Array, jax.Array]:
+                slot = how.chunks.slot(came, how.stages)
+                plgpu.barrier_wait(self.came_loaded.at[slot])
+                found = plgpu.load(self.came.at[slot], layout=how.layout)
+                plgpu.barrier_arrive(self.came_freed.at[slot])
+                return total + found.astype(jnp.float32), came + 1
+
             mine = self.me == device
-
-            def of_peer(total: jax.Array, device: int = device) -> jax.Array:
-                if how.direct:
-                    first = how.chunks.place(n)[1]
-                    window = self.inbox.at[device, first + token, self._window(n, part)]
-                    return total + plgpu.load(window, layout=how.layout).astype(jnp.float32)
-                plgpu.barrier_wait(self.came_loaded[device].at[stage])
-                found = plgpu.load(self._of_peer(stage, device), layout=how.layout)
-                return total + found.astype(jnp.float32)
-
-            reached = self.tables.reaches(n, token, device)
+            there = ~mine & self.tables.reaches(n, token, device)
             total = lax.cond(mine & wanted, lambda x, own: x + own, lambda x, own: x, total, own)
-            total = lax.cond(~mine & reached, of_peer, lambda total: total, total)
+            total, came = lax.cond(there, of_peer, lambda *same: same, total, came)
+        self._leave_tables(i)
+        self._store_total(i, total)
+        return rows, came
 
+    def _store_total(self, i: Int, total: jax.Array) -> None:
+        how = self.how
+        n, token, part = self._place(i)
+        first, slot = how.chunks.place(n)[1], how.chunks.slot(i, 2)
         # At most the total before is still being stored: the one before that has left its slot.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        first = how.chunks.place(n)[1]
 
         @pl.when(first + token < self.out.shape[0])
         def _():

@@ -60,8 +60,7 @@ MANY = {
     "tables of many": (dict(counted=True, num_blocks=124), {}),
     "stores of several tokens": (dict(stores=8), dict(warpgroups=2)),
     "totals": ({}, dict(totals=True, warpgroups=2, chunk=8)),
-    "registers": ({}, dict(direct=True, warpgroups=4)),
-    "totals, registers": ({}, dict(totals=True, direct=True, warpgroups=4, chunk=8)),
+    "totals by four warpgroups": ({}, dict(totals=True, warpgroups=4, chunk=8)),
 }
 
 

@@ -445,14 +445,13 @@ def many_tokens_of_experts() -> Iterator[Program]:
     x, index = ((tokens, d), jnp.bfloat16), (entries, jnp.int32)
     yield "tables in the dispatch", *on_one(sent, mesh, [x, index])
     rows = (4 * tokens * top_k, d), jnp.bfloat16
-    for warpgroups, direct in ((2, False), (3, True), (4, True)):
+    for warpgroups, totals in ((2, False), (2, True), (4, True)):
 
-        def combined(rows, weights, positions, warpgroups=warpgroups, direct=direct):
-            how = dict(totals=True, chunk=8, warpgroups=warpgroups, direct=direct)
-            config = combine.Config(**how)
+        def combined(rows, weights, positions, warpgroups=warpgroups, totals=totals):
+            config = combine.Config(totals=totals, chunk=8, warpgroups=warpgroups)
             return st.expert_combine(rows, weights, positions, "x", config=config)
 
-        name = f"combine by {warpgroups} warpgroups"
+        name = f"combine by {warpgroups} warpgroups" + ", with totals" * totals
         yield name, *on_one(combined, mesh, [rows, (entries, jnp.float32), index])
 
 

@@ -1,4 +1,4 @@
-"""`expert_combine` whose kernel adds up the sums of the devices, too; seeded bugs."""
+"""`expert_combine` by rings of rows, with XLA's addition over devices or the kernel's; bugs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from selection import slow
 import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, summing, token_sums, token_totals
-from stretto.kernels.collectives.token_tables import Row
+from stretto.distributed.team import Team
+from stretto.kernels.collectives import combine, fed_sums, summing, token_sums, token_totals
+from stretto.kernels.collectives.token_tables import Chunks, Row
 
 
-def config(warpgroups: int = 2, **options) -> combine.Config:
-    return combine.Config(totals=True, warpgroups=warpgroups, chunk=8, **options)
+def config(warpgroups: int = 2, *, totals: bool = True, slots: int = 4) -> combine.Config:
+    return combine.Config(warpgroups=warpgroups, totals=totals, chunk=8, slots=slots)
 
 
 @pytest.mark.parametrize(
-    ("devices", "seed", "width", "warpgroups", "wire"),
-    [(2, 0, 64, 2, None), (4, 1, 72, 3, F32), slow(2, 2, 192, 4, None)]
-    + [slow(d, s, 64, (2, 4)[s % 2], None) for d in (2, 4, 8) for s in range(20)],
+    ("devices", "seed", "width", "warpgroups", "totals", "wire"),
+    [(2, 0, 64, 2, True, None), (4, 1, 72, 3, True, F32), (2, 2, 1024, 2, False, None)]
+    + [slow(1, 3, 72, 1, False, None), slow(2, 2, 192, 4, True, None)]
+    + [slow(d, s, 64, (2, 4)[s % 2], s % 3, None) for d in (2, 4, 8) for s in range(20)],
 )
-def test_sums(devices, seed, width, warpgroups, wire):
+def test_sums(devices, seed, width, warpgroups, totals, wire):
     """Also of rows that are padded in shared memory, and in a second call with other tables."""
+    how = config(warpgroups, totals=bool(totals), slots=(2, 3, 16)[seed % 3])
     with st.simulate(seed=seed, core_count=2) as report:
-        program = combined(devices, wire_dtype=wire, config=config(warpgroups))
+        program = combined(devices, wire_dtype=wire, config=how)
         for none in (0.3, 1.0, 0.9):
             given, wanted = rows_to_combine(devices, seed, width, none)
             found = np.asarray(program(*given), np.float32)
@@ -40,36 +43,24 @@ def test_sums(devices, seed, width, warpgroups, wire):
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_the_bits_are_those_of_two_steps(devices):
+def test_the_bits_are_the_same_in_all_ways(devices):
     """Of numbers that round; on each device and over devices in the same order."""
     (rows, _, positions), _ = rows_to_combine(devices, 5, 64)
     rows = jax.random.normal(jax.random.key(0), rows.shape, BF16)
     weights = jax.random.uniform(jax.random.key(1), positions.shape)
     with st.simulate(core_count=3) as report:
-        outs = [
+        first, *others = [
             np.asarray(combined(devices, config=how)(rows, weights, positions), np.float32)
-            for how in (config(), combine.Config())
+            for how in (combine.Config(), config(totals=False), config())
         ]
     assert report.ok, str(report)
-    np.testing.assert_array_equal(*outs)
-
-
-def test_one_device_has_no_peers():
-    given, wanted = rows_to_combine(1, 0, 64)
-    with st.simulate(core_count=2) as report:
-        found = np.asarray(combined(1, config=config())(*given), np.float32)
-    assert report.ok, str(report)
-    np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
-
-
-def test_one_warpgroup_cannot_do_both():
-    with pytest.raises(ValueError, match="warpgroups=1 must be 2 or more with totals"):
-        combine.Config(totals=True).check()
+    for other in others:
+        np.testing.assert_array_equal(first, other)
 
 
 def is_found() -> bool:
     """Whether the simulator finds anything in some of its orders."""
-    given, _ = rows_to_combine(2, 0, 64)
+    given, _ = rows_to_combine(2, 0, 72)
     faulty = combined(2, config=config(), backend="simulator")
     for seed in range(4):
         try:
@@ -85,11 +76,13 @@ def is_found() -> bool:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
+        (fed_sums, "barrier_wait"),
+        (fed_sums, "barrier_arrive"),
+        (fed_sums, "commit_smem"),
         (token_totals, "barrier_wait"),
+        (token_totals, "barrier_arrive"),
         (token_totals, "wait_smem_to_gmem"),
         (token_totals, "commit_smem"),
-        (token_sums, "barrier_wait"),
-        (token_sums, "wait_smem_to_gmem"),
     ],
 )
 def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
@@ -108,6 +101,12 @@ def test_the_wait_for_a_chunk_is_needed(monkeypatch, traces_apart):
     assert is_found()
 
 
+@pytest.mark.parametrize("name", ["_enter_tables", "_leave_tables", "_free_all"])
+def test_tables_and_slots_are_handed_over(monkeypatch, traces_apart, name):
+    monkeypatch.setattr(fed_sums.FedSums, name, lambda self, *args: None)
+    assert is_found()
+
+
 def test_a_chunk_is_told_when_it_is_in_place(monkeypatch, traces_apart):
     """Not as soon as its last sum is on its way."""
 
@@ -119,31 +118,42 @@ def test_a_chunk_is_told_when_it_is_in_place(monkeypatch, traces_apart):
     assert is_found()
 
 
-@pytest.mark.parametrize("totals", [False, True])
-def test_rows_in_registers(totals):
-    """Also in several pieces; rows of no multiple of 2 KB go through shared memory."""
-    how = combine.Config(direct=True, totals=totals, warpgroups=2, chunk=8)
-    for width in (1024, 3072, 192):
-        given, wanted = rows_to_combine(2, 0, width)
-        with st.simulate(core_count=2) as report:
-            found = np.asarray(combined(2, config=how)(*given), np.float32)
-        assert report.ok, str(report)
-        np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+def test_one_device_has_no_peers():
+    given, wanted = rows_to_combine(1, 0, 64)
+    with st.simulate(core_count=2) as report:
+        found = np.asarray(combined(1, config=config())(*given), np.float32)
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
 
 
 @pytest.mark.parametrize(
-    ("width", "top_k", "warpgroups", "elements"),
+    ("options", "message"),
     [
-        (2048, 8, 3, 2048),
-        (2048, 8, 4, 1024),
-        (4096, 2, 4, 4096),
-        (7168, 8, 2, 1024),
-        (2880, 4, 2, None),
-        (64, 2, 2, None),
+        (dict(totals=True), "warpgroups=1 must be 2 or more with totals"),
+        (dict(slots=1), "slots=1 must be between 2 and 32"),
+        (dict(slots=33), "slots=33 must be between 2 and 32"),
     ],
 )
-def test_pieces_in_registers(width, top_k, warpgroups, elements):
-    """The largest that leaves a thread enough registers."""
+def test_configurations_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        combine.Config(**options).check()
+
+
+@pytest.mark.parametrize(
+    ("width", "top_k", "totals", "warpgroups", "elements", "slots"),
+    [
+        (2048, 8, True, 2, 2048, 16),
+        (4096, 2, True, 2, 4096, 4),
+        (7168, 8, False, 2, 3584, 11),
+        (7168, 8, True, 8, 1024, 4),
+    ],
+)
+def test_rings(width, top_k, totals, warpgroups, elements, slots):
+    """The largest piece of a row of which some fit, and how many do."""
+    chunks = Chunks(
+        team=Team(axes=("x",), size=2), tokens=8, number=1, num_blocks=1, warpgroups=warpgroups
+    )
     row = Row.of(width, 2)
-    piece = summing.direct_piece(row, 2, top_k, warpgroups)
-    assert (None if piece is None else piece.parts * row.columns) == elements
+    how = dict(row=row, top_k=top_k, chunks=chunks, dtype=BF16, wire_dtype=BF16)
+    found = summing.ring_of(**how, slots=32, totals=totals)
+    assert (found.piece.parts * row.columns, found.ring) == (elements, slots)
