@@ -20,7 +20,6 @@ from stretto.distributed.handshake import Handshake
 from stretto.distributed.memory import heap
 from stretto.distributed.primitives import team_kernel
 from stretto.distributed.primitives.team_kernel import TeamKernelInfo
-from stretto.distributed.private_jax import warps
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team, places_reversed
 from stretto.distributed.tools import profiling
@@ -154,7 +153,6 @@ def launch(
         compiler_params=_compiler_params(compiler_params, together and opens_itself),
         interpret=interpret,
     )
-    warps.allow_scalar_loads()
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     with team_kernel.tracing():
         traced = jax.make_jaxpr(call)(*structs)

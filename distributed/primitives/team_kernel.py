@@ -33,7 +33,7 @@ from stretto.distributed.devices.clique import Clique, check_order, clique_of
 from stretto.distributed.memory import edges, heap, mailbox
 from stretto.distributed.primitives import cpu_kernels, slots
 from stretto.distributed.primitives.inlining import inline
-from stretto.distributed.private_jax import marks, options
+from stretto.distributed.private_jax import marks, options, warps
 from stretto.distributed.sites import site_of
 
 team_kernel_p = jax_core.Primitive("stretto_kernel")
@@ -61,6 +61,7 @@ def tracing() -> Iterator[None]:
     Values are not typed as varying over mesh axes. Integers have 32 bits, whatever `jax_enable_x64`
     says: Mosaic GPU's operations ask for them, and Python's numbers would have 64.
     """
+    warps.allow_scalar_loads()
     with config._check_vma(False), jax.enable_x64(False):
         yield
 

@@ -47,7 +47,6 @@ SMEM_BYTES = 200_000
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
 FEW_CHOICES = 4096  # Of all devices, of which the kernel makes the tables sooner than XLA.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
-FREE_BLOCKS = 124  # Of the 132 of an H100, so many that the kernel starts by counters.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class Config:
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
         whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
       counted: of many tokens it does so in another kernel (`counted_dispatch`), which has no
-        chunks. On two H200s it gave XLA's rows and tables; it was not timed.
+        chunks, and leaves multiprocessors free.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -96,13 +95,18 @@ class Config:
         yield Config(flat=True)
         yield Config(tables=True)
         yield Config(stores=8)
-        yield Config(counted=True, num_blocks=FREE_BLOCKS, slots=32, stores=8)
+        yield Config(counted=True, slots=32, stores=8)
 
 
 def default_config(problem: Problem) -> Config:
-    """The configuration for a problem that no table has: of few tokens with the tables."""
+    """The configuration for a problem that no table has: the kernel makes the tables, too.
+
+    Of many tokens that took 0.94 to 0.96 of the time on two H200s (docs/models/experts.md).
+    """
     choices = problem.sizes["t"] * problem.sizes["top_k"]
-    return Config(tables=choices <= FEW_CHOICES)
+    if choices <= FEW_CHOICES:
+        return Config(tables=True)
+    return Config() if problem.devices == 1 else Config(counted=True, slots=32, stores=8)
 
 
 def dispatch(

@@ -164,7 +164,9 @@ def test_defaults_of_few_and_many_tokens(tokens, d, top_k, tables, to_combine):
     problem = Problem(
         operation="expert_combine", sizes=sizes, types=types, devices=2, machine=machine
     )
-    there, back = dispatch.Config(tables=tables), combine.Config(**to_combine)
+    counted = dict(counted=True, slots=32, stores=8)
+    there = dispatch.Config(**(dict(tables=True) if tables else counted))
+    back = combine.Config(**to_combine)
     assert dispatch.KERNEL.default(problem) == there
     assert combine.KERNEL.default(problem) == back
     layer = mixture_rules.Config(dispatch=there, combine=back)
