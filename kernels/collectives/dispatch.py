@@ -101,12 +101,13 @@ class Config:
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has: the kernel makes the tables, too.
 
-    Of many tokens that took 0.94 to 0.96 of the time on two H200s (docs/models/experts.md).
+    Of many tokens that took 0.94 to 0.96 of the time on two H200s (docs/models/experts.md), and
+    XLA makes them on more devices, where it was not timed, and can spill registers.
     """
     choices = problem.sizes["t"] * problem.sizes["top_k"]
     if choices <= FEW_CHOICES:
         return Config(tables=True)
-    return Config() if problem.devices == 1 else Config(counted=True, slots=32, stores=8)
+    return Config(counted=True, slots=32, stores=8) if problem.devices == 2 else Config()
 
 
 def dispatch(

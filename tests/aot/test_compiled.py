@@ -203,7 +203,7 @@ def test_few_tokens_of_experts(tmp_path):
 
 @pytest.mark.slow
 def test_many_tokens_of_experts(tmp_path):
-    """None of it spills, also where four warpgroups hold rows in registers."""
+    """None of it spills, also where four warpgroups add."""
     for program in compile_case("many tokens of experts", tmp_path):
         for kernel in program["kernels"]:
             assert not kernel["spill_bytes"] and not kernel["stack_bytes"], kernel["name"]
