@@ -159,8 +159,6 @@ def matmul(
 def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> How:
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{op}: recipe={recipe!r:.60} must be a stretto.fp8.Recipe.")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: x is {x.dtype}; it must be floating-point. Cast it.")
     dtype = checks.check_out_dtype(op, out_dtype, x.dtype)
     return How(recipe=recipe, out_dtype=dtype, typed=bool(varying_axes(x)), **more)
 
@@ -168,6 +166,8 @@ def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> 
 def _check(op: str, x: Any, w: Any) -> None:
     """Raises ValueError unless `x @ w` multiplies matrices; w may be in 8 bits with scales."""
     checks.check_array(op, "x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: x is {x.dtype}; it must be floating-point. Cast it.")
     like = fp8_weights.like(op, "w", w, x.dtype)
     checks.check_matmul_operands(op, x, like, batches=True, scaled=True)
 
