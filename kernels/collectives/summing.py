@@ -15,6 +15,7 @@ THREADS = 128  # Of a warpgroup.
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
 FEWEST_ROWS = 4  # Of a ring, for which a piece of a row is small enough.
 PEERS_SUMS = 4  # Of a warpgroup on their way at once, where they fit.
+MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +142,18 @@ def ring_of(
 ) -> Summing:
     """Sums of rows that come through a ring of up to `slots` in each warpgroup's shared memory.
 
-    With `totals` there are also rings of what peers stored, and totals to store.
+    With `totals` there are also rings of what peers stored, and totals to store. Large tables leave
+    the rings less memory.
+
+    Raises:
+      ValueError: no ring fits beside the tables.
     """
-    each = SMEM_BYTES // chunks.warpgroups
+    each = min(SMEM_BYTES, MOST_SMEM_BYTES - chunks.tables_bytes(top_k)) // chunks.warpgroups
+    if each <= 0:
+        raise ValueError(
+            f"tables of {chunks.tokens} tokens and top_k={top_k} for {chunks.warpgroups} warpgroups"
+            " do not fit into the shared memory of a block; pass a smaller chunk."
+        )
     itemsize, wire_size = jnp.dtype(dtype).itemsize, jnp.dtype(wire_dtype).itemsize
     piece = piece_of(row, itemsize, FEWEST_ROWS // 2, each, peers=totals)
     elements = piece.padded * row.columns

@@ -8,6 +8,7 @@ chunk through shared memory: of every device's tokens, on every device.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -190,8 +191,15 @@ class Chunks:
 
     def scratch(self, width: int, dtype: Any) -> Any:
         """Shared memory for the chunks of a padded table."""
+        return plgpu.SMEM(self._table_shape(width), dtype)
+
+    def tables_bytes(self, top_k: int) -> int:
+        """Shared memory for the chunks of two tables of `top_k` choices, of 4 bytes each."""
+        return 2 * 4 * math.prod(self._table_shape(self.padded_width(top_k)))
+
+    def _table_shape(self, width: int) -> tuple[int, int, int]:
         tokens = schedule.ceil_div(self.tokens, ALIGNED_TOKENS) * ALIGNED_TOKENS
-        return plgpu.SMEM((self.warpgroups * TABLE_SLOTS, tokens, width), dtype)
+        return self.warpgroups * TABLE_SLOTS, tokens, width
 
 
 def check_chunk(chunk: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,3 +159,33 @@ def test_rings(width, top_k, totals, warpgroups, elements, slots):
     how = dict(row=row, top_k=top_k, chunks=chunks, dtype=BF16, wire_dtype=BF16)
     found = summing.ring_of(**how, slots=32, totals=totals)
     assert (found.piece.parts * row.columns, found.ring) == (elements, slots)
+
+
+@pytest.mark.parametrize(
+    ("width", "top_k", "warpgroups", "chunk"),
+    [(4096, 16, 4, 32), (2048, 8, 2, 128), (8192, 16, 1, 256), (4096, 16, 3, 32)],
+)
+def test_large_tables_leave_rings_less_memory(width, top_k, warpgroups, chunk):
+    """All of it fits into a block's, barriers too."""
+    scratch = ring_beside_tables(width, top_k, warpgroups, chunk).scratch()
+    memory = [x for x in scratch.values() if hasattr(x, "dtype")]
+    assert sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in memory) <= 231_000
+
+
+def test_tables_that_leave_none_are_refused():
+    with pytest.raises(ValueError, match="tables of 256 tokens and top_k=16 for 4 warpgroups"):
+        ring_beside_tables(64, 16, warpgroups=4, chunk=256)
+
+
+def ring_beside_tables(width: int, top_k: int, warpgroups: int, chunk: int) -> summing.Summing:
+    row, team = Row.of(width, 2), Team(axes=("x",), size=2)
+    assert row is not None
+    return summing.ring_of(
+        row=row,
+        top_k=top_k,
+        chunks=Chunks(team=team, tokens=chunk, number=9, num_blocks=1, warpgroups=warpgroups),
+        dtype=BF16,
+        wire_dtype=F32,
+        slots=32,
+        totals=False,
+    )
