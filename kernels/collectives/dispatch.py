@@ -44,6 +44,7 @@ from stretto.kernels.problem.routing import NONE
 from stretto.kernels.problem.scales import FP8
 
 SMEM_BYTES = 200_000
+MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
 FEW_CHOICES = 4096  # Of all devices, of which the kernel makes the tables sooner than XLA.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
@@ -125,8 +126,9 @@ def dispatch(
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     top_k = positions.shape[1]
-    room = SMEM_BYTES // row.padded_bytes(x.dtype.itemsize)
     chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, flat=config.flat)
+    room = min(SMEM_BYTES, MOST_SMEM_BYTES - chunks.table_bytes(top_k))
+    room //= row.padded_bytes(x.dtype.itemsize)
     slots = max(2, min(config.slots, chunks.tokens, room))
     stores = min(config.stores, slots - 1)
     table = chunks.padded(positions, NONE)

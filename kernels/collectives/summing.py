@@ -8,14 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.kernels.collectives.dispatch import MOST_SLOTS, SMEM_BYTES
+from stretto.kernels.collectives.dispatch import MOST_SLOTS, MOST_SMEM_BYTES, SMEM_BYTES
 from stretto.kernels.collectives.token_tables import REGISTER_BYTES, TABLE_SLOTS, Chunks, Row
 
 THREADS = 128  # Of a warpgroup.
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
 FEWEST_ROWS = 4  # Of a ring, for which a piece of a row is small enough.
 PEERS_SUMS = 4  # Of a warpgroup on their way at once, where they fit.
-MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +147,7 @@ def ring_of(
     Raises:
       ValueError: no ring fits beside the tables.
     """
-    each = min(SMEM_BYTES, MOST_SMEM_BYTES - chunks.tables_bytes(top_k)) // chunks.warpgroups
+    each = min(SMEM_BYTES, MOST_SMEM_BYTES - 2 * chunks.table_bytes(top_k)) // chunks.warpgroups
     if each <= 0:
         raise ValueError(
             f"tables of {chunks.tokens} tokens and top_k={top_k} for {chunks.warpgroups} warpgroups"

@@ -193,9 +193,9 @@ class Chunks:
         """Shared memory for the chunks of a padded table."""
         return plgpu.SMEM(self._table_shape(width), dtype)
 
-    def tables_bytes(self, top_k: int) -> int:
-        """Shared memory for the chunks of two tables of `top_k` choices, of 4 bytes each."""
-        return 2 * 4 * math.prod(self._table_shape(self.padded_width(top_k)))
+    def table_bytes(self, top_k: int) -> int:
+        """Shared memory for the chunks of a padded table of `top_k` choices, of 4 bytes each."""
+        return 4 * math.prod(self._table_shape(self.padded_width(top_k)))
 
     def _table_shape(self, width: int) -> tuple[int, int, int]:
         tokens = schedule.ceil_div(self.tokens, ALIGNED_TOKENS) * ALIGNED_TOKENS

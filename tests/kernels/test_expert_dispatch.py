@@ -270,3 +270,13 @@ def test_bad_input(x, index, options, message):
     body = lambda x, i: st.expert_dispatch(x, i, "x", **options)[0]  # noqa: E731
     with pytest.raises(ValueError, match=f"expert_dispatch: .*{message}"):
         on_devices(body, 2, 2)(jnp.zeros(x), jnp.zeros(index, jnp.int32))
+
+
+def test_a_large_table_leaves_tokens_less_memory():
+    """The simulator refuses a kernel that needs more than a block has."""
+    x, index = jnp.zeros((512, 3072), BF16), jnp.full((512, 16), -1, jnp.int32)
+    config = dispatch.Config(chunk=256, slots=32)
+    with st.simulate(core_count=1) as report:
+        _, routing = dispatched(2, config=config, capacity=8)(x, index)
+        counts = np.asarray(routing.tokens_per_expert)
+    assert report.ok and report.launches == 1 and not counts.any(), str(report)
