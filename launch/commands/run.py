@@ -71,7 +71,7 @@ def _check(options: RunOptions, environ: Mapping[str, str]) -> None:
         raise LaunchError(
             f"stretto run is itself process {outer.process_id} of {outer.num_processes} started by "
             f"{outer.launcher}; run the script directly there, it finds its place by "
-            "stretto.launch.initialize()"
+            "stretto.initialize()"
         )
 
 

@@ -84,7 +84,7 @@ def _by_file(launched: Launched, environ: Mapping[str, str], timeout_s: float) -
         time.sleep(_POLL_S)
     raise LaunchError(
         f"process {launched.process_id} heard nothing from process 0 within {timeout_s:g} s; "
-        "does it call stretto.launch.initialize() too?"
+        "does it call stretto.initialize() too?"
     )
 
 

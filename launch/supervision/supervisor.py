@@ -126,7 +126,7 @@ def _hear_launcher(session: Session) -> None:
 def _alone_text(count: int) -> str:
     return (
         f"stretto: warning: {count} jobs of one process have run, and not one of {count}: no "
-        "process joined the others. Call stretto.launch.initialize() before JAX is asked for its "
+        "process joined the others. Call stretto.initialize() before JAX is asked for its "
         "devices."
     )
 

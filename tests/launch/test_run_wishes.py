@@ -154,7 +154,7 @@ def test_processes_that_never_join_are_told_of(run_job):
     result = run_job(script, *LOCAL, "-n", "3")
     assert result.status == 0
     assert "warning: 3 jobs of one process have run" in result.last_line()
-    assert "stretto.launch.initialize()" in result.last_line()
+    assert "stretto.initialize()" in result.last_line()
 
 
 @pytest.mark.parametrize(
