@@ -21,24 +21,20 @@ chunks before then say which row that is (`chunk_tables`). The order of rows is 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, residency, schedule
-from stretto.distributed.schedule import Int, ceil_div
-from stretto.distributed.semaphores import Semaphore, SemaphoreArray
+from stretto.distributed import kernel, residency
+from stretto.distributed.schedule import ceil_div
+from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_tables import LANES, Shape, Tables
+from stretto.kernels.collectives.chunk_tables import LANES, Shape
+from stretto.kernels.collectives.counted_block import Block
 from stretto.kernels.collectives.counted_layout import COUNTS_BYTES, COUNTS_SLOTS, Layout
-from stretto.kernels.collectives.token_tables import Row, everyones, load, of_device
-from stretto.kernels.problem.routing import NONE
+from stretto.kernels.collectives.token_tables import Row
 
 MOST_VECTORS = 16
 """Of `LANES` entries of a chunk: a thread holds an entry of each, and its place, in registers."""
@@ -118,7 +114,7 @@ def dispatch(
     def body(x_ref, index_ref, rows_ref, positions_ref, totals_ref, counts_ref, **scratch):
         results = dict(rows=rows_ref, positions=positions_ref, totals=totals_ref)
         refs = dict(x=x_ref, index=index_ref, counts=counts_ref)
-        _Block(
+        Block(
             how=how,
             warpgroup=lax.axis_index(kernel.THREAD_AXIS),
             first_expert=team.device_id() * (num_experts // team.size),
@@ -150,209 +146,3 @@ def dispatch(
     totals = totals.reshape(2, -1)
     counts = jnp.concatenate([totals[0, :num_experts], totals[1, :1]])
     return out.reshape(rows, width), how.of_chunks(positions), counts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Block:
-    """One warpgroup of a block, in the kernel.
-
-    Attributes:
-      warpgroup: its number.
-      first_expert: of this device, read once: in a loop with barriers it would be read from memory
-        each time.
-    """
-
-    how: Layout
-    warpgroup: Int
-    first_expert: Int
-    x: Any
-    index: Any
-    rows: Any
-    positions: Any
-    totals: Any
-    counts: Any
-    counted: Semaphore
-    entries: Any
-    entries_arrived: Any
-    places: Any
-    own_positions: Any
-    own_counts: Any
-    sums: Any
-    firsts: Any
-    found: Any
-    counts_of: Any
-    counts_arrived: Any
-    buffers: Any
-    arrived: Any
-
-    def run(self) -> None:
-        how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
-        pl.when(is_first)(lambda: self._count(tables))
-        for offset in range(how.team.size):
-            self._see(offset)
-        sources = everyones(self.x, how.team)
-        total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
-        at_once = jnp.minimum(how.slots, total)
-        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        pl.when(is_first)(self._tell)
-        self._each(tables.rank)
-
-        @pl.when(is_first)
-        def _():
-            self.counted.wait(how.num_blocks * how.team.size)
-            tables.find_first_rows(self.counts, kernel.block_id())
-
-        self._meet()
-        self._each(lambda offset: tables.place(offset, self.first_expert))
-        self._meet()
-        pl.when(is_first)(self._store_tables)
-        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
-        # Nothing else waits for the last stores where there are no peers to part from.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _count(self, tables: Tables) -> None:
-        """Loads the entries of all devices' chunks, counts the own ones, and starts to tell."""
-        for offset, ref in enumerate(everyones(self.index, self.how.team)):
-            target, arrived = self.entries.at[offset], self.entries_arrived.at[offset]
-            load(ref.at[kernel.block_id()], target, arrived, flat=True)
-        plgpu.barrier_wait(self.entries_arrived.at[0])
-        tables.count()
-        self._publish_counts()
-
-    def _see(self, offset: int) -> None:
-        """Returns once the entries of a device's chunk are there."""
-        if offset:
-            plgpu.barrier_wait(self.entries_arrived.at[offset])
-            return
-        # The first warpgroup has waited for these.
-        pl.when(self.warpgroup > 0)(lambda: plgpu.barrier_wait(self.entries_arrived.at[0]))
-
-    def _each(self, fun: Callable[[int], None]) -> None:
-        """Of the devices' chunks those that are this warpgroup's share."""
-        for offset in range(self.how.team.size):
-            mine = self.warpgroup == offset % self.how.warpgroups
-            pl.when(mine)(lambda offset=offset: fun(offset))
-
-    def _meet(self) -> None:
-        """Returns once all warpgroups of the block are here."""
-        plgpu.barrier_arrive(self.found)
-        plgpu.barrier_wait(self.found)
-
-    def _tables(self) -> Tables:
-        return Tables(
-            shape=self.how.tables,
-            team=self.how.team,
-            tokens=self._tokens(),
-            entries=self.entries,
-            places=self.places,
-            own_positions=self.own_positions,
-            own_counts=self.own_counts,
-            sums=self.sums,
-            firsts=self.firsts,
-            counts_of=self.counts_of,
-            counts_arrived=self.counts_arrived,
-        )
-
-    def _tokens(self) -> Int:
-        """Of each device, in this block's chunk."""
-        each = self.how.tables.tokens
-        return jnp.clip(self.how.tokens - kernel.block_id() * each, 0, each)
-
-    def _publish_counts(self) -> None:
-        """Starts to store the own counts on every device."""
-        team = self.how.team
-        for ref in everyones(self.counts, team):
-            window = ref.at[team.device_id(), kernel.block_id()]
-            plgpu.copy_smem_to_gmem(self.own_counts, window, commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
-
-    def _tell(self) -> None:
-        """Publishes to every device that the own counts are in place."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-        self.counted.signal()
-        for offset in self.how.team.peer_offsets:
-            self.counted.signal(peer_id=self.how.team.neighbour(offset))
-
-    def _store_tables(self) -> None:
-        """Starts to store the positions of the own chunk, and in one block the totals."""
-        plgpu.copy_smem_to_gmem(
-            self.own_positions, self.positions.at[kernel.block_id()], commit_group=False
-        )
-
-        @pl.when(kernel.block_id() == 0)
-        def _():
-            plgpu.copy_smem_to_gmem(self.sums, self.totals, commit_group=False)
-
-        plgpu.commit_smem_to_gmem_group()
-
-    def _place(self, i: Int) -> tuple[Int, Int]:
-        """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset.
-
-        Each warpgroup has tokens of all devices.
-        """
-        size = self.how.team.size
-        number = i * self.how.warpgroups + self.warpgroup
-        token = schedule.div(number, size)
-        return schedule.rem(number - token * size + token, size), token
-
-    def _slot(self, i: Int) -> Int:
-        return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)
-
-    def _fetch(self, sources: list[Any], i: Int) -> None:
-        """Starts to load a token that has an entry here."""
-        how = self.how
-        offset, token = self._place(i)
-        slot = self._slot(i)
-        own, wanted = how.tables.num_experts // how.team.size, jnp.bool_(False)
-        for j in range(how.tables.top_k):
-            entry = self.entries[self._entry(offset, token, j)]
-            wanted |= (entry >= self.first_expert) & (entry < self.first_expert + own)
-
-        @pl.when(wanted)
-        def _():
-            number = kernel.block_id() * how.tables.tokens + token
-            target = self.buffers.at[slot, pl.ds(0, how.row.parts)]
-            of_device(
-                sources,
-                offset,
-                lambda ref: load(ref.at[number], target, self.arrived.at[slot], flat=True),
-            )
-
-    def _entry(self, offset: Int, token: Int, choice: int) -> tuple[Int, ...]:
-        """Where the tables have a choice of a token."""
-        top_k = self.how.tables.top_k
-        if LANES % top_k == 0:  # Of a token they lie side by side, which the compiler sees so.
-            vector = schedule.div(token, LANES // top_k)
-            return offset, vector, (token - vector * (LANES // top_k)) * top_k + choice
-        number = token * top_k + choice
-        vector = schedule.div(number, LANES)
-        return offset, vector, number - vector * LANES
-
-    def _step(self, sources: list[Any], i: Int, total: Int) -> None:
-        """Stores token `i` to its rows, and loads another one into a slot that is free."""
-        how = self.how
-        offset, token = self._place(i)
-        slot = self._slot(i)
-        rows = [self.places[self._entry(offset, token, j)] for j in range(how.tables.top_k)]
-        wanted = rows[0] != NONE
-        for row in rows[1:]:
-            wanted |= row != NONE
-        pl.when(wanted)(lambda: plgpu.barrier_wait(self.arrived.at[slot]))
-        for row in rows:
-
-            @pl.when(row != NONE)
-            def _(row=row):
-                plgpu.copy_smem_to_gmem(
-                    self.buffers.at[slot, pl.ds(0, how.row.parts)],
-                    self.rows.at[row],
-                    commit_group=False,
-                )
-
-        plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
-
-        # Only the newest tokens' stores are unfinished: the one before has left its slot.
-        @pl.when(i >= how.stores)
-        def _():
-            plgpu.wait_smem_to_gmem(how.stores, wait_read_only=True)
-            following = i - how.stores + how.slots
-            pl.when(following < total)(lambda: self._fetch(sources, following))

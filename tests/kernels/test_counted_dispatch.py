@@ -16,7 +16,7 @@ from selection import slow
 import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import chunk_tables, counted_dispatch, dispatch
+from stretto.kernels.collectives import chunk_tables, counted_block, counted_dispatch, dispatch
 from stretto.kernels.problem.routing import Routing
 
 D, TOKENS, TOP_K = 64, 45, 5
@@ -138,9 +138,9 @@ def is_found(cores: int = 2) -> bool:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (counted_dispatch, "wait_smem_to_gmem"),
-        (counted_dispatch, "commit_smem_to_gmem_group"),
-        (counted_dispatch, "barrier_wait"),
+        (counted_block, "wait_smem_to_gmem"),
+        (counted_block, "commit_smem_to_gmem_group"),
+        (counted_block, "barrier_wait"),
         (chunk_tables, "barrier_wait"),
         (chunk_tables, "commit_smem"),
     ],
@@ -162,14 +162,14 @@ def test_the_wait_for_counts_is_needed(monkeypatch, traces_apart):
 
 
 def test_counts_are_told_when_they_are_in_place(monkeypatch, traces_apart):
-    tell = counted_dispatch._Block._tell
-    early = Without(counted_dispatch.plgpu, "wait_smem_to_gmem")
+    tell = counted_block.Block._tell
+    early = Without(counted_block.plgpu, "wait_smem_to_gmem")
 
     def too_early(self):
-        plgpu = counted_dispatch.plgpu
-        counted_dispatch.plgpu = early
+        plgpu = counted_block.plgpu
+        counted_block.plgpu = early
         tell(self)
-        counted_dispatch.plgpu = plgpu
+        counted_block.plgpu = plgpu
 
-    monkeypatch.setattr(counted_dispatch._Block, "_tell", too_early)
+    monkeypatch.setattr(counted_block.Block, "_tell", too_early)
     assert is_found()
