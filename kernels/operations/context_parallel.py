@@ -224,6 +224,26 @@ def _is_fastest_fused(question: attention_methods.Question, problem: Problem, sc
     return _is_served(question, problem, found.config, scale)
 
 
+def record_by_sizes(problem: Problem) -> Operation:
+    """The record with the kernel that `auto` would take for a problem, by its sizes alone."""
+    sizes, how = problem.sizes, examples.keywords_of(problem.sizes)
+    q, k, _ = (
+        jax.ShapeDtypeStruct(operand.shape, jnp.dtype(problem.types.lhs))
+        for operand in examples.operands(sizes, problem.devices)
+    )
+    question = attention_methods.Question(
+        q=q,
+        k=k,
+        mask=Mask(causal=how["causal"]),
+        layout=how["layout"],
+        segments=(),
+        devices=problem.devices,
+    )
+    if not _is_fastest_fused(question, problem, sizes["dim"] ** -0.5):
+        return CONTEXT_PARALLEL_ATTENTION
+    return dataclasses.replace(CONTEXT_PARALLEL_ATTENTION, kernels=(rules.FUSED,))
+
+
 def reference(operands: Operands, axes: Axes, options: Options) -> Any:
     """Keys gathered together, or heads exchanged; attention as on one device."""
     call = Call(

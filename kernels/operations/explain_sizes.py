@@ -11,7 +11,7 @@ from stretto.kernels.choice import choose, speed, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Operation
-from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import OPERATIONS, context_parallel
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
@@ -84,6 +84,8 @@ def explain_sizes(
         devices=devices,
         machine=Machine.of_kind("gpu", _known_kind(kind)),
     )
+    if operation == context_parallel.OP:
+        record = context_parallel.record_by_sizes(problem)
     choice = choose.choose(record, problem, "auto")
     kernel, obstacle = choose.serving(record, problem)
     estimated = None

@@ -50,6 +50,14 @@ def test_other_operations_types_and_machines(one_entry):
     assert alone.choice.reason == "one device needs no communication"
 
 
+def test_attention_whose_kernel_the_table_has():
+    sizes = dict(b=1, t=1024, kv_t=1024, heads=8, kv_heads=1, dim=128, masking=3, passes=1)
+    found = st.explain_sizes("context_parallel_attention", devices=2, kind="H200", **sizes)
+    assert found.choice.backend == "pallas" and "measured to take" in found.choice.reason
+    other = st.explain_sizes("context_parallel_attention", devices=1, kind="H200", **sizes)
+    assert other.choice.backend == "xla"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
