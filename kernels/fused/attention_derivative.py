@@ -21,6 +21,7 @@ the grid takes its own in order: the smallest one that is not complete waits for
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -244,7 +245,7 @@ def _parts(
         load_keys=moves.load_keys,
         load_queries=moves.load_queries,
         store_keys=moves.store_keys,
-        stored_keys=None if team is None else moves.stored_keys,
+        stored_keys=None if team is None else functools.partial(moves.stored_keys, team),
         clear=None if ordered else moves.clear,
         wait_for_turn=moves.wait_for_turn,
         add_queries=moves.add_queries,

@@ -177,23 +177,23 @@ class Moves:
         part = tile.n - kv_head * self.sizes.parts
         k_bar, v_bar = self.refs.k_bar, self.refs.v_bar
         if self.team is not None:
-            k_bar, v_bar = (copies.remote(x, self.team, self._owner()) for x in (k_bar, v_bar))
+            team = self.team
+            k_bar, v_bar = (copies.remote(x, team, self._owner(team)) for x in (k_bar, v_bar))
         of_keys = self._pieces(tile, keys, k_bar.at[part], kv_head)
         of_values = self._halves(tile, values, v_bar.at[part], kv_head)
         for piece, window in itertools.chain(of_keys, of_values):
             plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
 
-    def stored_keys(self) -> None:
+    def stored_keys(self, team: Team) -> None:
         """Publishes to the owner of the keys that this block's copies are complete."""
-        self.refs.handed_over.signal(peer_id=self._owner())
+        self.refs.handed_over.signal(peer_id=self._owner(team))
 
     def finish(self) -> None:
         """Returns once the derivatives of this device's keys are in place."""
         self.refs.handed_over.wait(self.refs.num_blocks)
 
-    def _owner(self) -> jax.Array:
-        assert self.team is not None
-        return self.team.neighbour(self.seeing.distance)
+    def _owner(self, team: Team) -> jax.Array:
+        return team.neighbour(self.seeing.distance)
 
     def load_queries(
         self,
