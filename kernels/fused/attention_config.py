@@ -85,26 +85,15 @@ class Config:
         for dim in DIMS if problem is None else (problem.sizes["dim"],):
             if dim > min(DIMS):
                 yield Config()
-                yield PINNED
                 yield Config(pull_rows=16, pull_slots=6)
             else:
                 yield Config(tiles=DEEP)
                 yield Config(tiles=TALL)
 
 
-PINNED = Config(tiles=dataclasses.replace(LARGE, pinned=True))
-
-
-def config_for(dim: int, *, causal: bool, devices: int = 1) -> Config:
-    """The default for heads of this size, as measured on one and two H200s.
-
-    With heads of 64, three warpgroups are 10% faster without a mask, and two are 5% faster under a
-    causal mask. With heads of 128, `pinned` is 2% faster under a causal mask on two devices, and 1
-    to 4% slower on one device or without a mask.
-    """
-    if dim <= min(DIMS):
-        return Config(tiles=DEEP if causal else TALL)
-    return PINNED if causal and devices > 1 else Config()
+def config_for(dim: int) -> Config:
+    """The default for heads of this size, as measured on one and two H200s."""
+    return Config(tiles=DEEP if dim <= min(DIMS) else LARGE)
 
 
 class Sequence(NamedTuple):

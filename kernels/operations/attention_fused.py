@@ -140,10 +140,7 @@ def candidates(problem: Problem) -> Iterator[Config]:
 
 def default(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
-    sizes = problem.sizes
-    return attention_config.config_for(
-        sizes["dim"], causal=sizes["masking"] != examples.FULL, devices=problem.devices
-    )
+    return attention_config.config_for(problem.sizes["dim"])
 
 
 def attend(operands: Any, call: Call) -> tuple[Share, attention.Pair | None]:

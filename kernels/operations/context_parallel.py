@@ -138,7 +138,7 @@ def context_parallel_attention(
             chosen = chosen.by_kernel(attention_methods.FASTEST)
             record = dataclasses.replace(record, kernels=(rules.FUSED,))
     elif method == FUSED and config is None:
-        config = attention_config.config_for(q.shape[-1], causal=causal, devices=devices)
+        config = attention_config.config_for(q.shape[-1])
     options = Options(
         method=chosen.name,
         layout=layout,

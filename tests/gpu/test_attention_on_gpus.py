@@ -153,7 +153,7 @@ def test_the_kernel_with_documents(dim, causal, layout, in_order, mesh, scale, t
 def test_the_kernel_on_one_device(dim, window, queries, keys, scale, tally) -> None:
     """Of whole tiles, and of a tile with rows for one warpgroup only; without a mask, too."""
     blocks = 64 if scale.rehearsed else 128
-    config = attention_config.config_for(dim, causal=queries == keys)
+    config = attention_config.config_for(dim)
     if scale.rehearsed:
         config = attention_config.Config(tiles=AttentionTiles(tile_k=64))
         queries, keys = min(queries, 3), min(keys, 3)

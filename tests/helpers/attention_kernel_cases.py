@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from stretto.kernels.fused.attention_config import Config, Sequence
 
 SMALL = Config(tiles=AttentionTiles(tile_k=64), pull_slots=2)
 """Blocks of 64 keys, so that a few keys are several blocks."""
-PINNED = dataclasses.replace(SMALL, tiles=dataclasses.replace(SMALL.tiles, pinned=True))
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 

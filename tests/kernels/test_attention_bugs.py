@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_kernel_cases import PINNED, SMALL, Simulated, WithoutWaitFor, check, drawn, seen
+from attention_kernel_cases import SMALL, Simulated, WithoutWaitFor, check, drawn, seen
 
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
@@ -25,12 +25,12 @@ SEEDS = range(3)
 CAUSAL = Sequence(causal=True)
 
 
-def on_one(seed, config=PINNED):
+def on_one(seed):
     """What is found on one device, whose block makes several tiles; also if a number is wrong."""
-    operands = drawn((1, 256, 2, 64), (1, 256, 1, 64))
+    operands = drawn((1, 256, 2, 64), (1, 256, 1, 64), size=100.0)
 
     def body(q, k, v):
-        return attention.attend(q, k, v, None, CAUSAL, scale=0.125, config=config)
+        return attention.attend(q, k, v, None, CAUSAL, scale=0.125, config=SMALL)
 
     try:
         with st.simulate(seed=seed, core_count=1, on_finding="record") as report:
@@ -90,9 +90,8 @@ def test_each_barrier_is_needed(monkeypatch, name):
 
 
 @SLOW
-@pytest.mark.parametrize("config", [PINNED, SMALL])
-def test_nothing_is_found_without_a_bug(config):
-    assert not any(on_one(seed, config) for seed in SEEDS)
+def test_nothing_is_found_without_a_bug():
+    assert not any(on_one(seed) for seed in SEEDS)
 
 
 @SLOW
@@ -116,7 +115,12 @@ def a_mask_off_by_one(monkeypatch):
 
 
 def results_not_rescaled(monkeypatch):
-    monkeypatch.setattr(attending.softmax, "scaled", lambda out, kept: out)
+    right = softmax.scaled
+    monkeypatch.setattr(softmax, "scaled", lambda x, by: x if x.shape[1] == 64 else right(x, by))
+
+
+def large_weights_not_seen(monkeypatch):
+    monkeypatch.setattr(softmax, "any_above", lambda *_: jnp.bool_(False))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,7 @@ def results_not_rescaled(monkeypatch):
         a_mask_off_by_one,
         pytest.param(keys_not_masked, marks=SLOW),
         pytest.param(results_not_rescaled, marks=SLOW),
+        large_weights_not_seen,
     ],
 )
 def test_wrong_arithmetic_gives_wrong_numbers(monkeypatch, bug):
@@ -152,7 +157,7 @@ def test_a_table_that_has_a_tile_twice(monkeypatch):
 def on_two(monkeypatch, bug):
     """What is found on two devices under several orders of steps."""
     bug(monkeypatch)
-    program, operands = Simulated(2, CAUSAL, PINNED), drawn((1, 256, 1, 64), (1, 256, 1, 64))
+    program, operands = Simulated(2, CAUSAL, SMALL), drawn((1, 256, 1, 64), (1, 256, 1, 64))
     kinds = set()
     for seed in SEEDS:
         try:

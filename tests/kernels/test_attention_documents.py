@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import QUICKLY, dense
-from attention_kernel_cases import PINNED, SMALL, TOLERANCE, Simulated, check, drawn, seen
+from attention_kernel_cases import SMALL, TOLERANCE, Simulated, check, drawn, seen
 from fused_cases import mesh_of
 from jax.sharding import PartitionSpec as P
 
@@ -85,10 +85,10 @@ def test_what_the_table_has_of_tiles(devices, chunks, causal, kind):
     ("devices", "batch", "sequence", "kind", "config", "seeds"),
     [
         (1, 2, Sequence(causal=True), MIXED, SMALL, 1),
-        (2, 1, Sequence(chunks=2, causal=True), IN_ORDER, PINNED, 1),
+        (2, 1, Sequence(chunks=2, causal=True), IN_ORDER, SMALL, 1),
         pytest.param(2, 2, Sequence(), IN_ORDER, SMALL, 3, marks=SLOW),
         pytest.param(3, 1, Sequence(causal=True, window=100), MIXED, SMALL, 3, marks=SLOW),
-        pytest.param(4, 2, Sequence(chunks=2, causal=True), FEW, PINNED, 3, marks=SLOW),
+        pytest.param(4, 2, Sequence(chunks=2, causal=True), FEW, SMALL, 3, marks=SLOW),
     ],
 )
 def test_queries_see_their_own_document(devices, batch, sequence, kind, config, seeds):

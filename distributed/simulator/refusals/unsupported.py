@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from stretto.distributed.simulator.reports.errors import UnsupportedKernelError
@@ -101,7 +101,7 @@ def _refused(
     for eqn in jaxpr.eqns:
         primitive = eqn.primitive.name.removesuffix("_p")
         inner = list(inner_jaxprs(eqn))
-        if primitive in refused and not _is_fence(eqn):
+        if primitive in refused and not _is_simulated(eqn):
             yield primitive, site_of(eqn), outer
         elif inner:
             site = site_of(eqn)
@@ -109,8 +109,15 @@ def _refused(
                 yield from _refused(one, refused, site if is_kernel_code(site) else outer)
 
 
-def _is_fence(eqn: Any) -> bool:
-    return eqn.primitive.name.removesuffix("_p") == "inline_mgpu" and is_proxy_fence(eqn)
+def _is_simulated(eqn: Any) -> bool:
+    if eqn.primitive.name.removesuffix("_p") != "inline_mgpu":
+        return False
+    return in_numpy(eqn) is not None or is_proxy_fence(eqn)
+
+
+def in_numpy(eqn: Any) -> Callable[..., Any] | None:
+    """What does the same as the device code of an `inline_mgpu` in numpy, if it says that."""
+    return getattr(eqn.params["mgpu_fn"], "in_numpy", None)
 
 
 def is_proxy_fence(eqn: Any) -> bool:

@@ -7,6 +7,7 @@ from stretto.distributed.simulator.rules import (  # noqa: F401
     cluster_launch,
     control,
     copy,
+    device_code,
     loops,
     mail,
     memory,

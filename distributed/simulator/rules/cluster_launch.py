@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.program import Compiler, Step, rule
-from stretto.distributed.simulator.refusals.unsupported import INLINE, is_proxy_fence
-from stretto.distributed.simulator.reports.errors import UnsupportedKernelError
 from stretto.distributed.simulator.rules.memory import load_region
 from stretto.distributed.simulator.state.barriers import Barrier, pick
 from stretto.distributed.simulator.state.copies import Copy
@@ -108,11 +106,3 @@ def _query_cluster_cancel(compiler: Compiler, eqn: Any) -> Step:
             env[slot] = _UNDEFINED if block is None else block.coords[name]
 
     return False, step
-
-
-@rule("inline_mgpu")
-def _inline_mgpu(compiler: Compiler, eqn: Any) -> Step:
-    """Device code is refused, but for the fences between the two paths to shared memory."""
-    if not is_proxy_fence(eqn):
-        raise UnsupportedKernelError(INLINE)
-    return False, lambda task, env: task.commit()

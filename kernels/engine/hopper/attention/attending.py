@@ -30,11 +30,8 @@ from stretto.kernels.engine.hopper.attention.softmax import Folded
 from stretto.kernels.engine.parts import Ref, Tile
 
 
-def attend(block: Block, parts: AttentionParts, memory: Memory, *, pinned: bool = False) -> None:
-    """Attends with its rows of one tile after another, and hands the results over.
-
-    `pinned` is `AttentionTiles.pinned`.
-    """
+def attend(block: Block, parts: AttentionParts, memory: Memory) -> None:
+    """Attends with its rows of one tile after another, and hands the results over."""
     own = lax.axis_index(THREAD_AXIS)  # Read once: the loops below would shuffle for it each time.
     plgpu.barrier_arrive(memory.queries.empty.at[own])  # All memory is free at the start.
     for stage in range(memory.num_stages):
@@ -44,21 +41,15 @@ def attend(block: Block, parts: AttentionParts, memory: Memory, *, pinned: bool 
     pl.when(own == memory.warpgroups - 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
 
     def make_tile(_: Int, tile: Tile, stage: jax.Array) -> jax.Array:
-        folded, stage = _fold_all(parts, memory, own, tile, stage, pinned=pinned)
-        _hand_over(memory, own, folded)
+        folded, stage = _fold_all(parts, memory, own, tile, stage)
+        _hand_over(memory, folded)
         return stage
 
     block.for_each_tile(make_tile, jnp.int32(0))
 
 
 def _fold_all(
-    parts: AttentionParts,
-    memory: Memory,
-    own: jax.Array,
-    tile: Tile,
-    stage: jax.Array,
-    *,
-    pinned: bool,
+    parts: AttentionParts, memory: Memory, own: jax.Array, tile: Tile, stage: jax.Array
 ) -> tuple[Folded, jax.Array]:
     """Attention to all keys that the tile sees, and the next stage."""
     visible = parts.visible
@@ -72,28 +63,20 @@ def _fold_all(
 
         def of_block(place: jax.Array, carry: tuple) -> tuple:
             folded, stage, left = carry
-            following, is_last = memory.next(stage), left == 1
-            if not pinned:
-                _wait_for_keys(memory, stage)
+            is_last = left == 1
             scores = _scores(memory, own, stage, is_last=is_last)
             scores = _masked(visible, scores, first_query, first_key + place * visible.block)
             scores = by_documents(scores, place)
-            weights, kept, folded = softmax.weighed(scores, folded, parts.exponent)
-            weights, out = _made_ready(memory, stage, weights, kept, folded.out, pinned=pinned)
-
-            def meanwhile() -> None:
-                if pinned:
-                    pl.when(~is_last)(lambda: _wait_for_keys(memory, following))
-
-            out = _with_values(memory, own, stage, weights, out, meanwhile)
-            return folded._replace(out=out), following, left - 1
+            dtype = memory.values.smem.dtype
+            weights, folded = softmax.weighed(scores, folded, parts.exponent, dtype)
+            out = _with_values(memory, own, stage, weights, folded.out, is_last=is_last)
+            return folded._replace(out=out), memory.next(stage), left - 1
 
         return lax.fori_loop(first, last, of_block, carry)
 
     # This warpgroup's rows of the tile are there.
     plgpu.barrier_wait(memory.queries.full.at[own])
-    if pinned:
-        _wait_for_keys(memory, stage)
+    _wait_for_keys(memory, stage)
     # The warpgroup before has started its products.
     plgpu.barrier_wait(memory.turn.at[own])
     start = softmax.nothing(ROWS, memory.values.smem.shape[2]), stage, jnp.int32(count)
@@ -167,43 +150,16 @@ def _scores(memory: Memory, own: jax.Array, stage: jax.Array, *, is_last: jax.Ar
     return scores
 
 
-def _made_ready(
-    memory: Memory,
-    stage: jax.Array,
-    weights: jax.Array,
-    kept: jax.Array,
-    out: jax.Array,
-    *,
-    pinned: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The operands of the product with values: weights of its type, `out` on their scale.
-
-    The assembler would move this behind the wait for the turn, while the tensor cores idle. Out of
-    a branch it does not; `pinned` makes it one, which is always taken: `count` is at least 1.
-    """
-    dtype = memory.values.smem.dtype
-
-    def made(weights: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return weights.astype(dtype), softmax.scaled(out, kept)
-
-    if not pinned:
-        return made(weights, out)
-
-    def never(weights: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return (-weights).astype(dtype), out  # Another value, or there would be no branch.
-
-    return lax.cond(stage >= 0, made, never, weights, out)
-
-
 def _with_values(
     memory: Memory,
     own: jax.Array,
     stage: jax.Array,
     weights: jax.Array,
     out: jax.Array,
-    meanwhile: Callable[[], None],
+    *,
+    is_last: jax.Array,
 ) -> jax.Array:
-    """`out` plus weighted values, in its turn; calls `meanwhile` under the product."""
+    """`out` plus weighted values, in its turn; waits for the next block of keys meanwhile."""
 
     def wait() -> None:
         # The copy of the block is complete.
@@ -214,7 +170,7 @@ def _with_values(
     def multiply(acc: Ref) -> None:
         wait()
         plgpu.wgmma(acc, weights, memory.values.smem.at[stage])
-        meanwhile()
+        pl.when(~is_last)(lambda: _wait_for_keys(memory, memory.next(stage)))
 
     total: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(out))
     # Publishes to the loading warp that this warpgroup's product has read the values.
@@ -228,8 +184,9 @@ def _pass_turn(memory: Memory, own: jax.Array) -> None:
     plgpu.barrier_arrive(memory.turn.at[following])
 
 
-def _hand_over(memory: Memory, own: jax.Array, folded: Folded) -> None:
+def _hand_over(memory: Memory, folded: Folded) -> None:
     """Puts the result and its logsumexp where the storing warp takes them from."""
+    own = lax.axis_index(THREAD_AXIS)  # Read again: no address of a store is kept in the loop.
     out, lse = softmax.finished(folded)
     # The stores of the last tile's result have read the buffers.
     plgpu.barrier_wait(memory.free.at[own])

@@ -13,7 +13,9 @@ DIMS = (64, 128)
 """Sizes of heads that the main loop is built for."""
 # Registers of a thread that (loads or stores, attends), by the warpgroups that attend. A block of
 # three warpgroups starts with 168 a thread, one of four with 128, and has no more than these.
-REGISTERS = {2: (72, 216), 3: (56, 152)}
+REGISTERS = {2: (56, 224), 3: (56, 152)}
+TILE_K = {2: (64, 128), 3: (64,)}
+"""Keys of a block, by the warpgroups: the registers of three do not hold scores of 128."""
 LSE_BYTES = 4
 
 
@@ -25,8 +27,6 @@ class AttentionTiles:
       warpgroups: that attend, each with 64 queries of a tile: 2 or 3.
       tile_k: keys of a block.
       num_stages: blocks of keys and values that are loaded ahead.
-      pinned: a warpgroup completes its softmax before it waits for its turn, and waits for the next
-        block of keys while its product with values is under way; otherwise the compiler chooses.
     """
 
     architecture: ClassVar[str] = HOPPER
@@ -34,7 +34,6 @@ class AttentionTiles:
     warpgroups: int = 2
     tile_k: int = 128
     num_stages: int = 2
-    pinned: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -65,8 +64,11 @@ class AttentionTiles:
         """Raises ValueError for what registers or tensor cores cannot take."""
         if self.warpgroups not in REGISTERS:
             raise ValueError(f"warpgroups={self.warpgroups} must be 2 or 3.")
-        if self.tile_k not in (64, 128):
-            raise ValueError(f"tile_k={self.tile_k} must be 64 or 128.")
+        if self.tile_k not in TILE_K[self.warpgroups]:
+            allowed = " or ".join(map(str, TILE_K[self.warpgroups]))
+            raise ValueError(
+                f"tile_k={self.tile_k} must be {allowed} with warpgroups={self.warpgroups}."
+            )
         if self.num_stages < 2:
             raise ValueError(f"num_stages={self.num_stages} must be at least 2.")
 
@@ -78,5 +80,5 @@ class AttentionTiles:
 
 LARGE = AttentionTiles()
 DEEP = AttentionTiles(num_stages=4)
-TALL = AttentionTiles(warpgroups=3, num_stages=3)
+TALL = AttentionTiles(warpgroups=3, tile_k=64, num_stages=6)
 """Both for heads of size 64, of which there is room for more stages, or three warpgroups."""

@@ -65,7 +65,7 @@ class Attention:
         spare, attending = REGISTERS[self.config.warpgroups]
         return [
             Role(
-                functools.partial(attend, block, parts, shared, pinned=self.config.pinned),
+                functools.partial(attend, block, parts, shared),
                 warpgroups=self.warpgroups,
                 registers=attending,
             ),
