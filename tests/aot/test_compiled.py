@@ -228,8 +228,9 @@ def test_attention_beside_its_collectives(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["128", "64", "64, full", "full", "window", "documents"])
 def test_the_attention_kernel(which, tmp_path):
+    """Some registers spill that are used once a tile, or a segment, by the warps that load."""
     compiled = compile_case(f"attention kernel, {which}", tmp_path)
-    check(compiled, warpgroups=4 if which == "64, full" else 3, local=True)
+    check(compiled, warpgroups=3, local=True, most_spilled=100)
     for program in compiled:
         (kernel,) = program["kernels"]
         # Products of queries, and of weights that are in registers.
