@@ -148,7 +148,7 @@ def _with_copies(
         launches_us = costs.copies_launches_us(operation.work(problem), problem.types.itemsize)
         fused_us += launches_us
         if launches_us and operation.communicates:
-            is_short = xla_us < tables.SHORT_US
+            is_short = xla_us < tables.SHORT_US and not transfers.is_divided(operation, problem)
             margin = tables.MARGIN_OF_SHORT if is_short else transfers.MARGIN_OF_COPIES
     is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused
