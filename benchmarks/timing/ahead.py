@@ -53,8 +53,8 @@ class Seconds:
         return Seconds(*(ours + theirs for ours, theirs in pairs))
 
 
-type Found = tuple[Mapping[str, list[Stored | None]], Seconds]
-"""A case's programs, by the names of peers, and what they took."""
+type Programs = Mapping[str, list[Stored | None]]
+"""A case's, by the names of peers."""
 
 
 class Ahead:
@@ -84,7 +84,8 @@ class Ahead:
             initializer=_start,
             initargs=(jax.device_count(),),
         )
-        self._begun: dict[tuple, Future[Found]] = {}
+        self._addresses = stored.addresses()
+        self._begun: dict[tuple, Future[tuple[Programs, tuple[int, int], Seconds]]] = {}
         self._count = count
         self._seconds = Seconds()
 
@@ -100,11 +101,11 @@ class Ahead:
             words = (case.operation.name, dict(case.sizes), case.dtype, case.devices, case.values)
             self._begun[case.key] = self._pool.submit(_compile, self._work, words)
 
-    def wait(self, case: Case) -> Mapping[str, list[Stored | None]]:
-        """The programs of a case that was begun."""
-        found, seconds = self._begun.pop(case.key).result()
+    def wait(self, case: Case) -> Programs:
+        """The programs of a case that was begun; none if they would not run in this process."""
+        found, addresses, seconds = self._begun.pop(case.key).result()
         self._seconds += seconds
-        return found
+        return found if addresses == self._addresses else {}
 
     def said(self) -> str:
         """What the processes took, in words."""
@@ -129,21 +130,25 @@ def _start(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def _compile(work: _Work, words: tuple[str, dict[str, int], str, int, str]) -> Found:
-    """Compiles what the folder lacks of a case; in a process of its own."""
+def _compile(
+    work: _Work, words: tuple[str, dict[str, int], str, int, str]
+) -> tuple[Programs, tuple[int, int], Seconds]:
+    """Compiles what the folder lacks of a case; in a process of its own.
+
+    Returns its programs, the addresses in them, and what they took.
+    """
     name, sizes, dtype, devices, values = words
     case = Case(
         operation=operation_named(name), sizes=sizes, dtype=dtype, devices=devices, values=values
     )
     index = work.folder / f"{_digest(words)}.case"
     with contextlib.suppress(OSError):
-        return pickle.loads(index.read_bytes()), Seconds()
+        return *pickle.loads(index.read_bytes()), Seconds()
     builder = _Builder(case, work)
-    found = {
-        peer.name: list(builder.programs(peer)) for peer in work.peers() if applies(peer, case)
-    }
-    files.write_whole(index, pickle.dumps(found))
-    return found, builder.seconds
+    peers = [peer for peer in work.peers() if applies(peer, case)]
+    found = {peer.name: list(builder.programs(peer)) for peer in peers}
+    files.write_whole(index, pickle.dumps((found, stored.addresses())))
+    return found, stored.addresses(), builder.seconds
 
 
 class _Builder:

@@ -17,7 +17,6 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from stretto.benchmarks import files
-from stretto.benchmarks.errors import UnavailableError
 from stretto.distributed.memory import heap, mailbox
 
 
@@ -45,19 +44,15 @@ def addresses() -> tuple[int, int]:
 
 def save(compiled: jax.stages.Compiled, path: pathlib.Path) -> None:
     """Writes a program, with the shapes of its operands and results, into a file."""
-    content = (addresses(), *serialize_executable.serialize(compiled))
-    files.write_whole(path, pickle.dumps(content))
+    files.write_whole(path, pickle.dumps(serialize_executable.serialize(compiled)))
 
 
 def load(path: pathlib.Path, mesh: Mesh) -> jax.stages.Compiled:
     """The program of a file that `save` wrote on this machine, for the devices of `mesh`.
 
-    Raises:
-      UnavailableError: it is for a process whose memory is at other addresses.
+    The process that wrote it must have had the same `addresses`.
     """
-    theirs, program, in_tree, out_tree = pickle.loads(path.read_bytes())
-    if theirs != addresses():
-        raise UnavailableError(f"{path} was compiled for a process with memory at other addresses")
+    program, in_tree, out_tree = pickle.loads(path.read_bytes())
     return serialize_executable.deserialize_and_load(
         program, in_tree, out_tree, execution_devices=list(mesh.devices.flat)
     )
