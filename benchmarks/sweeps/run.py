@@ -113,6 +113,8 @@ class Run:
             batch, todo = todo[: (size := self._batch(todo, left_s()))], todo[size:]
             with Compiler() as compiler:
                 prepared = self._prepare(batch, compiler, out_of_time, say)
+                if self._ahead is not None and not todo:
+                    self._ahead.close()
                 while prepared:
                     if out_of_time():
                         return False

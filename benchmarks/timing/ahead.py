@@ -93,6 +93,10 @@ class Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes, and so frees their memory on the GPUs."""
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, cases: Sequence[Case]) -> None:

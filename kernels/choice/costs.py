@@ -19,7 +19,7 @@ ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
 COPY_BESIDE_US = 1.8  # the same of a matmul
-WORD_BYTES = 4
+WORD_BYTES, NOT_IN_WORDS = 4, 2  # copies of rows that are no multiples of words take so much longer
 COPIED_BYTES = 3.6e12  # per second, read and written by these
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
@@ -127,26 +127,36 @@ def copies_launches_us(work: Work, itemsize: int) -> float:
 
     Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
     """
-    if work.product is None:
-        return 0.0
-    _, k, n = work.product
-    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
-    is_lhs, is_rhs = (size * itemsize % ROW_BYTES > 0 for size in (columns, n))
+    is_lhs, is_rhs = (size % ROW_BYTES > 0 for size in _row_bytes(work, itemsize))
     return COPY_BESIDE_US * (is_lhs + (is_lhs or is_rhs) + is_rhs)
 
 
 def copies_us(copied: int, row_bytes: int) -> float:
-    """Microseconds in which XLA copies an operand and a result, of so many bytes together.
+    """Microseconds in which XLA copies so many bytes, a collective's operand and result.
 
-    Their launches, if these take longer. Rows that are no multiples of words take twice as long.
+    Or of their launches, if these take longer.
     """
-    in_words = row_bytes % WORD_BYTES == 0
-    return max(copied_for_sizes_us(copied) * (1 if in_words else 2), 2 * COPY_LAUNCH_US)
+    return max(_copied_us(copied, (row_bytes,)), 2 * COPY_LAUNCH_US)
 
 
-def copied_for_sizes_us(copied: int) -> float:
+def copied_for_sizes_us(work: Work, itemsize: int, copied: int) -> float:
     """Microseconds in which XLA copies so many bytes of a matmul to rows that are aligned."""
-    return 1e6 * 2 * copied / COPIED_BYTES
+    return _copied_us(copied, _row_bytes(work, itemsize))
+
+
+def _row_bytes(work: Work, itemsize: int) -> tuple[int, ...]:
+    """Bytes of a row of lhs, and of rhs and the result."""
+    if work.product is None:
+        return ()
+    _, k, n = work.product
+    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
+    return columns * itemsize, n * itemsize
+
+
+def _copied_us(copied: int, row_bytes: tuple[int, ...]) -> float:
+    """Microseconds of copies, which take longer where some rows are no multiples of a word."""
+    in_words = not any(size % WORD_BYTES for size in row_bytes)
+    return 1e6 * 2 * copied / COPIED_BYTES * (1 if in_words else NOT_IN_WORDS)
 
 
 def moved_in_memory_us(moved: int) -> float:
