@@ -119,6 +119,11 @@ def current() -> dict[str, str]:
     return dict(os.environ)
 
 
+def leave_gpu_memory() -> None:
+    """Has JAX, which is not used yet, take GPU memory as it needs it, not most of it at once."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
 @dataclass(frozen=True)
 class Target:
     """A descriptor by which a process reports to its agent, and its identity when it was opened.

@@ -212,7 +212,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "cases": {"errors"},
         "peers": {"errors", "cases"},
         "measurements": {"errors", "files", "cases", "peers"},
-        "timing": {"errors", "cases", "peers", "measurements"},
+        "timing": {"errors", "files", "cases", "peers", "measurements"},
         "targets": {"errors", "files", "cases"},
         "predict": {"errors", "files", "cases", "measurements", "timing", "targets"},
         "scaling": {"errors", "cases", "measurements", "predict", "targets"},

@@ -32,7 +32,7 @@ from stretto.benchmarks.commands.arguments import (
     split,
 )
 from stretto.benchmarks.commands.start import check_outputs, start_devices
-from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError, first_line
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.pages import plots, report, terminal, timeline
 from stretto.benchmarks.peers.peers import PEERS
@@ -42,7 +42,7 @@ from stretto.benchmarks.sweeps import plan
 from stretto.benchmarks.sweeps.expand import Task, expand
 from stretto.benchmarks.sweeps.run import Run
 from stretto.benchmarks.sweeps.sweep import Sweep, read_sweeps
-from stretto.benchmarks.timing.measure import Settings, first_line
+from stretto.benchmarks.timing.measure import Settings
 
 WIDTH = 110
 _ON_REQUEST = ", ".join(peer.name for peer in PEERS.values() if peer.on_request)

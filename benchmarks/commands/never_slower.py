@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import re
+import tempfile
 from typing import Annotated
 
 import jax
@@ -29,6 +32,7 @@ from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.sweeps.expand import Task
 from stretto.benchmarks.sweeps.run import Run
 from stretto.benchmarks.sweeps.sweep import DTYPES
+from stretto.benchmarks.timing.ahead import Ahead
 from stretto.benchmarks.timing.measure import Settings
 from stretto.benchmarks.timing.timers import first_process_draws
 from stretto.kernels.operations import OPERATIONS
@@ -36,6 +40,9 @@ from stretto.kernels.operations import OPERATIONS
 NAME = "stretto bench never-slower"
 BEGIN, END = "<!-- never-slower -->", "<!-- /never-slower -->"
 WIDTH = 110
+RUN_US = 2000.0
+"""Microseconds of a run, of which a sample is the mean: shorter than elsewhere, as there are many
+programs to look at."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,10 @@ class NeverSlowerOptions:
     """Samples per program and case at most, two a visit; fewer where 99.9% intervals decide."""
     batch: int = 6
     """Cases whose programs, a dozen each, are compiled together."""
+    processes: int = 0
+    """Processes that compile kernels for this one; each has half a gigabyte of each GPU's."""
+    compiled: Annotated[pathlib.Path | None, arg(metavar="FOLDER")] = None
+    """Keep what they compile here, for a run that continues."""
     part: str = "1/1"
     """"2/3" takes the second of three equal parts of the cases, as where each has a process."""
     results: Annotated[tuple[pathlib.Path, ...], arg(metavar="FILE ...")] = ()
@@ -89,29 +100,47 @@ def main(argv: list[str]) -> int:
         return _say(options, [results.read(path) for path in options.results])
     _check(options)
     start_devices()
+    if options.processes and jax.process_count() > 1:
+        raise BenchmarkError("--processes is for a run of one process; leave it out.")
     check_outputs(("--json", options.json))
     draw = draw_of(options, jax.device_count())
-    peers = [PEERS["auto"], PEERS["xla"]]
-    peers += [candidates.peer(draw)] if draw.candidates else []
+    auto, *drawn = candidates.with_kernels(draw)
+    peers = [auto, PEERS["xla"], *drawn]
     which, parts = part_of(options.part)
     tasks = [Task(case, tuple(peers)) for case in cases(draw)[which - 1 :: parts]]
-    run = Run(
-        options.json,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        command=[*NAME.split(), *argv],
-        settings=Settings(repeats=options.repeats, seed=first_process_draws(), enough=is_decided),
-        draw=draw,
-        batch=options.batch,
+    settings = Settings(
+        repeats=options.repeats, seed=first_process_draws(), enough=is_decided, run_us=RUN_US
     )
-    run.results.machine.commit = run.results.machine.commit or options.commit
-    console = Console(width=max(WIDTH, Console().width))
-    budget_s = None if options.minutes is None else 60 * options.minutes
-    status = executing.execute(run, tasks, None, console, budget_s, NAME)
+    with contextlib.ExitStack() as stack:
+        run = Run(
+            options.json,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            command=[*NAME.split(), *argv],
+            settings=settings,
+            draw=draw,
+            batch=options.batch,
+            ahead=_ahead(options, draw, stack),
+        )
+        run.results.machine.commit = run.results.machine.commit or options.commit
+        console = Console(width=max(WIDTH, Console().width))
+        budget_s = None if options.minutes is None else 60 * options.minutes
+        status = executing.execute(run, tasks, None, console, budget_s, NAME)
     if jax.process_index() != 0:
         return status
     run.save()
     return status or _say(options, [run.results])
+
+
+def _ahead(options: NeverSlowerOptions, draw: Draw, stack: contextlib.ExitStack) -> Ahead | None:
+    """The processes that compile, until the `stack` ends; None if the options ask for none."""
+    if not options.processes:
+        return None
+    folder = options.compiled
+    if folder is None:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    peers = functools.partial(candidates.with_kernels, draw)
+    return stack.enter_context(Ahead(peers, options.processes, folder, RUN_US, kind=f"{draw}"))
 
 
 def draw_of(options: NeverSlowerOptions, devices: int) -> Draw:
@@ -159,13 +188,15 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def _check(options: NeverSlowerOptions) -> None:
-    least = {"random": 1, "largest": 8, "repeats": 4, "candidates": 0, "batch": 1}
+    least = {"random": 1, "largest": 8, "repeats": 4, "candidates": 0, "batch": 1, "processes": 0}
     for name, wanted in least.items():
         value = getattr(options, name)
         if value < wanted:
             raise BenchmarkError(f"--{name} {value} must be at least {wanted}.")
     if options.dtype not in DTYPES:
         raise BenchmarkError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}.")
+    if options.compiled is not None and not options.processes:
+        raise BenchmarkError("--compiled keeps what --processes N compile; give both.")
     if options.resume and options.json is None:
         raise BenchmarkError("--resume continues a results file; name it with --json.")
 

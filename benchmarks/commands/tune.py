@@ -23,13 +23,13 @@ from stretto.benchmarks.commands.arguments import (
     split,
 )
 from stretto.benchmarks.commands.start import check_outputs, progress, start_devices
-from stretto.benchmarks.errors import BenchmarkError, UnavailableError
+from stretto.benchmarks.errors import BenchmarkError, UnavailableError, first_line
 from stretto.benchmarks.measurements import machine, results, tuned_file
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.sweeps.expand import expand
 from stretto.benchmarks.sweeps.sweep import Sweep
 from stretto.benchmarks.timing.compiling import Compiler
-from stretto.benchmarks.timing.measure import Settings, first_line
+from stretto.benchmarks.timing.measure import Settings
 from stretto.benchmarks.timing.timers import agreed
 from stretto.benchmarks.timing.tune import Prepared, configs_for, prepare, take
 from stretto.kernels.choice import tables

@@ -12,12 +12,18 @@ from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.measurements.results import Draw
 from stretto.benchmarks.peers.peer import FUSED, Peer
+from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.timing.tune import configs_for
 from stretto.kernels.choice.tables import config_to_data
 from stretto.kernels.problem.machine import Machine
 
 DRAWN = "drawn"
 """The peer's name."""
+
+
+def with_kernels(draw: Draw) -> list[Peer]:
+    """The peers of a draw that may be kernels."""
+    return [PEERS["auto"], *([peer(draw)] if draw.candidates else [])]
 
 
 def peer(draw: Draw) -> Peer:

@@ -19,6 +19,7 @@ from stretto.benchmarks.measurements.results import Draw, Machine, Measurement, 
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.sweeps import plan
 from stretto.benchmarks.sweeps.expand import Task
+from stretto.benchmarks.timing.ahead import Ahead
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.measure import Helper, Prepared, Settings, prepare, take
 from stretto.benchmarks.timing.timers import agreed, first_process_says
@@ -39,6 +40,7 @@ class Run:
       rehearsal: the results will be no measurement of speed, whatever the devices.
       draw: how the cases were drawn, if they were; results of another draw are not continued.
       batch: cases whose programs are compiled together.
+      ahead: processes that compile the kernels among these; None to compile all here.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Run:
         rehearsal: bool = False,
         draw: Draw | None = None,
         batch: int = BATCH,
+        ahead: Ahead | None = None,
     ):
         self._path = path
         self._settings = settings
         self._most = batch
+        self._ahead = ahead
         machine = describe()
         self._is_due = False  # whether the file lacks something
         self.results = Results(
@@ -109,6 +113,8 @@ class Run:
             batch, todo = todo[: (size := self._batch(todo, left_s()))], todo[size:]
             with Compiler() as compiler:
                 prepared = self._prepare(batch, compiler, out_of_time, say)
+                if self._ahead is not None and not todo:
+                    self._ahead.close()
                 while prepared:
                     if out_of_time():
                         return False
@@ -137,15 +143,21 @@ class Run:
         """Traces all of `batch`, one after another, and waits until all is compiled."""
         began = time.monotonic()
         found = []
+        if self._ahead is not None:
+            self._ahead.begin([item.case for item in batch])
         for position, item in enumerate(batch):
             say(f"tracing {position + 1} of {len(batch)}: {item.case}")
-            found.append(prepare(item.case, item.peers, self._settings, compiler, out_of_time))
+            ahead = None if self._ahead is None else self._ahead.wait(item.case)
+            found.append(
+                prepare(item.case, item.peers, self._settings, compiler, out_of_time, ahead=ahead)
+            )
         traced = time.monotonic()
         say(f"compiling {len(batch)} cases")
         compiler.wait()
         if jax.process_index() == 0:
             seconds = f"traced in {traced - began:.0f} s, {time.monotonic() - traced:.0f} s later"
-            print(f"{len(batch)} cases {seconds} compiled", file=sys.stderr, flush=True)
+            others = f"; {self._ahead.said()}" if self._ahead is not None else ""
+            print(f"{len(batch)} cases {seconds} compiled{others}", file=sys.stderr, flush=True)
         return found
 
     def _take(

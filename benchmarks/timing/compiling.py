@@ -10,12 +10,16 @@ itself then, so that two such choices do not disturb each other. Nothing must be
 from __future__ import annotations
 
 import os
+import pathlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
+from stretto.benchmarks.timing import stored
 
 MOST_THREADS = 32
 MOST_XLA_THREADS = 8
@@ -69,6 +73,13 @@ class Compiler:
         with self._lock:
             if key not in self._made:
                 self._made[key] = self._start(compile_it, by_xla)
+            return self._made[key]
+
+    def load(self, path: pathlib.Path, mesh: Mesh) -> Future[Any]:
+        """A program that another process has compiled for devices of `mesh`, from its file."""
+        with self._lock:
+            if (key := (str(path), "")) not in self._made:
+                self._made[key] = self._start(lambda: stored.load(path, mesh), by_xla=False)
             return self._made[key]
 
     def _start(self, compile_it: Any, by_xla: bool) -> Future[Any]:

@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import mesh_of
-from stretto.benchmarks.errors import DeviceLostError, UnavailableError
+from stretto.benchmarks.errors import DeviceLostError, UnavailableError, first_line
 from stretto.benchmarks.measurements import figures
 from stretto.benchmarks.measurements.results import Measurement, Missing, Timed
 from stretto.benchmarks.measurements.spread import spread
 from stretto.benchmarks.peers.peer import FUSED, XLA, Peer, applies
 from stretto.benchmarks.timing import memory
 from stretto.benchmarks.timing.compiling import Compiler
-from stretto.benchmarks.timing.prepare import Bench, Ready
-from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, Timer, agreed
+from stretto.benchmarks.timing.prepare import Ahead, Bench, Ready
+from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, TARGET_RUN_US, Timer, agreed
 from stretto.benchmarks.timing.turns import in_turns
-from stretto.distributed.errors import BackendUnavailableError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,9 @@ class Settings:
     """How each case is timed.
 
     `repeats` samples per peer, in visits of `SAMPLES_PER_VISIT` with `rest_s` seconds of idle
-    between; `check` compares Stretto's results with XLA's first. `enough` is asked after each
-    round: (samples of each peer, samples of a visit) -> whether the case needs no more.
+    between, each of a run of about `run_us`; `check` compares Stretto's results with XLA's first.
+    `enough` is asked after each round: (samples of each peer, samples of a visit) -> whether the
+    case needs no more.
     """
 
     repeats: int = 20
@@ -40,6 +40,7 @@ class Settings:
     check: bool = True
     link_gb_per_s: float = 350.0
     enough: Callable[[Mapping[str, Sequence[float]], int], bool] | None = None
+    run_us: float = TARGET_RUN_US
 
 
 class Helper(Protocol):
@@ -90,10 +91,12 @@ def prepare(
     compiler: Compiler,
     out_of_time: Callable[[], bool],
     mesh: Mesh | None = None,
+    ahead: Ahead | None = None,
 ) -> Prepared:
     """Traces the programs of `case` and begins to compile them; allocates nothing.
 
-    On `mesh`, by default the first devices on one axis. A case that cannot be cut into shares or
+    On `mesh`, by default the first devices on one axis; all but what is `ahead`, compiled by
+    others. A case that cannot be cut into shares or
     does not fit in memory is marked as skipped.
     """
     mesh = mesh_of(case.devices) if mesh is None else mesh
@@ -103,7 +106,7 @@ def prepare(
         memory.check_fits(case, mesh)
     except UnavailableError as reason:
         return Prepared(case=case, peers=peers, bench=None, skipped=str(reason))
-    bench = Bench(case, mesh, settings.seed, compiler)
+    bench = Bench(case, mesh, settings.seed, compiler, settings.run_us, ahead)
     check = settings.check and any(peer.is_checked for peer in peers)
     bench.begin([peer for peer in peers if peer.candidates is not None], out_of_time, check)
     return Prepared(case=case, peers=peers, bench=bench)
@@ -290,14 +293,3 @@ def _check_alive(mesh: Mesh, peer: Peer, reason: str) -> None:
             f"the devices stopped responding after {peer.name} failed ({reason}):"
             f" {first_line(error)}"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, at most 300 characters; with its type, unless it says
-    why something is not there.
-    """
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    if not isinstance(error, UnavailableError | BackendUnavailableError):
-        text = f"{type(error).__name__}: {text}"
-    return text[:300]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from stretto.benchmarks.cases import floors
 from stretto.benchmarks.cases.candidate import Candidate
 from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.cases.meshes import joined
@@ -22,10 +20,10 @@ from stretto.benchmarks.peers.peer import Peer
 from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.timing import beside_float32, programs
 from stretto.benchmarks.timing.compiling import Compiler
+from stretto.benchmarks.timing.lowering import Lowering
 from stretto.benchmarks.timing.operands import Operands
-from stretto.benchmarks.timing.timers import LoopTimer, agreed, rounds_per_run
-from stretto.kernels.choice import choose, tables
-from stretto.kernels.choice.choice import Choice
+from stretto.benchmarks.timing.stored import Stored
+from stretto.benchmarks.timing.timers import TARGET_RUN_US, LoopTimer, agreed
 
 TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 2e-3, "float64": 1e-9}
 """Relative (Frobenius) difference from XLA's result beyond which a kernel is called wrong."""
@@ -56,32 +54,43 @@ class _Lowered:
     out: Any
 
 
-def _config(candidate: Candidate, fused: Choice | None) -> str:
-    """What the result records as the configuration."""
-    if candidate.config or fused is None:
-        return candidate.config
-    return json.dumps(tables.config_to_data(fused.config))
-
-
 type Found = list[Ready] | Exception
+type Ahead = Mapping[str, Sequence[Stored | None]]
+"""What other processes have compiled of a case: for a peer's name, each candidate's program, or
+None for one that is compiled here."""
 
 
 class Bench:
     """One case on one mesh: its operands, and how its candidates become timers.
 
     Nothing is allocated on the devices before `ready` is called.
+
+    Args:
+      case, mesh: what is timed, and where.
+      seed: of the operands.
+      compiler: compiles the programs.
+      run_us: microseconds that a run of a program is to take.
+      ahead: what other processes have compiled already.
     """
 
-    def __init__(self, case: Case, mesh: Mesh, seed: int, compiler: Compiler):
+    def __init__(
+        self,
+        case: Case,
+        mesh: Mesh,
+        seed: int,
+        compiler: Compiler,
+        run_us: float = TARGET_RUN_US,
+        ahead: Ahead | None = None,
+    ):
         self.case = case
         self.mesh = mesh
         self.on_gpu = is_gpu(mesh.devices.flat[0].platform)
-        self.sets = programs.number_of_sets(case.footprint) if self.on_gpu else 2
-        self.rounds = rounds_per_run(floors.expected_us(case), self.sets, self.on_gpu)
+        self._lowering = Lowering(case, mesh, run_us)
+        self.sets, self.rounds = self._lowering.sets, self._lowering.rounds
+        self._ahead = ahead or {}
         self._compiler = compiler
         self._operands = Operands(mesh, case.dtype, compiler, seed)
         self._pending: dict[str, list[_Lowered | Exception] | Exception] = {}
-        self._fused: dict[Any, _Lowered] = {}
         self._error_program: Future[Any] | None = None
         self._float32_program: Future[Any] | None = None
         self._reference: Any = None
@@ -124,43 +133,51 @@ class Bench:
         candidates = peer.candidates_for(self.case, self.mesh)
         if not candidates:
             raise UnavailableError("it offers no configuration")
+        ahead = self._ahead.get(peer.name) or [None] * len(candidates)
         found: list[_Lowered | Exception] = []
-        for candidate in candidates:
+        for candidate, stored in zip(candidates, ahead, strict=True):
             try:
-                found.append(self._lower(candidate, peer.by_xla))
+                if stored is None:
+                    found.append(self._lower(candidate, peer.by_xla))
+                else:
+                    found.append(self._load(candidate, stored))
             except Exception as error:
                 found.append(error)
         return found
 
     def _lower(self, candidate: Candidate, by_xla: bool) -> _Lowered:
-        described = self._operands.describe(candidate)
         self._operands.prepare(candidate)
-        with choose.recorded() as choices:
-            traced = programs.traced(candidate, self.mesh, described, self.sets, self.rounds)
-        fused = choices[0] if choices and choices[0].backend == "pallas" else None
-        # Lowering a kernel takes a second: not again where `auto` is what another peer is.
-        key = fused and (fused.config, _config(candidate, fused))
-        if key is not None and key in self._fused:
-            return dataclasses.replace(self._fused[key], candidate=candidate)
-        program = traced.lower()
-        text = program.as_text()
+        program = self._lowering(candidate, self._operands.describe(candidate))
         compiled = self._compiler.submit(
-            program, candidate.compiler_options, by_xla=by_xla, text=text
+            program.lowered, candidate.compiler_options, by_xla=by_xla, text=program.text
         )
-        sharding = NamedSharding(self.mesh, joined(self.mesh))
-        found = _Lowered(
+        return _Lowered(
             candidate=candidate,
             compiled=compiled,
-            backend="pallas" if "mosaic_gpu" in text else "xla",
-            config=_config(candidate, fused),
-            out=jax.tree.map(
-                lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding),
-                program.out_info[1],
-            ),
+            backend=program.backend,
+            config=program.config,
+            out=self._as_sharded(program.out),
         )
-        if key is not None:
-            self._fused[key] = found
-        return found
+
+    def _load(self, candidate: Candidate, stored: Stored) -> _Lowered:
+        """A candidate that another process has compiled, on its way into this one."""
+        if stored.error:
+            raise UnavailableError(stored.error)
+        self._operands.prepare(candidate)
+        return _Lowered(
+            candidate=candidate,
+            compiled=self._compiler.load(stored.program, self.mesh),
+            backend=stored.backend,
+            config=stored.config,
+            out=self._as_sharded(stored.out),
+        )
+
+    def _as_sharded(self, out: Any) -> Any:
+        """A tree of results' shapes and types, on all devices."""
+        sharding = NamedSharding(self.mesh, joined(self.mesh))
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), out
+        )
 
     def ready(self, name: str) -> Found:
         """The compiled candidates of a peer, or the exception that says why there are none.

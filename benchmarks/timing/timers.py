@@ -46,15 +46,17 @@ class Timer(Protocol):
         ...
 
 
-def rounds_per_run(expected_us: float, num_sets: int, on_gpu: bool) -> int:
-    """Rounds over all sets in one run, which lasts `TARGET_RUN_US` if a call is as expected.
+def rounds_per_run(
+    expected_us: float, num_sets: int, on_gpu: bool, run_us: float = TARGET_RUN_US
+) -> int:
+    """Rounds over all sets in one run, which lasts `run_us` if a call is as expected.
 
     One on a CPU, and where a round is longer than that. With one process per device XLA copies
     operands and results at the border of a program, so there a run has `LEAST_CALLS` at least.
     """
     if not on_gpu:
         return 1
-    calls = min(MOST_CALLS, round(TARGET_RUN_US / expected_us))
+    calls = min(MOST_CALLS, round(run_us / expected_us))
     if jax.process_count() > 1:
         calls = max(calls, LEAST_CALLS)
     return max(1, round(calls / num_sets))

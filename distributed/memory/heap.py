@@ -82,7 +82,12 @@ def address() -> int:
     """
     if not topology.devices_of_job("cuda"):
         return ADDRESS_WITHOUT_GPUS
-    return _heap_of(_joined.get()).address()
+    with _naming:
+        heap = _heap_of(_joined.get())
+    return heap.address()
+
+
+_naming = threading.Lock()
 
 
 @functools.cache
@@ -119,8 +124,17 @@ class _Heap:
         return _of_processes(self._processes) if several else _of_process()
 
 
-@functools.cache
 def _of_process() -> int:
+    """Where the heap of this process alone is, made by the first thread that asks for it."""
+    with _mapping:
+        return _mapped()
+
+
+_mapping = threading.Lock()
+
+
+@functools.cache
+def _mapped() -> int:
     devices = sorted(jax.local_devices(backend="cuda"), key=lambda device: device.id)
     return heap_memory.map_slots([device.local_hardware_id for device in devices])
 

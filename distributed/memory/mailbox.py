@@ -114,13 +114,21 @@ def _describe(record: dict[str, int], indices: list[int]) -> str:
     )
 
 
-@functools.cache
 def address() -> int:
     """The page's address, the same for the host and for all GPUs of this process.
 
     The first call makes the page known to CUDA and starts the watch. Without GPUs, where kernels
     are only compiled, it is the address that the page would have.
     """
+    with _making:
+        return _made()
+
+
+_making = threading.Lock()
+
+
+@functools.cache
+def _made() -> int:
     page_address, page = _map()
     if any(device.platform == "gpu" for device in jax.local_devices()):
         _share_with_gpus(page_address)

@@ -18,7 +18,8 @@ XLA_BYTES = 270e9  # per second, NCCL alone
 ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
-COPY_BESIDE_US = 2.5  # the same of a matmul
+COPY_BESIDE_US = 1.8  # the same of a matmul
+WORD_BYTES, NOT_IN_WORDS = 4, 2  # copies of rows that are no multiples of words take so much longer
 COPIED_BYTES = 3.6e12  # per second, read and written by these
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
@@ -27,8 +28,9 @@ UNALIGNED_FROM_US = 150.0  # of XLA's matmul of rows that are not aligned
 # What follows was fitted to random sizes on 2 H200s. It serves where a table has collectives.
 MOST_DEVICES = 2  # of which what follows is known
 LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
-LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=16.0)  # of a matmul's kernel
-PRODUCT_LAUNCH_US = dict(all_gather=3.5, reduce_scatter=6.0, all_reduce=3.5)  # of XLA's matmul
+LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=9.5)  # of a matmul's kernel
+PRODUCT_LAUNCH_US = dict(all_gather=2.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
+MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
 PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
 HIDDEN_IN_A_WAVE = 0.5  # of the time of a gather's last wave: tiles wait for columns, not for rows
 
@@ -55,8 +57,12 @@ def estimate(
     by_kernel, collective_us = measured
     itemsize = work.traffic.itemsize
     product = *work.product, itemsize, machine.multiprocessors
-    by_xla = products.by_xla(*product) + PRODUCT_LAUNCH_US[work.traffic.collective] + collective_us
-    launch_us = by_kernel + LAUNCH_BESIDE_US[work.traffic.collective]
+    name = work.traffic.collective
+    launches_us = PRODUCT_LAUNCH_US[name] + MORE_LAUNCH_US.get(name, 0.0) * (
+        products.launches_of_xla(*product) - 1
+    )
+    by_xla = products.by_xla(*product) + launches_us + collective_us
+    launch_us = by_kernel + LAUNCH_BESIDE_US[name]
     return _beside_transfer(work, machine, sent_us) + launch_us, by_xla
 
 
@@ -121,22 +127,36 @@ def copies_launches_us(work: Work, itemsize: int) -> float:
 
     Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
     """
-    if work.product is None:
-        return 0.0
-    _, k, n = work.product
-    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
-    is_lhs, is_rhs = (size * itemsize % ROW_BYTES > 0 for size in (columns, n))
+    is_lhs, is_rhs = (size % ROW_BYTES > 0 for size in _row_bytes(work, itemsize))
     return COPY_BESIDE_US * (is_lhs + (is_lhs or is_rhs) + is_rhs)
 
 
-def copies_us(copied: int) -> float:
-    """Microseconds in which XLA copies an operand and a result, of so many bytes together."""
-    return moved_in_memory_us(copied) + 2 * COPY_LAUNCH_US
+def copies_us(copied: int, row_bytes: int) -> float:
+    """Microseconds in which XLA copies so many bytes, a collective's operand and result.
+
+    Or of their launches, if these take longer.
+    """
+    return max(_copied_us(copied, (row_bytes,)), 2 * COPY_LAUNCH_US)
 
 
-def copied_for_sizes_us(copied: int) -> float:
+def copied_for_sizes_us(work: Work, itemsize: int, copied: int) -> float:
     """Microseconds in which XLA copies so many bytes of a matmul to rows that are aligned."""
-    return 1e6 * 2 * copied / COPIED_BYTES
+    return _copied_us(copied, _row_bytes(work, itemsize))
+
+
+def _row_bytes(work: Work, itemsize: int) -> tuple[int, ...]:
+    """Bytes of a row of lhs, and of rhs and the result."""
+    if work.product is None:
+        return ()
+    _, k, n = work.product
+    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
+    return columns * itemsize, n * itemsize
+
+
+def _copied_us(copied: int, row_bytes: tuple[int, ...]) -> float:
+    """Microseconds of copies, which take longer where some rows are no multiples of a word."""
+    in_words = not any(size % WORD_BYTES for size in row_bytes)
+    return 1e6 * 2 * copied / COPIED_BYTES * (1 if in_words else NOT_IN_WORDS)
 
 
 def moved_in_memory_us(moved: int) -> float:

@@ -11,13 +11,20 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
 NARROW_STEP_US = {64: 0.27, 128: 0.42}  # of tiles of so many columns
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
-SHARE_POWER = 0.6
-"""Tiles that fill a share of a wave are divided along k, and take that share to this power of its
-time."""
+XLA_TILE = 128
+XLA_STEP_US, XLA_STEP_OF_WHOLE_TILE_US = 0.056, 0.317
+"""Of XLA's tile, for one step of TILE_K along k: of any, and in proportion to the side of a smaller
+one."""
+READ_BYTES, FILLED_BYTES, SUMMED_BYTES = 2.1e12, 4.7e12, 5.0e12
+"""Per second: operands that XLA's matmul reads, those that it fills up first, and parts of its
+result that it adds."""
 CACHED_BYTES, WRITTEN_BYTES = 30e6, 1.8e12  # of a result: what stays in the L2; per second beyond
+MOST_PARTS = 2048  # of a product that XLA divides along k
+SUM_COST, SUM_COST_OF_A_BYTE = 436e3, 1.93  # of its partial products, in operations of one tile
+COST_OF_A_BYTE = 1.94e-3  # of operands and products; this and the two above as XLA has them
+ALIGNED_BYTES = 16  # of each part's share of k, to which XLA fills up both operands
 UNALIGNED_ROW_BYTES = 8  # XLA's matmul is slow where rows of its operands are no multiples of it
-UNALIGNED_TILE = 128
-UNALIGNED_US = {True: 0.017, False: 0.022}  # for one step of k of a tile; rows of words, or not
+UNALIGNED_US = {True: 0.016, False: 0.0205}  # for one step of k of a tile; rows of words, or not
 
 
 def by_tiles(m: int, k: int, n: int, multiprocessors: int, matrices: int = 1) -> tuple[float, int]:
@@ -39,17 +46,56 @@ def by_narrow_tiles(
 
 
 def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float:
-    """Microseconds of XLA's matmul of one matrix, its launch apart.
+    """Microseconds of XLA's matmul of one matrix, its launches apart.
 
-    Tiles that do not fill the device are divided along k.
+    The longest of its tiles, what it reads, and rows that are not aligned; and what it takes to
+    fill up operands and to add the parts of a product that is divided along k.
     """
-    us, waves = by_tiles(m, k, n, multiprocessors)
-    if waves == 1:
-        tiles = ceil_div(m, TILE_M) * ceil_div(n, TILE_N)
-        us *= (tiles / multiprocessors) ** SHARE_POWER
-    read_us = 1e6 * itemsize * k * (m + n) / MEMORY_BYTES
-    unaligned_us = unaligned(m, k, n, itemsize, multiprocessors)
-    return max(us, read_us + written(m, n, itemsize), unaligned_us)
+    parts = _parts(m, k, n, itemsize, multiprocessors)
+    filled = parts > 1 and k * itemsize % (parts * ALIGNED_BYTES) > 0
+    share = min(m, XLA_TILE) * min(n, XLA_TILE) / XLA_TILE**2
+    tiles = parts * ceil_div(m, XLA_TILE) * ceil_div(n, XLA_TILE)
+    waves, of_a_part = ceil_div(tiles, multiprocessors), ceil_div(k, parts)
+    step_us = XLA_STEP_US + XLA_STEP_OF_WHOLE_TILE_US * share**0.5
+    tiles_us = waves * ceil_div(of_a_part, TILE_K) * step_us
+    operands = itemsize * k * (m + n)
+    read_us = 1e6 * operands / READ_BYTES + written(m, n, itemsize)
+    sizes = (n,) if filled else (k, n)
+    unaligned_us = waves * of_a_part * share**0.5 * _unaligned_step_us(sizes, n, itemsize)
+    besides = 2 * operands / FILLED_BYTES if filled else 0.0
+    if parts > 1:
+        besides += 4 * parts * m * n / SUMMED_BYTES
+    return max(tiles_us, read_us, unaligned_us) + 1e6 * besides
+
+
+def launches_of_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> int:
+    """How many kernels XLA launches for a matmul (JAX 0.11.2, without a timing of variants).
+
+    One; of a product that is divided along k, another that adds the parts, and two that fill up the
+    operands where k is not a multiple of aligned parts. Right for 147 of 150 random sizes.
+    """
+    parts = _parts(m, k, n, itemsize, multiprocessors)
+    if parts == 1:
+        return 1
+    return 2 if k * itemsize % (parts * ALIGNED_BYTES) == 0 else 4
+
+
+def _parts(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> int:
+    """Into how many parts along k XLA divides a matmul: the power of two that it reckons best."""
+
+    def cost(parts: int) -> float:
+        rows, columns = min(m, XLA_TILE), min(n, XLA_TILE)
+        tiles = parts * ceil_div(m, XLA_TILE) * ceil_div(n, XLA_TILE)
+        waves = max(1.0, tiles * rows * columns / (multiprocessors * XLA_TILE**2))
+        of_tiles = 2.0 * rows * columns * ceil_div(k, parts) * waves
+        products_bytes = parts * m * n * (itemsize if parts == 1 else 4)
+        of_memory = COST_OF_A_BYTE * (itemsize * k * (m + n) + products_bytes)
+        if parts == 1:
+            return max(of_tiles, of_memory)
+        summed = SUM_COST + SUM_COST_OF_A_BYTE * (products_bytes + m * n * itemsize)
+        return max(of_tiles, of_memory) + summed
+
+    return min((2**power for power in range(MOST_PARTS.bit_length())), key=cost)
 
 
 def written(m: int, n: int, itemsize: int) -> float:
@@ -62,11 +108,14 @@ def unaligned(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> fl
 
     0 where they are, and of a vector, which is no matmul.
     """
-    if n == 1 or not any(size * itemsize % UNALIGNED_ROW_BYTES for size in (k, n)):
-        return 0.0
-    tiles = ceil_div(m, UNALIGNED_TILE) * ceil_div(n, UNALIGNED_TILE)
+    parts = _parts(m, k, n, itemsize, multiprocessors)
+    tiles = parts * ceil_div(m, XLA_TILE) * ceil_div(n, XLA_TILE)
     waves = ceil_div(tiles, multiprocessors)
-    if tiles < multiprocessors:  # Each is divided along k.
-        waves = (tiles / multiprocessors) ** SHARE_POWER
-    in_words = not any(size * itemsize % 4 for size in (k, n))
-    return waves * k * UNALIGNED_US[in_words]
+    return waves * ceil_div(k, parts) * _unaligned_step_us((k, n), n, itemsize)
+
+
+def _unaligned_step_us(sizes: tuple[int, ...], n: int, itemsize: int) -> float:
+    """Microseconds for each k of a tile; 0 where rows of these `sizes` are aligned."""
+    if n == 1 or not any(size * itemsize % UNALIGNED_ROW_BYTES for size in sizes):
+        return 0.0
+    return UNALIGNED_US[not any(size * itemsize % 4 for size in sizes)]

@@ -142,13 +142,14 @@ def _with_copies(
     if fused_us is None or xla_us is None:
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied)
-    fused_us += costs.copied_for_sizes_us(of_sizes)
+    work, itemsize = operation.work(problem), problem.types.itemsize
+    fused_us += costs.copied_for_sizes_us(work, itemsize, of_sizes)
     margin = 0.0
     if of_sizes:
-        launches_us = costs.copies_launches_us(operation.work(problem), problem.types.itemsize)
+        launches_us = costs.copies_launches_us(work, itemsize)
         fused_us += launches_us
         if launches_us and operation.communicates:
-            is_short = xla_us < tables.SHORT_US
+            is_short = xla_us < tables.SHORT_US and not transfers.is_divided(operation, problem)
             margin = tables.MARGIN_OF_SHORT if is_short else transfers.MARGIN_OF_COPIES
     is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from stretto.kernels.choice import costs, tables
+from stretto.kernels.choice import costs, products, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Kernel, Operation
@@ -23,6 +23,9 @@ FEW_ROWS, LONG_CONTRACTION, MOST_COLUMNS = 1024, 2048, 1024
 FEW_ROWS_TAKE = 0.8
 """Of products of few rows: rows, contraction, columns after a gather, and what two parts take of
 XLA's time."""
+MOST_LAUNCHES, RECORDING_SAVES_US = 4, 9.0
+"""Kernels of a product that XLA divides and whose operands it fills up, and what is saved where it
+records them."""
 SURE = 0.5
 """Of what a collective's kernel saves by the table, what a matmul with it is expected to save."""
 
@@ -99,7 +102,8 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
     fused_us, xla_us = found or (None, None)
     is_fused = False
     if fused_us is not None and xla_us is not None:
-        fused_us += costs.copies_us(of_sizes)
+        row_bytes = problem.sizes["n"] * problem.types.itemsize
+        fused_us += costs.copies_us(of_sizes, row_bytes)
         traffic = operation.work(problem).traffic
         xla_us += 0.0 if traffic is None else misaligned_us(traffic)
         is_fused = plain.backend == "pallas" and fused_us < (1 - MARGIN_OF_COPIES) * xla_us
@@ -115,21 +119,23 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
 def of_few_rows(
     operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
 ) -> Choice | None:
-    """A product of few rows and a long contraction, in two parts; None of any other.
+    """A product that XLA divides along the contraction, in two parts; None of any other.
 
-    XLA divides such a product along the contraction, and a kernel beside it takes no time in which
-    NCCL starts. At nine sizes on two H200s two parts took 0.55 to 0.84 of XLA's time.
+    XLA launches four kernels for it, which it records in a command buffer beside a kernel of ours,
+    and not beside NCCL. So two parts are faster, though they hide nothing; and so they are for
+    few rows and a long contraction: at nine such sizes on two H200s they took 0.55 to 0.84 of
+    XLA's time.
     """
     work = operation.work(problem)
     default = kernel.default(problem)
     if work.product is None or work.traffic is None or not hasattr(default, "unfused"):
         return None
-    name, (rows, contraction, columns) = work.traffic.collective, work.product
+    name = work.traffic.collective
     is_known = problem.devices <= costs.MOST_DEVICES and problem.types.scales is None
-    if not is_known or times(problem, name, 1) is None:
+    if not is_known or name == "all_reduce" or times(problem, name, 1) is None:
         return None
-    most_columns = {"all_gather": MOST_COLUMNS, "reduce_scatter": math.inf}.get(name, 0)
-    if rows > FEW_ROWS or contraction < LONG_CONTRACTION or columns > most_columns:
+    saved_us = _saved_by_recording(operation, problem, xla_us)
+    if saved_us < MARGIN_OF_COPIES * xla_us:
         return None
     config = dataclasses.replace(default, unfused=True)
     return Choice(
@@ -137,9 +143,44 @@ def of_few_rows(
         kernel=kernel,
         config=config,
         backend="pallas",
-        reason=f"of few rows and a long contraction XLA multiplies, a kernel has the {name}",
-        fused_us=FEW_ROWS_TAKE * xla_us,
+        reason="XLA divides the product along its contraction, a kernel has the"
+        f" {name.replace('_', '-')}",
+        fused_us=xla_us - saved_us,
         xla_us=xla_us,
+    )
+
+
+def is_divided(operation: Operation, problem: Problem) -> bool:
+    """Whether XLA divides the product along the contraction, and fills its operands up first."""
+    work = operation.work(problem)
+    if work.product is None or work.traffic is None:
+        return False
+    sizes = *work.product, work.traffic.itemsize, problem.machine.multiprocessors
+    return products.launches_of_xla(*sizes) == MOST_LAUNCHES
+
+
+def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -> float:
+    """Microseconds that two parts save where XLA divides the product along the contraction.
+
+    Beside its own gather XLA fills up the operand that is not gathered; beside ours it does not.
+    """
+    work = operation.work(problem)
+    if work.product is None or work.traffic is None:
+        return 0.0
+    rows, contraction, columns = work.product
+    if rows > FEW_ROWS:
+        return 0.0
+    itemsize, gathers = work.traffic.itemsize, work.traffic.gathers
+    if is_divided(operation, problem):
+        if not gathers:
+            return RECORDING_SAVES_US
+        gathered = problem.devices * math.prod(work.traffic.shape)
+        others = contraction * (rows + columns) - gathered
+        hidden_us = 1e6 * 2 * itemsize * others / products.FILLED_BYTES
+        return RECORDING_SAVES_US - hidden_us
+    is_few = rows <= FEW_ROWS and contraction >= LONG_CONTRACTION
+    return (
+        (1 - FEW_ROWS_TAKE) * xla_us if is_few and (not gathers or columns <= MOST_COLUMNS) else 0.0
     )
 
 

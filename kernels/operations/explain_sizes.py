@@ -36,14 +36,17 @@ class SizesChoice:
         if self.estimated_us is not None:
             fused, xla = self.estimated_us
             lines.append(f"estimated: fused {fused:.0f} us, XLA {xla:.0f} us")
-        if self.measured is not None:
-            at, found = self.measured.shape, self.measured
-            lines.append(
-                f"measured at {at}: fused {found.fused_us:.0f} us, XLA {found.xla_us:.0f} us"
-            )
-        else:
-            lines.append("measured: nothing near it")
+        lines.append(self._said_of_measured())
         return "\n".join(lines)
+
+    def _said_of_measured(self) -> str:
+        found, kernel = self.measured, self.choice.kernel
+        if found is None:
+            return "measured: nothing near it"
+        is_its = kernel is None or tables.is_of(found, kernel, self.choice.problem)
+        which = "fused" if is_its else "another kernel"
+        times = f"{which} {found.fused_us:.0f} us, XLA {found.xla_us:.0f} us"
+        return f"measured at {found.shape}: {times}"
 
 
 def explain_sizes(

@@ -25,6 +25,7 @@ from stretto.benchmarks.never_slower.draw import (
     sizes_of_a_device,
 )
 from stretto.benchmarks.never_slower.verdicts import is_decided, verdict
+from stretto.benchmarks.timing import stored
 from stretto.kernels.operations import OPERATIONS
 
 EVERY = tuple(name for name, operation in OPERATIONS.items() if drawable(operation))
@@ -233,9 +234,32 @@ def test_parts_of_a_draw_are_summarised_together(tmp_path, capsys):
     assert out.count("cases done") == 1 and "5 of 5 cases done" in out
 
 
+def test_other_processes_compile_and_what_they_compiled_is_kept(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "compiled"
+    drawn = ["--random", "2", "--seed", "5", "--processes", "1", "--compiled", str(folder)]
+    assert run(tmp_path / "r.json", *drawn) in (0, 1)
+    assert "1 processes took" in capsys.readouterr().err
+    files = sorted(folder.glob("*/*"))
+    assert len([path for path in files if path.suffix == ".case"]) == 2
+    for one in results.read(tmp_path / "r.json").measurements:
+        # Their results were compared with XLA's, which this process compiled.
+        assert [timed.peer for timed in one.timed] == ["auto", "xla", DRAWN]
+        assert one.of(DRAWN).relative_error < 0.02 and len(one.of(DRAWN).looks) == 2
+    written = {path: path.stat().st_mtime_ns for path in files}
+    assert run(tmp_path / "again.json", *drawn) in (0, 1)
+    assert {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*/*"))} == written
+    # A program holds addresses of its process: where they differ, it is compiled here.
+    monkeypatch.setattr(stored, "addresses", lambda: (1, 2))
+    monkeypatch.setattr(stored, "load", None)
+    assert run(tmp_path / "others.json", *drawn) in (0, 1)
+    assert not any(one.missing for one in results.read(tmp_path / "others.json").measurements)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--processes", "-1"], "--processes -1 must be at least 0"),
+        (["--compiled", "x"], "--compiled keeps what --processes N compile"),
         (["--devices", "99"], "--devices 99 must be from 1 to"),
         (["--kernels", "matmul"], "kernel 'matmul' is not one of"),
         (["--random", "0"], "--random 0 must be at least 1"),

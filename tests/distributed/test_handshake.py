@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -246,6 +248,25 @@ class TestHeap:
             with heap.joining(processes):
                 assert heap.address() == address
         heap._heap_of.cache_clear()
+
+    def test_threads_that_ask_at_once_get_one_heap(self, monkeypatch):
+        made = []
+
+        def slowly(ordinals):
+            made.append(ordinals)
+            time.sleep(0.05)
+            return len(made)
+
+        monkeypatch.setattr(heap.heap_memory, "map_slots", slowly)
+        monkeypatch.setattr(heap.jax, "local_devices", lambda **_: [])
+        monkeypatch.setattr(heap.topology, "devices_of_job", lambda platform: ["a GPU"])
+        for made_once in (heap._heap_of, heap._mapped):
+            made_once.cache_clear()
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: heap.address(), range(8)))
+        for made_once in (heap._heap_of, heap._mapped):
+            made_once.cache_clear()
+        assert len(made) == 1 and set(found) == {1}
 
     @pytest.mark.parametrize(("text", "wanted"), [(None, True), ("1", True), ("0", False)])
     def test_the_environment(self, monkeypatch, text, wanted):

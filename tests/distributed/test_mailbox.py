@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -113,6 +115,25 @@ def test_the_hook_leaves_other_errors_alone(page):
     error = ValueError("mine")
     mailbox._excepthook(lambda *args: shown.append(args), ValueError, error, None)
     assert shown == [(ValueError, error, None)]
+
+
+def test_threads_that_ask_at_once_get_one_page(monkeypatch):
+    """A second page would lie elsewhere, and the kernels of one thread would have its address."""
+    made = []
+
+    def slowly():
+        made.append(len(made))
+        time.sleep(0.05)
+        return len(made), None
+
+    monkeypatch.setattr(mailbox, "_map", slowly)
+    mailbox._made.cache_clear()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: mailbox.address(), range(8)))
+    finally:
+        mailbox._made.cache_clear()
+    assert made == [0] and set(found) == {1}
 
 
 def test_the_address_is_the_same_every_time_and_can_be_written():

@@ -159,6 +159,45 @@ def test_collectives_of_xla_are_slow_where_parts_begin_at_no_16_bytes():
     assert chosen(collective("all_to_all", 5254, 4219)).backend == "pallas"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "launches"),
+    [
+        ((527, 141, 454), 1),
+        ((8, 648, 16), 1),
+        ((4, 9420, 2), 1),
+        ((60, 608, 2222), 2),
+        ((10, 476, 500), 4),
+        ((657, 321, 230), 4),
+        ((16, 15184, 112), 4),
+    ],
+)
+def test_into_how_many_kernels_xla_divides_a_product(sizes, launches):
+    """As programs have it that were compiled for an H100."""
+    assert products.launches_of_xla(*sizes, 2, 132) == launches
+
+
+def test_copies_of_collectives_count_by_launches_or_by_bytes():
+    """The kernel took 56 with 24 MB of 342 columns copied, XLA 66; with 100 MB of 7621 236, 207."""
+    assert costs.copies_us(1000, 32) == 2 * costs.COPY_LAUNCH_US
+    assert costs.copies_us(24_200_000, 684) == pytest.approx(17, rel=0.3)
+    assert costs.copies_us(99_800_000, 15242) == pytest.approx(119, rel=0.3)
+    assert chosen(collective("reduce_scatter", 23612, 342)).backend == "pallas"
+    assert chosen(collective("reduce_scatter", 4366, 7621)).backend == "xla"
+
+
+def test_products_of_few_rows_that_xla_divides_are_in_two_parts():
+    """Two parts took 20 where XLA took 32, and 58 in place of 49 where XLA fills up beside NCCL."""
+
+    def is_unfused(name, *sizes):
+        found = chosen(problem(*sizes, operation=name, devices=2, kind=H200.kind))
+        return found.backend == "pallas" and found.config.unfused
+
+    assert is_unfused("all_gather_matmul_n", 46, 8105, 18)
+    assert is_unfused("matmul_reduce_scatter", 12, 1200, 1886)
+    assert not is_unfused("all_gather_matmul", 46, 5833, 4558)
+    assert not is_unfused("all_gather_matmul_n", 527, 141, 454)
+
+
 def test_groups_of_few_rows_are_multiplied_beside_each_other():
     """XLA took 14 for 8 groups, not 8 times as long as for one."""
     one, eight = (costs.estimate(Work(product=(194, 524, 36), matrices=g), H200) for g in (1, 8))

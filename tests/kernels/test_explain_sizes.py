@@ -50,6 +50,12 @@ def test_other_operations_types_and_machines(one_entry):
     assert alone.choice.reason == "one device needs no communication"
 
 
+def test_what_was_measured_of_another_kernel_is_not_said_to_be_the_chosen_one_s():
+    found = st.explain_sizes("all_reduce_rms_norm", m=6, n=6144, devices=2, kind="H200")
+    assert "through the heap" in found.choice.reason
+    assert str(found).endswith("measured at 6x6144: another kernel 18 us, XLA 31 us")
+
+
 def test_attention_whose_kernel_the_table_has():
     sizes = dict(b=1, t=1024, kv_t=1024, heads=8, kv_heads=1, dim=128, masking=3, passes=1)
     found = st.explain_sizes("context_parallel_attention", devices=2, kind="H200", **sizes)
