@@ -70,7 +70,8 @@ class Gates:
                 # Publishes to the loading role that the operands have arrived.
                 plgpu.barrier_arrive(self.opened.at[slot])
 
-            lax.fori_loop(0, self._along(self.block.k_tiles(tile)), gate_loop, None)
+            first, end = self._of_tile(tile)
+            lax.fori_loop(first, end, gate_loop, None)
 
         with jax.named_scope("poll arrivals"):
             before()
@@ -81,16 +82,25 @@ class Gates:
         for slot in range(SLOTS):
             plgpu.barrier_arrive(self.passed.at[slot])  # All slots are free at the start.
 
-    def go_through(self, i: Int, k: jax.Array) -> None:
+    def go_through(self, i: Int, tile: Tile, k: jax.Array) -> None:
         """Called by the loading role ahead of tile `k` along the contraction of its `i`-th tile."""
+        is_gate = rem(k, self.tiles_per_gate) == 0
+        if tile.part is not None:
+            is_gate |= k == tile.part.first
 
-        @pl.when(rem(k, self.tiles_per_gate) == 0)
+        @pl.when(is_gate)
         def _():
             slot = self._slot(i, div(k, self.tiles_per_gate))
             # The polling warp has seen the operands arrive, up to the next gate.
             plgpu.barrier_wait(self.opened.at[slot])
             # Publishes to the polling warp that the slot is free.
             plgpu.barrier_arrive(self.passed.at[slot])
+
+    def _of_tile(self, tile: Tile) -> tuple[Int, Int]:
+        """The first gate of a tile, or of this block's part of it, and the one after the last."""
+        first = 0 if tile.part is None else tile.part.first
+        along = self._along(first + self.block.k_tiles(tile))
+        return div(first, self.tiles_per_gate), along
 
     def _along(self, k_tiles: Int) -> Int:
         """Gates along a contraction of so many tiles."""

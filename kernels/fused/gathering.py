@@ -187,6 +187,7 @@ def launch(
         team=team,
         mainloop=mainloop_of(shape, _product(kernel, lhs, rhs, outs)),
         num_tiles=gather.order.num_tiles,
+        steps=gather.k_tiles,
         operands=dict(
             lhs=lhs,
             rhs=rhs,

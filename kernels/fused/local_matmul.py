@@ -103,6 +103,7 @@ def local_matmul(
         team=None,
         mainloop=mainloop(config, product),
         num_tiles=order.num_tiles,
+        steps=schedule.ceil_div(k, config.tile_k),
         operands=dict(lhs=lhs, rhs=rhs, **own),
         outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
         interpret=interpret,

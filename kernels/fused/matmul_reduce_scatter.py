@@ -263,6 +263,7 @@ def launch(
         team=team,
         mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
+        steps=segments.total,
         operands=dict(
             lhs=lhs,
             rhs=rhs,

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine import joining
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.applying import Applying
@@ -32,14 +33,27 @@ def multiply(
     def make_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
         del i
         total, stage = folding.total(tile, stage)
+        if block.joining is None:
+            hand_over(tile, total)
+        else:
+            joining.either(tile, lambda: give(tile, total), lambda: hand_over(tile, total))
+        return stage
+
+    def give(tile: Tile, total: jax.Array) -> None:
+        with jax.named_scope("give"):
+            first_row = lax.axis_index(THREAD_AXIS) * pieces.half_rows
+            block.joining.give(tile, total, first_row)
+
+    def hand_over(tile: Tile, total: jax.Array) -> None:
         with jax.named_scope("hand over"):
+            if block.joining is not None:
+                block.joining.await_others(tile)
             if applying is not None:
                 applying.begin()
             for index in range(len(pieces.places)):
                 _hand_over(block, pieces, tile, index, total, folding, applying)
             if applying is not None:
                 applying.end()
-        return stage
 
     block.for_each_tile(make_tile, jnp.int32(0))
 
@@ -61,6 +75,9 @@ def _hand_over(
         piece = applying.piece(total, index, half)
     else:
         piece = total[pieces.within_half(place)]
+        if block.joining is not None:
+            row, column = pieces.within_tile(place, half)
+            piece = block.joining.joined_piece(piece, tile, row, column)
         if isinstance(folding, Adding):
             piece = folding.add_last(piece, tile, index, half)
         else:
