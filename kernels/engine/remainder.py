@@ -90,10 +90,8 @@ class Remainder:
 
     def share(self, block: Int) -> Int:
         """Parts of tiles of the last wave that a block makes."""
-        start, end = self.start(block), self.start(block + 1)
-        ends_tile = (div(start, self.steps) + 1) * self.steps
-        two = where(end > ends_tile, 2, 1)
-        return where(block < self.ranges, two, 0)
+        first, last = self.start(block), self.start(block + 1) - 1
+        return where(block < self.ranges, div(last, self.steps) - div(first, self.steps) + 1, 0)
 
     def part(self, block: Int, index: Int) -> Part:
         """The block's part at `index` in its share; with a negative one a whole tile.
@@ -103,7 +101,7 @@ class Remainder:
         whole = index < 0
         number = where(block < self.ranges, block, 0)
         start, end = self.start(number), self.start(number + 1)
-        tile = div(start, self.steps) + where(index == 1, 1, 0)
+        tile = div(start, self.steps) + where(whole, 0, index)
         begin = tile * self.steps
         first = where(start > begin, start - begin, 0)
         last = where(end - begin < self.steps, end - begin, self.steps)
@@ -131,6 +129,9 @@ def remainder_of(tiles: int, steps: int, blocks: int, most: int) -> Remainder | 
         Remainder(waves=waves, tiles=left, steps=steps, blocks=blocks, ranges=ranges)
         for ranges in _numbers_of_ranges(left, steps, blocks, most)
     ]
+    if waves > 1 and steps > 2 * NEAR and (left + blocks) * steps * blocks < 2**31:
+        more = dict(waves=waves - 1, tiles=left + blocks)
+        found.append(Remainder(**more, steps=steps, blocks=blocks, ranges=blocks))
     best = min(found, key=time, default=None)
     return best if best is not None and time(best) < (1 - LEAST_GAIN) * steps else None
 
@@ -153,6 +154,8 @@ def _numbers_of_ranges(tiles: int, steps: int, blocks: int, most: int) -> list[i
 def time(remainder: Remainder) -> float:
     """Of the last wave, in steps along the contraction."""
     longest = ceil_div(remainder.tiles * remainder.steps, remainder.ranges)
+    if remainder.tiles > remainder.ranges:
+        return longest - remainder.steps + GIVE + TAKE
     taken = ceil_div(remainder.ranges, remainder.tiles) - (
         1 if remainder.ranges % remainder.tiles == 0 else 0
     )

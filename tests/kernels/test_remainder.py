@@ -1,0 +1,185 @@
+"""The last wave of tiles, shared by steps along the contraction (`engine/remainder.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import fused_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_cases import BF16, F32
+from selection import slow
+
+import stretto as st
+from stretto.distributed.semaphores import Semaphore
+from stretto.distributed.simulator import DeadlockError
+from stretto.kernels.engine import remainder
+from stretto.kernels.engine.hopper.tile_config import NARROW, TileConfig
+from stretto.kernels.engine.remainder import Remainder, remainder_of
+from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from stretto.kernels.fused.local_matmul import local_matmul
+
+SHARED = dataclasses.replace(NARROW, most_parts=4)
+CONFIGS = {
+    "all_gather_matmul": all_gather_matmul.Config,
+    "matmul_reduce_scatter": matmul_reduce_scatter.Config,
+    "matmul_all_reduce": matmul_all_reduce.Config,
+}
+STEPS = 26  # Along the contraction; of which ranges of one and of two tiles are made.
+
+
+@pytest.fixture
+def whatever_it_gains(monkeypatch, traces_apart):
+    """Small products share their last wave, too."""
+    monkeypatch.setattr(remainder, "LEAST_GAIN", -10.0)
+
+
+def drawn(count, seed=0):
+    """Divisions of last waves of all kinds."""
+    rng = random.Random(seed)
+    while count:
+        blocks = rng.choice((2, 3, 4, 16, 66, 99, 108, 114, 132, 148, rng.randint(2, 160)))
+        steps, tiles = rng.choice((rng.randint(1, 30), rng.randint(8, 400))), rng.randint(1, 600)
+        most = rng.randint(2, 9)
+        found = remainder_of(tiles, steps, blocks, most)
+        if found is not None:
+            count -= 1
+            yield found, most
+
+
+def parts_of(division: Remainder):
+    return [
+        [division.part(block, index) for index in range(division.share(block))]
+        for block in range(division.blocks)
+    ]
+
+
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_each_step_of_each_tile_is_made_once():
+    for division, most in drawn(300):
+        made, givers, owners = set(), {}, {}
+        for block in parts_of(division):
+            for part in block:
+                steps = {(part.number, part.first + k) for k in range(part.steps)}
+                assert part.steps > 0 and not steps & made
+                made |= steps
+                if part.gives:
+                    givers.setdefault(part.number, []).append(part.given)
+                else:
+                    assert part.number not in owners and part.first == 0
+                    owners[part.number] = part
+        tiles, along = range(division.tiles), range(division.steps)
+        assert made == {(tile, step) for tile in tiles for step in along}
+        for tile, part in owners.items():
+            taken = list(range(part.given, part.given + part.takes))
+            assert taken == givers.get(tile, []) and part.takes < most
+
+
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_a_block_gives_before_it_waits():
+    """It owns one tile at most, after what it gives, so that nobody waits in a circle."""
+    for division, _ in drawn(300, seed=1):
+        for block in parts_of(division):
+            gives = [part.gives for part in block]
+            assert 1 not in gives[1:] and len(gives) < 4
+            assert not any(part.takes for part in block[:-1])
+
+
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_in_a_kernel_it_is_the_same():
+    for division, _ in drawn(10, seed=2):
+        traced = jax.jit(division.part)
+        for block, parts in enumerate(parts_of(division)):
+            for index, part in enumerate(parts):
+                found = traced(jnp.int32(block), jnp.int32(index))
+                assert tuple(map(int, found)) == tuple(part)
+            whole = traced(jnp.int32(block), jnp.int32(-1))
+            assert (whole.first, whole.steps) == (0, division.steps)
+            assert (whole.gives, whole.takes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "blocks", "most"),
+    [
+        (100, 64, 132, 4),  # There is no full wave.
+        (264, 64, 132, 4),  # There is no other one.
+        (140, 64, 132, 1),
+        (140, 8, 132, 4),  # As long as it takes to give.
+        (264 - 5, 64, 132, 4),  # Nearly full.
+        (140, 2**25, 132, 4),  # The numbers of steps do not fit.
+    ],
+)
+def test_waves_that_are_not_shared(tiles, steps, blocks, most):
+    assert remainder_of(tiles, steps, blocks, most) is None
+
+
+@pytest.mark.parametrize("tiles", [5, 6, 7])
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_a_matmul_of_shared_tiles_is_exact(tiles):
+    m, k, n = 128 * tiles, 64 * STEPS, 128
+    assert remainder_of(tiles, STEPS, 4, SHARED.most_parts) is not None
+    lhs, rhs = cases.operands(m, k, n, seed=tiles)
+    for seed in range(3):
+        with st.simulate(seed=seed, core_count=4) as report:
+            out = local_matmul(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16), config=SHARED, out_dtype=F32)
+        assert report.ok, str(report)
+        np.testing.assert_array_equal(np.asarray(out), lhs @ rhs)
+
+
+def fused(name, devices, tiles, seed, *, own_last=True):
+    """Whether a fused matmul is exact where `tiles` of `devices` are shared by 3 blocks."""
+    columns = 128 * tiles
+    options = {} if name == "all_gather_matmul" else dict(own_last=own_last)
+    config = CONFIGS[name](tiles=SHARED, **options)
+    m, k, n = cases.whole(name, devices, 128, 64 * STEPS, columns)
+    lhs, rhs = cases.operands(m, k, n, seed=seed)
+    schedule = ("random", "pct", "round_robin")[seed % 3]
+    with st.simulate(seed=seed, core_count=3, schedule=schedule) as report:
+        out = cases.run(name, lhs, rhs, devices=devices, out_dtype=F32, config=config)
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(out, lhs @ rhs)
+
+
+@pytest.mark.parametrize("own_last", [True, False])
+@pytest.mark.parametrize(
+    ("name", "devices", "tiles"),
+    [(name, 2, 2) for name in CONFIGS] + [slow(name, 4, 1) for name in CONFIGS],
+)
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_fused_matmuls_of_shared_tiles_are_exact(name, devices, tiles, own_last):
+    assert remainder_of(devices * tiles, STEPS, 3, SHARED.most_parts) is not None
+    if name == "all_gather_matmul" and not own_last:
+        pytest.skip("no tile has an owner")
+    for seed in range(3):
+        fused(name, devices, tiles, seed, own_last=own_last)
+
+
+@pytest.mark.parametrize("method", ["wait", "signal"])
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_without_the_owners_wait_or_the_givers_signal(monkeypatch, method):
+    original = getattr(Semaphore, method)
+
+    def maybe(self, *args, **kwargs):
+        if self.site.semaphore != "given_sums":
+            original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Semaphore, method, maybe)
+    m, k, n = 128 * 6, 64 * STEPS, 128
+    lhs, rhs = (jnp.asarray(x, BF16) for x in cases.operands(m, k, n))
+    kinds = []
+    for seed in range(3):
+        try:
+            with st.simulate(seed=seed, core_count=4, on_finding="record") as report:
+                jax.block_until_ready(local_matmul(lhs, rhs, config=SHARED))
+            kinds.append(report.kinds())
+        except DeadlockError:
+            kinds.append({"deadlock"})
+    assert all(("race" if method == "wait" else "deadlock") in found for found in kinds), kinds
+
+
+def test_more_parts_than_none():
+    with pytest.raises(ValueError, match="most_parts=0 must be at least 1"):
+        TileConfig(most_parts=0).check()
