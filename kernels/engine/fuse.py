@@ -104,8 +104,7 @@ def fuse(
     cluster = mainloop.config.blocks
     num_blocks = residency.num_blocks_for(num_tiles, cluster)
     num_clusters = num_blocks // cluster
-    most_parts = 1 if steps is None else mainloop.config.most_parts
-    remainder = remainder_of(num_tiles, steps or 0, num_clusters, most_parts)
+    remainder = _remainder(mainloop, num_tiles, steps, num_clusters)
     made_of = {**outs, **_shared_memory(remainder, mainloop)}
     memory = dict(**operands, **made_of, **(symmetric or {}))
     arrays = dict(semaphores or {})
@@ -173,6 +172,19 @@ def fuse(
     return {key: found[key] for key in outs}
 
 
+def _remainder(
+    mainloop: Mainloop, num_tiles: int, steps: int | None, num_clusters: int
+) -> Remainder | None:
+    """How blocks share tiles; None where they do not.
+
+    They do not where an epilogue takes a matrix, whose pieces are loaded between stages.
+    """
+    beside = mainloop.product.beside
+    if steps is None or (beside is not None and beside.has_matrix):
+        return None
+    return remainder_of(num_tiles, steps, num_clusters, mainloop.config.most_parts)
+
+
 def _shared_memory(remainder: Remainder | None, mainloop: Mainloop) -> dict[str, Any]:
     """The memory through which blocks give sums of tiles, where they share any."""
     if remainder is None:
@@ -193,7 +205,6 @@ def _joining(
         given=rest["given"],
         joined=rest["joined"],
     )
-
 
 
 def _named(memory: Mapping[str, Any], leaves: Sequence[Any]) -> dict[str, Any]:

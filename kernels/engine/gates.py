@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.schedule import Int, div, rem
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
+from stretto.kernels.engine.remainder import Part
 
 SLOTS = 4
 
@@ -71,6 +72,9 @@ class Gates:
                 plgpu.barrier_arrive(self.opened.at[slot])
 
             first, end = self._of_tile(tile)
+            if tile.part is not None:
+                # What the first gates of the tile prove holds for all of it (scales).
+                lax.fori_loop(0, first, lambda gate, _: self.arrival.wait(tile, gate), None)
             lax.fori_loop(first, end, gate_loop, None)
 
         with jax.named_scope("poll arrivals"):
@@ -82,11 +86,14 @@ class Gates:
         for slot in range(SLOTS):
             plgpu.barrier_arrive(self.passed.at[slot])  # All slots are free at the start.
 
-    def go_through(self, i: Int, tile: Tile, k: jax.Array) -> None:
-        """Called by the loading role ahead of tile `k` along the contraction of its `i`-th tile."""
+    def go_through(self, i: Int, k: jax.Array, part: Part | None = None) -> None:
+        """Called by the loading role ahead of tile `k` along the contraction of its `i`-th tile.
+
+        Or of a `part` of it.
+        """
         is_gate = rem(k, self.tiles_per_gate) == 0
-        if tile.part is not None:
-            is_gate |= k == tile.part.first
+        if part is not None:
+            is_gate |= k == part.first
 
         @pl.when(is_gate)
         def _():

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.schedule import Int, div
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.kernels.engine.parts import Ref, Tile
-from stretto.kernels.engine.remainder import Remainder
+from stretto.kernels.engine.remainder import Part, Remainder
 from stretto.kernels.engine.tiles import TileShape
 
 ROWS, COLUMNS = 64, 8
@@ -56,7 +56,7 @@ class Joining:
         """Called in each multiplying warpgroup: stores its share of a sum, from `first_row` on."""
         rows, columns = total.shape
         for row, column in _blocks(rows, columns):
-            place = self._place(tile.part.given, first_row + row, column)
+            place = self._place(_part(tile).given, first_row + row, column)
             place[...] = total[row : row + ROWS, column : column + COLUMNS]
         # Publishes this warpgroup's share to the storing warp.
         plgpu.barrier_arrive(self.given)
@@ -66,44 +66,42 @@ class Joining:
         # All its warpgroups have stored their shares.
         plgpu.barrier_wait(self.given)
         # Publishes the sum to the tile's owner.
-        self.given_sums.at[tile.part.number].signal()
+        self.given_sums.at[_part(tile).number].signal()
 
     def gather(self, tile: Tile) -> None:
         """Called in the storing warp of a block that owns a tile, before its stores."""
 
-        @pl.when(tile.part.takes > 0)
+        @pl.when(_part(tile).takes > 0)
         def _():
             # All other sums of the tile are in memory.
-            self.given_sums.at[tile.part.number].wait(tile.part.takes)
+            self.given_sums.at[_part(tile).number].wait(_part(tile).takes)
             # Publishes that to the multiplying warpgroups.
             plgpu.barrier_arrive(self.joined)
 
     def await_others(self, tile: Tile) -> None:
         """Called in each multiplying warpgroup of the owner, before `joined_piece`."""
         # The storing warp has seen all other sums of the tile.
-        pl.when(tile.part.takes > 0)(lambda: plgpu.barrier_wait(self.joined))
+        pl.when(_part(tile).takes > 0)(lambda: plgpu.barrier_wait(self.joined))
 
-    def joined_piece(self, piece: jax.Array, tile: Tile, row: Int, column: int) -> jax.Array:
+    def joined_piece(self, piece: jax.Array, tile: Tile, row: Int, column: Int) -> jax.Array:
         """A piece of the owner's sum, at (`row`, `column`) of the tile, and of all others."""
         rows, columns = piece.shape
 
         def add(number: jax.Array, piece: jax.Array) -> jax.Array:
             def taken(within: tuple[int, int]) -> jax.Array:
-                place = tile.part.given + number, row + within[0], column + within[1]
-                return plgpu.load(
-                    self._place(*place), layout=plgpu.Layout.WGMMA, optimized=False
-                )
+                place = _part(tile).given + number, row + within[0], column + within[1]
+                return plgpu.load(self._place(*place), layout=plgpu.Layout.WGMMA, optimized=False)
 
             blocks = [taken(within) for within in _blocks(rows, columns)]
             in_rows = itertools.batched(blocks, columns // COLUMNS)
             joined = [jnp.concatenate(one, axis=1) for one in in_rows]
             return piece + (jnp.concatenate(joined) if len(joined) > 1 else joined[0])
 
-        return lax.fori_loop(0, tile.part.takes, add, piece)
+        return lax.fori_loop(0, _part(tile).takes, add, piece)
 
-    def _place(self, number: Int, row: Int, column: int) -> Ref:
+    def _place(self, number: Int, row: Int, column: Int) -> Ref:
         """Where a block of `ROWS` x `COLUMNS` of a sum lies."""
-        return self.sums.at[number, div(row, ROWS), column // COLUMNS]
+        return self.sums.at[number, div(row, ROWS), div(column, COLUMNS)]
 
 
 def either(tile: Tile, give: Callable[[], None], own: Callable[[], None]) -> None:
@@ -113,6 +111,20 @@ def either(tile: Tile, give: Callable[[], None], own: Callable[[], None]) -> Non
         return
     pl.when(tile.part.gives == 1)(give)
     pl.when(tile.part.gives == 0)(own)
+
+
+def unless_given(tile: Tile, run: Callable[[], None]) -> None:
+    """Calls `run`, but for a part of another block's tile."""
+    if tile.part is None:
+        run()
+    else:
+        pl.when(tile.part.gives == 0)(run)
+
+
+def _part(tile: Tile) -> Part:
+    if tile.part is None:
+        raise ValueError(f"{tile} is no tile of a block that shares some.")
+    return tile.part
 
 
 def _blocks(rows: int, columns: int) -> list[tuple[int, int]]:

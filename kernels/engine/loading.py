@@ -39,7 +39,7 @@ def load(
             # The products have read what the stage held.
             plgpu.barrier_wait(ring.empty.at[stage])
             if gates is not None:
-                gates.go_through(i, tile, k)
+                gates.go_through(i, k, tile.part)
             # Each copy, once complete, publishes its tile to the warps that multiply.
             lhs, rhs = ring.arrivals(stage)
             parts.lhs.load(tile, k, ring.loaded_lhs.at[stage], lhs)

@@ -1,8 +1,8 @@
-"""The last, partial wave of tiles, shared out by steps along the contraction.
+"""The last, partial wave of tiles, shared by steps along the contraction.
 
-The blocks make whole tiles as long as there is one for each of them. The `tiles` that are left would
-take as long as a full wave. Their steps along the contraction, tile after tile, are divided into
-equal *ranges*, one a block:
+Blocks make whole tiles as long as there is one for each of them. The tiles that are left over would
+take as long as a full wave. So the steps of these `tiles` along k, tile after tile, are
+divided into equal *ranges*, one a block:
 
 | range | steps of tile 0 | of tile 1 | of tile 2 |
 |---|---|---|---|
@@ -11,10 +11,12 @@ equal *ranges*, one a block:
 | 2 | | 28 to 79 | 0 to 1 |
 
 Who has the first step of a tile owns it: it adds what the others made of the tile, in the order of
-their ranges, and stores the sum. The others *give* their sums (`joining`). A range is no longer than
-a tile, so a block gives of one tile at most, and owns one at most. It first gives and then waits, so
-blocks never wait for each other in a circle. Ranges that would begin or end within a few steps of a
-tile's edge do so at the edge.
+their ranges, and stores the sum. The others *give* their sums (`joining`). Within its range a block
+first gives, of one tile at most, then makes whole tiles, and then begins one, so blocks never wait
+for each other in a circle. Ranges that would begin within a few steps of a tile's edge begin there.
+
+The tiles are those that are left over, or these and a full wave: then a range is longer than a
+tile, and two blocks at most share one.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Remainder:
         return self.waves * self.blocks
 
     def start(self, number: Int) -> Int:
-        """The first step of a range, counted through all tiles; at `ranges`, that after the last."""
+        """The first step of a range, counted through all tiles; at `ranges`, the end."""
         start = div(number * (self.tiles * self.steps), self.ranges)
         tile = div(start, self.steps)
         within = start - tile * self.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -67,7 +68,7 @@ def store(
         if shared is None:
             store_own(tile)
         else:
-            joining.either(tile, lambda: shared.announce(tile), lambda: store_own(tile))
+            joining.either(tile, functools.partial(shared.announce, tile), lambda: store_own(tile))
 
     def store_own(tile: Tile) -> None:
         if shared is not None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scaled_cases
 from fused_cases import BF16, F32
 from selection import slow
 
@@ -124,7 +125,9 @@ def test_a_matmul_of_shared_tiles_is_exact(tiles):
     lhs, rhs = cases.operands(m, k, n, seed=tiles)
     for seed in range(3):
         with st.simulate(seed=seed, core_count=4) as report:
-            out = local_matmul(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16), config=SHARED, out_dtype=F32)
+            out = local_matmul(
+                jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16), config=SHARED, out_dtype=F32
+            )
         assert report.ok, str(report)
         np.testing.assert_array_equal(np.asarray(out), lhs @ rhs)
 
@@ -183,3 +186,29 @@ def test_without_the_owners_wait_or_the_givers_signal(monkeypatch, method):
 def test_more_parts_than_none():
     with pytest.raises(ValueError, match="most_parts=0 must be at least 1"):
         TileConfig(most_parts=0).check()
+
+
+EIGHT_BITS = TileConfig(tile_n=128, tile_k=128, num_stages=3, store_buffers=2, most_parts=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("all_gather_matmul", "row"),
+        slow("all_gather_matmul", "block"),
+        slow("matmul_reduce_scatter", "row"),
+        ("matmul_reduce_scatter", "block"),
+        slow("matmul_all_reduce", "row"),
+    ],
+)
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_scaled_matmuls_of_shared_tiles_are_exact(name, kind):
+    """Each block scales what it gives; and what the first chunk of a shard proves holds for all."""
+    config = CONFIGS[name](tiles=EIGHT_BITS)
+    shape = (128, 128 * 20, 256)
+    assert remainder_of(4, 20, 3, EIGHT_BITS.most_parts) is not None
+    for seed in range(2):
+        with st.simulate(seed=seed, core_count=3) as report:
+            out, want = scaled_cases.run(name, kind, 2, shape, config=config)
+        assert report.ok, str(report)
+        np.testing.assert_array_equal(out, want)

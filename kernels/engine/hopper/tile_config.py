@@ -63,7 +63,12 @@ class TileConfig:
             raise ValueError(
                 f"tile_k={self.tile_k} must be 64, or 128 of 8 bits: a row of the 128 byte swizzle."
             )
-        for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1), ("most_parts", 1)):
+        for name, least in (
+            ("num_stages", 2),
+            ("raster_width", 1),
+            ("store_buffers", 1),
+            ("most_parts", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
         most = (128, 256) if self.warpgroups == 2 else (192, 128)
