@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scaled_cases
 from fused_cases import BF16, F32
+from jax.sharding import PartitionSpec as P
 from selection import slow
 
 import stretto as st
@@ -22,6 +23,7 @@ from stretto.kernels.engine.hopper.tile_config import NARROW, TileConfig
 from stretto.kernels.engine.remainder import Remainder, remainder_of
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.local_matmul import local_matmul
+from stretto.kernels.operations import epilogues
 
 SHARED = dataclasses.replace(NARROW, most_parts=4)
 CONFIGS = {
@@ -212,3 +214,45 @@ def test_scaled_matmuls_of_shared_tiles_are_exact(name, kind):
             out, want = scaled_cases.run(name, kind, 2, shape, config=config)
         assert report.ok, str(report)
         np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_an_epilogue_of_shared_tiles(gated):
+    """Its owner applies it, to the whole sum; what is given has none, nor its arrays."""
+    config, sides = all_gather_matmul.Config(tiles=SHARED), 1 + gated
+    columns = 256 if gated else 512
+    lhs, rhs = cases.operands(256, 64 * STEPS, columns * sides)
+    bias = cases.whole_numbers(9, columns)
+    specs = (P("x"), *[P(None, "x")] * sides, P("x"))
+
+    def body(x, *rest):
+        *weights, b = rest
+        chain = (epilogues.gated(lambda u: u, None, b),) if gated else ("relu", epilogues.bias(b))
+        return st.all_gather_matmul(
+            x,
+            tuple(weights) if gated else weights[0],
+            "x",
+            epilogue=epilogues.chain(*chain),
+            backend="pallas",
+            out_dtype=F32,
+            config=config,
+        )
+
+    program = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=cases.mesh_of(2),
+            in_specs=specs,
+            out_specs=P(None, "x"),
+            check_vma=False,
+        )
+    )
+    weights = np.split(rhs, sides, axis=1)
+    products = [lhs @ w for w in weights]
+    want = products[0] * (products[1] + bias) if gated else np.maximum(products[0], 0) + bias
+    for seed in range(2):
+        with st.simulate(seed=seed, core_count=3) as report:
+            out = program(lhs.astype(BF16), *(w.astype(BF16) for w in weights), bias)
+        assert report.ok, str(report)
+        np.testing.assert_array_equal(np.asarray(out), want)
