@@ -37,7 +37,7 @@ from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.joining import Joining
 from stretto.kernels.engine.mainloop import Mainloop, Role
 from stretto.kernels.engine.parts import Parts, Ref, Transfer
-from stretto.kernels.engine.remainder import Remainder, remainder_of
+from stretto.kernels.engine.remainder import Remainder, Sharing, remainder_of
 from stretto.kernels.engine.transfers import Scratch
 
 WARPS_OF_A_WARPGROUP = 4
@@ -59,7 +59,7 @@ def fuse(
     team: Team | None,
     mainloop: Mainloop,
     num_tiles: int,
-    steps: int | None = None,
+    sharing: Sharing | None = None,
     operands: Mapping[str, Any],
     outs: Mapping[str, Any],
     symmetric: Mapping[str, Any] | None = None,
@@ -80,8 +80,8 @@ def fuse(
       team: the devices; None for a kernel on one.
       mainloop: what loads, multiplies and stores.
       num_tiles: at most so many there are (`Order.count`); the grid is made for them.
-      steps: `Parts.k_tiles`, where it is a number and there are just `num_tiles`: then blocks may
-        share the tiles of the last wave (`remainder`).
+      sharing: how blocks may share the tiles of the last wave, where `Parts.k_tiles` is a number
+        and there are just `num_tiles`.
       operands: this device's arrays, by name; each value is an array or a sequence of them.
       outs: shapes and types of the results, by name, likewise.
       symmetric: those of buffers that are not returned, likewise.
@@ -104,7 +104,7 @@ def fuse(
     cluster = mainloop.config.blocks
     num_blocks = residency.num_blocks_for(num_tiles, cluster)
     num_clusters = num_blocks // cluster
-    remainder = _remainder(mainloop, num_tiles, steps, num_clusters)
+    remainder = _remainder(mainloop, num_tiles, num_clusters, sharing)
     made_of = {**outs, **_shared_memory(remainder, mainloop)}
     memory = dict(**operands, **made_of, **(symmetric or {}))
     arrays = dict(semaphores or {})
@@ -173,16 +173,16 @@ def fuse(
 
 
 def _remainder(
-    mainloop: Mainloop, num_tiles: int, steps: int | None, num_clusters: int
+    mainloop: Mainloop, num_tiles: int, num_clusters: int, sharing: Sharing | None
 ) -> Remainder | None:
     """How blocks share tiles; None where they do not.
 
     They do not where an epilogue takes a matrix, whose pieces are loaded between stages.
     """
     beside = mainloop.product.beside
-    if steps is None or (beside is not None and beside.has_matrix):
+    if sharing is None or (beside is not None and beside.has_matrix):
         return None
-    return remainder_of(num_tiles, steps, num_clusters, mainloop.config.most_parts)
+    return remainder_of(num_tiles, num_clusters, sharing)
 
 
 def _shared_memory(remainder: Remainder | None, mainloop: Mainloop) -> dict[str, Any]:

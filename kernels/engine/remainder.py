@@ -25,13 +25,18 @@ import dataclasses
 from typing import NamedTuple
 
 from stretto.distributed.schedule import Int, ceil_div, div, where
+from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
+from stretto.kernels.engine.tiles import TileShape
 
 NEAR = 4
 """Steps from a tile's edge within which a range begins at the edge: to give takes longer."""
 GIVE, TAKE = 6.0, 2.5
 """What it costs to give a tile's sum, and to take one, in steps along the contraction."""
-LEAST_GAIN = 0.07
-"""Of a wave's time: with less to gain the last wave is not shared."""
+LEAST_GAIN = 0.02
+"""Of the time of all waves: with less to gain the last one is not shared. Where cards run at their
+power limit, a wave that is not full also takes less power."""
+HELD, BLOCKS = 32e6, 132
+"""Bytes of rhs that the L2 holds, and the blocks that take them."""
 
 
 class Part(NamedTuple):
@@ -58,11 +63,11 @@ class Remainder:
     """The division of the last wave.
 
     Attributes:
-      waves: full waves before it.
-      tiles: that are left; fewer than `ranges`.
+      waves: full waves before them.
+      tiles: that are shared: those that are left, or these and a full wave.
       steps: along the contraction of a tile.
       blocks: of the grid, or clusters of them.
-      ranges: blocks that make the last wave.
+      ranges: blocks that make them.
     """
 
     waves: int
@@ -73,7 +78,7 @@ class Remainder:
 
     @property
     def first_tile(self) -> int:
-        """The index of the first tile that is left."""
+        """The index of the first of the tiles."""
         return self.waves * self.blocks
 
     def start(self, number: Int) -> Int:
@@ -119,46 +124,69 @@ class Remainder:
         )
 
 
-def remainder_of(tiles: int, steps: int, blocks: int, most: int) -> Remainder | None:
-    """How the last wave of `tiles` is shared, at most `most` blocks a tile; None where it is not.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Whether blocks may share the tiles of a product.
 
-    `steps` are those along the contraction of each tile.
+    Attributes:
+      steps: along the contraction of every tile.
+      most_parts: blocks that share a tile at most.
+      skew: steps by which neighbouring blocks may be apart (`skew_of`).
+      full_waves: tiles of a full wave may be shared, too: blocks make them in the order of their
+        indices.
     """
+
+    steps: int
+    most_parts: int
+    skew: int = 0
+    full_waves: bool = True
+
+
+def sharing_of(shape: TileShape, steps: int, *, full_waves: bool = True) -> Sharing:
+    """That of a product in tiles of this shape, with so many steps along the contraction."""
+    return Sharing(
+        steps=steps, most_parts=shape.most_parts, skew=skew_of(shape), full_waves=full_waves
+    )
+
+
+def skew_of(shape: TileShape) -> int:
+    """Steps by which blocks with neighbouring tiles may be apart, for tiles of this shape.
+
+    Tiles below each other take the same columns of rhs. The L2 must hold these from when the first
+    of them takes them until the last one does.
+    """
+    return int(HELD / (BLOCKS * shape.tile_n * SWIZZLE_BYTES))
+
+
+def remainder_of(tiles: int, blocks: int, sharing: Sharing) -> Remainder | None:
+    """How the last wave of `tiles` is shared; None where it is not."""
     waves, left = divmod(tiles, blocks)
-    if not waves or not left or most < 2 or left * steps * blocks >= 2**31:
+    steps = sharing.steps
+    if not waves or not left or sharing.most_parts < 2 or 2 * blocks**2 * steps >= 2**31:
         return None
     found = [
-        Remainder(waves=waves, tiles=left, steps=steps, blocks=blocks, ranges=ranges)
-        for ranges in _numbers_of_ranges(left, steps, blocks, most)
+        Remainder(waves=waves, tiles=left, steps=steps, blocks=blocks, ranges=left * parts)
+        for parts in range(2, sharing.most_parts + 1)
+        if left * parts <= blocks and steps // parts >= 2 * NEAR
     ]
-    if waves > 1 and steps > 2 * NEAR and (left + blocks) * steps * blocks < 2**31:
-        more = dict(waves=waves - 1, tiles=left + blocks)
-        found.append(Remainder(**more, steps=steps, blocks=blocks, ranges=blocks))
+    if (
+        sharing.full_waves
+        and waves > 1
+        and steps > 2 * NEAR
+        and left * steps <= sharing.skew * blocks
+    ):
+        more = dict(waves=waves - 1, tiles=left + blocks, ranges=blocks)
+        found.append(Remainder(**more, steps=steps, blocks=blocks))
     best = min(found, key=time, default=None)
-    return best if best is not None and time(best) < (1 - LEAST_GAIN) * steps else None
-
-
-def _numbers_of_ranges(tiles: int, steps: int, blocks: int, most: int) -> list[int]:
-    """Of ranges as long as a tile at most, and long enough to keep apart from its edges."""
-    equal = [tiles * parts for parts in range(2, most + 1) if tiles * parts <= blocks]
-    # All blocks: a tile is shared by one more than its length in ranges.
-    uneven = [blocks] if ceil_div(blocks, tiles) < most else []
-    least, longest = 2 * NEAR, steps - NEAR
-    return [
-        ranges
-        for ranges in dict.fromkeys(equal + uneven)
-        if ranges > tiles
-        and least <= tiles * steps // ranges
-        and ceil_div(tiles * steps, ranges) <= longest
-    ]
+    if best is None or steps - time(best) < LEAST_GAIN * (waves + 1) * steps:
+        return None
+    return best
 
 
 def time(remainder: Remainder) -> float:
     """Of the last wave, in steps along the contraction."""
-    longest = ceil_div(remainder.tiles * remainder.steps, remainder.ranges)
-    if remainder.tiles > remainder.ranges:
-        return longest - remainder.steps + GIVE + TAKE
-    taken = ceil_div(remainder.ranges, remainder.tiles) - (
-        1 if remainder.ranges % remainder.tiles == 0 else 0
-    )
-    return longest + GIVE + TAKE * taken
+    tiles, ranges, steps = remainder.tiles, remainder.ranges, remainder.steps
+    if tiles > ranges:
+        return ceil_div(tiles * steps, ranges) - steps + GIVE + TAKE
+    parts = ranges // tiles
+    return ceil_div(steps, parts) + GIVE + TAKE * (parts - 1)

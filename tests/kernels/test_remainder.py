@@ -19,8 +19,8 @@ import stretto as st
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError
 from stretto.kernels.engine import remainder
-from stretto.kernels.engine.hopper.tile_config import NARROW, TileConfig
-from stretto.kernels.engine.remainder import Remainder, remainder_of
+from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, TileConfig
+from stretto.kernels.engine.remainder import Remainder, Sharing, remainder_of, sharing_of
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import epilogues
@@ -38,6 +38,7 @@ STEPS = 26  # Along the contraction; of which ranges of one and of two tiles are
 def whatever_it_gains(monkeypatch, traces_apart):
     """Small products share their last wave, too."""
     monkeypatch.setattr(remainder, "LEAST_GAIN", -10.0)
+    monkeypatch.setattr(remainder, "HELD", 2e7)
 
 
 def drawn(count, seed=0):
@@ -47,7 +48,8 @@ def drawn(count, seed=0):
         blocks = rng.choice((2, 3, 4, 16, 66, 99, 108, 114, 132, 148, rng.randint(2, 160)))
         steps, tiles = rng.choice((rng.randint(1, 30), rng.randint(8, 400))), rng.randint(1, 600)
         most = rng.randint(2, 9)
-        found = remainder_of(tiles, steps, blocks, most)
+        skew = rng.choice((0, rng.randint(0, steps)))
+        found = remainder_of(tiles, blocks, Sharing(steps=steps, most_parts=most, skew=skew))
         if found is not None:
             count -= 1
             yield found, most
@@ -105,25 +107,44 @@ def test_in_a_kernel_it_is_the_same():
 
 
 @pytest.mark.parametrize(
-    ("tiles", "steps", "blocks", "most"),
+    ("tiles", "steps", "most"),
     [
-        (100, 64, 132, 4),  # There is no full wave.
-        (264, 64, 132, 4),  # There is no other one.
-        (140, 64, 132, 1),
-        (140, 8, 132, 4),  # As long as it takes to give.
-        (264 - 5, 64, 132, 4),  # Nearly full.
-        (140, 2**25, 132, 4),  # The numbers of steps do not fit.
+        (100, 64, 4),  # There is no full wave.
+        (264, 64, 4),  # There is no other one.
+        (140, 64, 1),
+        (140, 8, 4),  # As long as it takes to give.
+        (264 - 5, 64, 4),  # Nearly full.
+        (140, 2**17, 4),  # The numbers of steps do not fit.
     ],
 )
-def test_waves_that_are_not_shared(tiles, steps, blocks, most):
-    assert remainder_of(tiles, steps, blocks, most) is None
+def test_waves_that_are_not_shared(tiles, steps, most):
+    assert remainder_of(tiles, 132, Sharing(steps=steps, most_parts=most, skew=9)) is None
 
 
-@pytest.mark.parametrize("tiles", [5, 6, 7])
+@pytest.mark.parametrize(
+    ("tile", "tiles", "steps", "found"),
+    [  # The tiles that are shared, and by how many blocks.
+        (LARGE, 800, 108, (140, 132)),  # 5120 x 13824 x 5120 on two devices: 6.06 waves.
+        (NARROW, 1600, 108, (148, 132)),
+        (LARGE, 800, 224, (8, 64)),  # Blocks would be too far apart along k.
+        (LARGE, 1080, 80, (24, 120)),
+        (LARGE, 2048, 64, None),  # 8192 x 8192 x 8192: 15.5 waves; half of one is gained.
+        (LARGE, 512, 224, None),  # 2048 x 28672 x 8192: 3.9 waves.
+    ],
+)
+def test_how_the_last_wave_is_shared(tile, tiles, steps, found):
+    tile = dataclasses.replace(tile, most_parts=8)
+    division = remainder_of(tiles, 132, sharing_of(tile, steps))
+    assert (division and (division.tiles, division.ranges)) == found
+    in_order = remainder_of(tiles, 132, sharing_of(tile, steps, full_waves=False))
+    assert in_order is None or in_order.tiles < in_order.ranges
+
+
+@pytest.mark.parametrize("tiles", [5, 6, 9])
 @pytest.mark.usefixtures("whatever_it_gains")
 def test_a_matmul_of_shared_tiles_is_exact(tiles):
     m, k, n = 128 * tiles, 64 * STEPS, 128
-    assert remainder_of(tiles, STEPS, 4, SHARED.most_parts) is not None
+    assert remainder_of(tiles, 4, sharing_of(SHARED, STEPS)) is not None
     lhs, rhs = cases.operands(m, k, n, seed=tiles)
     for seed in range(3):
         with st.simulate(seed=seed, core_count=4) as report:
@@ -151,11 +172,12 @@ def fused(name, devices, tiles, seed, *, own_last=True):
 @pytest.mark.parametrize("own_last", [True, False])
 @pytest.mark.parametrize(
     ("name", "devices", "tiles"),
-    [(name, 2, 2) for name in CONFIGS] + [slow(name, 4, 1) for name in CONFIGS],
+    [(name, 2, 2) for name in CONFIGS]
+    + [slow(name, *sizes) for name in CONFIGS for sizes in ((4, 1), (2, 5))],
 )
 @pytest.mark.usefixtures("whatever_it_gains")
 def test_fused_matmuls_of_shared_tiles_are_exact(name, devices, tiles, own_last):
-    assert remainder_of(devices * tiles, STEPS, 3, SHARED.most_parts) is not None
+    assert remainder_of(devices * tiles, 3, sharing_of(SHARED, STEPS)) is not None
     if name == "all_gather_matmul" and not own_last:
         pytest.skip("no tile has an owner")
     for seed in range(3):
@@ -208,7 +230,7 @@ def test_scaled_matmuls_of_shared_tiles_are_exact(name, kind):
     """Each block scales what it gives; and what the first chunk of a shard proves holds for all."""
     config = CONFIGS[name](tiles=EIGHT_BITS)
     shape = (128, 128 * 20, 256)
-    assert remainder_of(4, 20, 3, EIGHT_BITS.most_parts) is not None
+    assert remainder_of(4, 3, sharing_of(EIGHT_BITS, 20)) is not None
     for seed in range(2):
         with st.simulate(seed=seed, core_count=3) as report:
             out, want = scaled_cases.run(name, kind, 2, shape, config=config)
