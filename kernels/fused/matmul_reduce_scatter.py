@@ -67,7 +67,7 @@ class Config(AddConfig):
 
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
-    return Config(tiles=default_tiles(problem))
+    return Config(tiles=default_tiles(problem, scattered=True))
 
 
 def run(operands: Any, call: Call) -> jax.Array:

@@ -109,6 +109,7 @@ class TileConfig:
 
 
 LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
+SHARED = dataclasses.replace(LARGE, most_parts=8)
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
