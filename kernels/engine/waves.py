@@ -70,7 +70,7 @@ class Result:
         return self._remainder(tile) is not None
 
     def _remainder(self, tile: TileShape) -> Remainder | None:
-        if self.k is None:
+        if self.k is None or not self.in_lines:  # There it was not measured.
             return None
         sharing = remainder.sharing_of(tile, ceil_div(self.k, tile.tile_k))
         return remainder.remainder_of(self.tiles(tile), self.multiprocessors, sharing)
