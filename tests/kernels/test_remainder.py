@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import types
+from typing import Any
 
 import fused_cases as cases
 import jax
@@ -19,9 +21,10 @@ from selection import slow
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError
-from stretto.kernels.engine import remainder
+from stretto.kernels.engine import gates, remainder
 from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, TileConfig
-from stretto.kernels.engine.remainder import Remainder, Sharing, remainder_of, sharing_of
+from stretto.kernels.engine.parts import Arrival, Tile
+from stretto.kernels.engine.remainder import Part, Remainder, Sharing, remainder_of, sharing_of
 from stretto.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.local_matmul import local_matmul
 from stretto.kernels.operations import epilogues
@@ -280,3 +283,28 @@ def test_an_epilogue_of_shared_tiles(gated):
             out = program(lhs.astype(BF16), *(w.astype(BF16) for w in weights), bias)
         assert report.ok, str(report)
         np.testing.assert_array_equal(np.asarray(out), want)
+
+
+def test_a_part_waits_for_the_gates_before_it_too(monkeypatch):
+    """The first gate of a shard stands for its scales, which a part needs as a whole tile does."""
+    asked = []
+    tile = Tile(0, 0, 0, part=Part(first=5, steps=4, gives=1, given=0, takes=0, number=0))
+    block: Any = types.SimpleNamespace(
+        num_tiles=1,
+        tile=lambda i: tile,
+        k_tiles=lambda tile: tile.part.steps,
+        parts=types.SimpleNamespace(k_tiles=20),
+    )
+    barriers: Any = types.SimpleNamespace(at=range(gates.SLOTS))
+    arrival = Arrival(columns=256, wait=lambda tile, gate: asked.append(gate))
+
+    def loop(first, last, body, carry):
+        for i in range(first, last):
+            carry = body(i, carry)
+        return carry
+
+    monkeypatch.setattr(gates.lax, "fori_loop", loop)
+    for name in ("barrier_wait", "barrier_arrive"):
+        monkeypatch.setattr(gates.plgpu, name, lambda barrier: None)
+    gates.Gates(block, arrival, 128, opened=barriers, passed=barriers).poll(lambda: None)
+    assert asked == [0, 1, 2, 3, 4]  # Two tiles a gate: its own are those from 2 on.
