@@ -33,6 +33,7 @@ class Tiles(NamedTuple):
       adding_wide: for those of them in float32.
       adding_large: for other results that are added up, where `large` has no room for addends.
       adding_deep: the same with more stages, and narrower. None where an architecture has none.
+      scattering: for results that are scattered, too: of the last wave blocks share the tiles.
       narrow_fills: whether `narrow` is chosen where it fills the multiprocessors best; it was timed
         in 16 bits alone.
       gathering: what all-gather matmuls choose among beside those of large ones.
@@ -52,6 +53,7 @@ class Tiles(NamedTuple):
     tall_rows: int = 0
     adding_large: TileConfig | None = None
     adding_deep: TileConfig | None = None
+    scattering: tuple[TileConfig, ...] = ()
     narrow_fills: bool = True
     gathering: tuple[TileConfig, ...] = ()
 
@@ -64,8 +66,8 @@ class Tiles(NamedTuple):
         """`tall` if `rows` fill its tiles, else `large`."""
         return self.tall if self.tall is not None and self._suits(self.tall, rows) else self.large
 
-    def adding_for(self, result: Result, *, wide: bool) -> TileConfig:
-        """Those for results that are added up; `wide` are in float32.
+    def adding_for(self, result: Result, *, wide: bool, scattered: bool = False) -> TileConfig:
+        """Those for results that are added up; `wide` are in float32, `scattered` no all-reduce's.
 
         Of an architecture with an `adding_deep`, whichever tiles fill the multiprocessors best.
         """
@@ -76,7 +78,8 @@ class Tiles(NamedTuple):
         if wide or self.adding_deep is None:
             return large
         narrow = (self.narrow,) if self.narrow_fills else ()
-        return min(self.adding_deep, large, *narrow, key=result.time)
+        scattering = self.scattering if scattered else ()
+        return min(self.adding_deep, large, *narrow, *scattering, key=result.time)
 
     def _suits(self, tall: TileConfig, rows: int) -> bool:
         return rows >= self.tall_rows and _fill(tall, rows)
@@ -92,9 +95,15 @@ TILES = {
         large=hopper_tiles.LARGE,
         narrow=hopper_tiles.NARROW,
         narrowest=hopper_tiles.NARROWEST,
-        adding=(hopper_tiles.NARROW, hopper_tiles.LARGE, hopper_tiles.WIDE_RESULT),
+        adding=(
+            hopper_tiles.NARROW,
+            hopper_tiles.LARGE,
+            hopper_tiles.WIDE_RESULT,
+            hopper_tiles.SHARED,
+        ),
         adding_wide=hopper_tiles.WIDE_RESULT,
         adding_deep=hopper_tiles.WIDE_RESULT,
+        scattering=(hopper_tiles.SHARED,),
         gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW),
     ),
     BLACKWELL: Tiles(

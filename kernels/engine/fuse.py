@@ -31,11 +31,13 @@ from stretto.distributed.handshake import Handshake
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import gates, registers
+from stretto.kernels.engine import gates, joining, registers
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
+from stretto.kernels.engine.joining import Joining
 from stretto.kernels.engine.mainloop import Mainloop, Role
 from stretto.kernels.engine.parts import Parts, Ref, Transfer
+from stretto.kernels.engine.remainder import Remainder, Sharing, remainder_of
 from stretto.kernels.engine.transfers import Scratch
 
 WARPS_OF_A_WARPGROUP = 4
@@ -57,6 +59,7 @@ def fuse(
     team: Team | None,
     mainloop: Mainloop,
     num_tiles: int,
+    sharing: Sharing | None = None,
     operands: Mapping[str, Any],
     outs: Mapping[str, Any],
     symmetric: Mapping[str, Any] | None = None,
@@ -77,6 +80,8 @@ def fuse(
       team: the devices; None for a kernel on one.
       mainloop: what loads, multiplies and stores.
       num_tiles: at most so many there are (`Order.count`); the grid is made for them.
+      sharing: how blocks may share the tiles of the last wave, where `Parts.k_tiles` is a number
+        and there are just `num_tiles`.
       operands: this device's arrays, by name; each value is an array or a sequence of them.
       outs: shapes and types of the results, by name, likewise.
       symmetric: those of buffers that are not returned, likewise.
@@ -96,15 +101,19 @@ def fuse(
     Raises:
       ValueError: the parts or the main loop's roles are not those that were announced.
     """
-    memory = dict(**operands, **outs, **(symmetric or {}))
-    arrays = dict(semaphores or {})
-    if team is not None:
-        arrays["released"] = SemaphoreArray()
-    each = buffers if isinstance(buffers, Sequence) else [buffers]
-    transfer_scratch = {key: x for one in each for key, x in one.scratch().items()}
     cluster = mainloop.config.blocks
     num_blocks = residency.num_blocks_for(num_tiles, cluster)
     num_clusters = num_blocks // cluster
+    remainder = _remainder(mainloop, num_tiles, num_clusters, sharing)
+    made_of = {**outs, **_shared_memory(remainder, mainloop)}
+    memory = dict(**operands, **made_of, **(symmetric or {}))
+    arrays = dict(semaphores or {})
+    if team is not None:
+        arrays["released"] = SemaphoreArray()
+    if remainder is not None:
+        arrays["given_sums"] = joining.semaphores(remainder)
+    each = buffers if isinstance(buffers, Sequence) else [buffers]
+    transfer_scratch = {key: x for one in each for key, x in one.scratch().items()}
     calculates = transfer_registers is not None
     warps = mainloop.warps + (team is not None and not calculates) + waits
     of_warps = schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
@@ -116,7 +125,12 @@ def fuse(
         made = parts(Refs(num_blocks=num_blocks, num_clusters=num_clusters, **named, **shared))
         _check(name, made, team, mainloop, waits=waits, signals=signals)
         wait = _nothing if handshake is None else handshake.wait
-        block = Block.of(made, num_clusters, before_stores=wait if signals else _nothing)
+        block = Block.of(
+            made,
+            num_clusters,
+            before_stores=wait if signals else _nothing,
+            joining=_joining(remainder, named, rest),
+        )
         polled = _gates(block, mainloop, rest) if waits else None
         roles = [*mainloop.roles(block, polled, rest)]
         _check_roles(name, mainloop, roles)
@@ -136,7 +150,7 @@ def fuse(
         *jax.tree.leaves([*operands.values()]),
         name=name,
         team=team,
-        out_type=jax.tree.leaves([*outs.values()]),
+        out_type=jax.tree.leaves([*made_of.values()]),
         symmetric=jax.tree.leaves([*(symmetric or {}).values()]),
         num_blocks=num_blocks,
         num_threads=num_warpgroups,
@@ -146,6 +160,7 @@ def fuse(
             **transfer_scratch,
             **mainloop.scratch(),
             **(gates.scratch() if waits else {}),
+            **({} if remainder is None else joining.scratch(mainloop.warpgroups)),
         },
         # `released` and the transfer's `finish` close the kernel.
         waiting_warps=0 if team is None else 1 + waits + signals,
@@ -153,7 +168,43 @@ def fuse(
         compiler_params=compiler_params,
         interpret=interpret,
     )
-    return _named(outs, results)
+    found = _named(made_of, results)
+    return {key: found[key] for key in outs}
+
+
+def _remainder(
+    mainloop: Mainloop, num_tiles: int, num_clusters: int, sharing: Sharing | None
+) -> Remainder | None:
+    """How blocks share tiles; None where they do not.
+
+    They do not where an epilogue takes a matrix, whose pieces are loaded between stages.
+    """
+    beside = mainloop.product.beside
+    if sharing is None or (beside is not None and beside.has_matrix):
+        return None
+    return remainder_of(num_tiles, num_clusters, sharing)
+
+
+def _shared_memory(remainder: Remainder | None, mainloop: Mainloop) -> dict[str, Any]:
+    """The memory through which blocks give sums of tiles, where they share any."""
+    if remainder is None:
+        return {}
+    return dict(shared_sums=joining.memory(remainder, mainloop.config))
+
+
+def _joining(
+    remainder: Remainder | None, named: Mapping[str, Any], rest: Mapping[str, Any]
+) -> Joining | None:
+    """What joins the sums of tiles that blocks share."""
+    if remainder is None:
+        return None
+    return Joining(
+        remainder=remainder,
+        sums=named["shared_sums"],
+        given_sums=rest["given_sums"],
+        given=rest["given"],
+        joined=rest["joined"],
+    )
 
 
 def _named(memory: Mapping[str, Any], leaves: Sequence[Any]) -> dict[str, Any]:

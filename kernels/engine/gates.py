@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.schedule import Int, div, rem
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Arrival, Ref, Stream, Tile
+from stretto.kernels.engine.remainder import Part
 
 SLOTS = 4
 
@@ -70,7 +71,11 @@ class Gates:
                 # Publishes to the loading role that the operands have arrived.
                 plgpu.barrier_arrive(self.opened.at[slot])
 
-            lax.fori_loop(0, self._along(self.block.k_tiles(tile)), gate_loop, None)
+            first, end = self._of_tile(tile)
+            if tile.part is not None:
+                # What the first gates of the tile prove holds for all of it (scales).
+                lax.fori_loop(0, first, lambda gate, _: self.arrival.wait(tile, gate), None)
+            lax.fori_loop(first, end, gate_loop, None)
 
         with jax.named_scope("poll arrivals"):
             before()
@@ -81,16 +86,28 @@ class Gates:
         for slot in range(SLOTS):
             plgpu.barrier_arrive(self.passed.at[slot])  # All slots are free at the start.
 
-    def go_through(self, i: Int, k: jax.Array) -> None:
-        """Called by the loading role ahead of tile `k` along the contraction of its `i`-th tile."""
+    def go_through(self, i: Int, k: jax.Array, part: Part | None = None) -> None:
+        """Called by the loading role ahead of tile `k` along the contraction of its `i`-th tile.
 
-        @pl.when(rem(k, self.tiles_per_gate) == 0)
+        Or of a `part` of it.
+        """
+        is_gate = rem(k, self.tiles_per_gate) == 0
+        if part is not None:
+            is_gate |= k == part.first
+
+        @pl.when(is_gate)
         def _():
             slot = self._slot(i, div(k, self.tiles_per_gate))
             # The polling warp has seen the operands arrive, up to the next gate.
             plgpu.barrier_wait(self.opened.at[slot])
             # Publishes to the polling warp that the slot is free.
             plgpu.barrier_arrive(self.passed.at[slot])
+
+    def _of_tile(self, tile: Tile) -> tuple[Int, Int]:
+        """The first gate of a tile, or of this block's part of it, and the one after the last."""
+        first = 0 if tile.part is None else tile.part.first
+        along = self._along(first + self.block.k_tiles(tile))
+        return div(first, self.tiles_per_gate), along
 
     def _along(self, k_tiles: Int) -> Int:
         """Gates along a contraction of so many tiles."""

@@ -33,11 +33,13 @@ def load(
     parts = block.parts
 
     def load_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
+        first = 0 if tile.part is None else tile.part.first
+
         def k_loop(k: jax.Array, stage: jax.Array) -> jax.Array:
             # The products have read what the stage held.
             plgpu.barrier_wait(ring.empty.at[stage])
             if gates is not None:
-                gates.go_through(i, k)
+                gates.go_through(i, k, tile.part)
             # Each copy, once complete, publishes its tile to the warps that multiply.
             lhs, rhs = ring.arrivals(stage)
             parts.lhs.load(tile, k, ring.loaded_lhs.at[stage], lhs)
@@ -49,7 +51,7 @@ def load(
             return ring.next(stage)
 
         with jax.named_scope("load"):
-            stage = lax.fori_loop(0, block.k_tiles(tile), k_loop, stage)
+            stage = lax.fori_loop(first, first + block.k_tiles(tile), k_loop, stage)
         if of_tile is not None:
             of_tile(i, tile)
         return stage

@@ -154,7 +154,7 @@ class OwnersOrder:
         is_mixed = (in_mixed >= 0) & (in_mixed < mixed)
         is_own = (in_mixed >= mixed) | (is_mixed & (place == self.peers))
         number = where(is_mixed, lead + group * self.peers + place, index)
-        step, m, n, _ = self.locate_for_peers(where(is_own, 0, number))
+        step, m, n, *_ = self.locate_for_peers(where(is_own, 0, number))
         own = where(is_mixed, group, self.shard.tiles_per_shard - last_own + in_mixed - mixed)
         own_m, own_n = self._raster(where(is_own, own, 0))
         return Tile(
@@ -209,7 +209,7 @@ class GroupsOrder:
 
     def locate(self, index: Int) -> Tile:
         """The tile at `index`. Beyond the last one it is any."""
-        group, m, n, _ = self.groups.locate(index)
+        group, m, n, *_ = self.groups.locate(index)
         # There it must be a group in memory all the same.
         group = jnp.minimum(group, self.groups.steps - 1)
         return Tile(group, m, n, self.facts(group))

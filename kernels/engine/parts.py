@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine.remainder import Part
 from stretto.kernels.problem import epilogues
 from stretto.kernels.problem.scales import Granularity
 
@@ -37,12 +38,14 @@ class Tile(NamedTuple):
       step: the shard, peer or group that it belongs to, in the order of work.
       m, n: row and column of tiles within that.
       facts: what the order has read from memory about the tile, for the other parts.
+      part: what the block makes of it, where tiles are shared (`remainder`); None for all of it.
     """
 
     step: Int
     m: Int
     n: Int
     facts: tuple[Int, ...] = ()
+    part: Part | None = None
 
 
 class Order(Protocol):

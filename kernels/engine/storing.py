@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine import joining
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.parts import Ref, Sink, Tile
 
@@ -59,10 +61,18 @@ def store(
         for buffer in range(pieces.num_buffers):
             plgpu.barrier_arrive(pieces.free.at[buffer])  # All buffers are free at the start.
     block.before_stores()
-    sink = block.parts.sink
+    sink, shared = block.parts.sink, block.joining
 
     def store_tile(i: Int, tile: Tile, _: None) -> None:
         del i
+        if shared is None:
+            store_own(tile)
+        else:
+            joining.either(tile, functools.partial(shared.announce, tile), lambda: store_own(tile))
+
+    def store_own(tile: Tile) -> None:
+        if shared is not None:
+            shared.gather(tile)
         if bring is not None:
             bring(tile)
         if refill is None:

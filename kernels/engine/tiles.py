@@ -44,6 +44,11 @@ class TileShape(Protocol):
         """Tiles down a band of the raster (`orders.raster`)."""
         ...
 
+    @property
+    def most_parts(self) -> int:
+        """Blocks that share a tile of the last wave at most (`remainder`); 1 for none."""
+        ...
+
     def check(self) -> None:
         """Raises ValueError for a tile that the hardware cannot take."""
         ...

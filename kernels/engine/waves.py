@@ -1,8 +1,8 @@
 """How well tiles fill the multiprocessors: the waves of a product's tiles, and the time they take.
 
 Every block makes one tile at a time; all of them together make a *wave*. The last wave is seldom
-full, and takes as long as the others. Tiles of another width divide the result differently, and may
-leave less of the last wave empty.
+full, and takes as long as the others, unless blocks share its tiles (`remainder`). Tiles of another
+width divide the result differently, and may leave less of the last wave empty.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 
 from stretto.distributed.schedule import ceil_div
+from stretto.kernels.engine import remainder
+from stretto.kernels.engine.remainder import Remainder
 from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.problem.problem import Problem
@@ -31,7 +33,8 @@ sends beside a matmul, in a microsecond."""
 class Result:
     """A result that is made in tiles: `shards` of `rows` x `columns`, on so many multiprocessors.
 
-    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes.
+    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes. `k`:
+    the length of the contraction on a device; None for products whose tiles blocks do not share.
     """
 
     shards: int
@@ -39,6 +42,7 @@ class Result:
     columns: int
     multiprocessors: int
     in_lines: bool = True
+    k: int | None = None
 
     @classmethod
     def of(cls, problem: Problem, columns: int, k: int) -> Result:
@@ -49,12 +53,32 @@ class Result:
             columns=columns,
             multiprocessors=problem.machine.multiprocessors,
             in_lines=all(x * problem.types.itemsize % SWIZZLE_BYTES == 0 for x in (k, columns)),
+            k=k,
         )
 
     def waves(self, tile: TileShape) -> int:
         """Of all shards, in tiles of this shape."""
+        return ceil_div(self.tiles(tile), self.multiprocessors)
+
+    def tiles(self, tile: TileShape) -> int:
+        """Of all shards, of this shape."""
         of_a_shard = ceil_div(self.rows, tile.tile_m) * ceil_div(self.columns, tile.tile_n)
-        return ceil_div(self.shards * of_a_shard, self.multiprocessors)
+        return self.shards * of_a_shard
+
+    def shares(self, tile: TileShape) -> bool:
+        """Whether blocks share tiles of the last wave."""
+        return self._remainder(tile) is not None
+
+    def _remainder(self, tile: TileShape) -> Remainder | None:
+        if self.k is None or not self.in_lines:  # There it was not measured.
+            return None
+        sharing = remainder.sharing_of(tile, ceil_div(self.k, tile.tile_k))
+        return remainder.remainder_of(self.tiles(tile), self.multiprocessors, sharing)
+
+    def _waves_of_time(self, tile: TileShape) -> float:
+        """The waves, of which the last one is shorter if its tiles are shared."""
+        waves, shared = self.waves(tile), self._remainder(tile)
+        return waves if shared is None else waves - 1 + remainder.time(shared) / shared.steps
 
     def time(self, tile: TileShape) -> float:
         """Of the waves: elements of tiles that a multiprocessor makes, as if of 256 columns."""
@@ -62,7 +86,7 @@ class Result:
             cost = COSTS.get(tile.tile_n, 1.0)
         else:
             cost = (1 / tile.tile_m + 1 / tile.tile_n) / LARGE_LOADS
-        return self.waves(tile) * tile.tile_m * tile.tile_n * cost
+        return self._waves_of_time(tile) * tile.tile_m * tile.tile_n * cost
 
     def us(self, tile: TileShape, k: int) -> float:
         """Microseconds of the waves, where products are along `k`."""

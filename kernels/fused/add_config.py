@@ -76,6 +76,8 @@ class AddConfig:
             yield cls(unfused=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
         for tile in tiles_for(problem).adding:
+            if problem is not None and tile.most_parts > 1 and not result_of(problem).shares(tile):
+                continue  # It is another one of them.
             for pull_slots, own_last in options:
                 config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
                 needed = config.smem_bytes(itemsize)
@@ -103,10 +105,10 @@ def result_of(problem: Problem) -> Result:
     return Result.of(problem, problem.sizes["n"], k)
 
 
-def default_tiles(problem: Problem) -> TileConfig:
+def default_tiles(problem: Problem, *, scattered: bool = False) -> TileConfig:
     """The tiles for a problem that no table has."""
     tiles, result = tiles_for(problem), result_of(problem)
     is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
     if is_known and result.waves(tiles.adding[0]) == 1:
         return tiles.adding[0]
-    return tiles.adding_for(result, wide=problem.types.out == "float32")
+    return tiles.adding_for(result, wide=problem.types.out == "float32", scattered=scattered)

@@ -26,6 +26,7 @@ from stretto.kernels.engine.parts import (
     Transfer,
     elementwise,
 )
+from stretto.kernels.engine.remainder import sharing_of
 from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
@@ -187,6 +188,7 @@ def launch(
         team=team,
         mainloop=mainloop_of(shape, _product(kernel, lhs, rhs, outs)),
         num_tiles=gather.order.num_tiles,
+        sharing=sharing_of(shape, gather.k_tiles),
         operands=dict(
             lhs=lhs,
             rhs=rhs,

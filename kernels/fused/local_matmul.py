@@ -20,6 +20,7 @@ from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import ShardOrder
 from stretto.kernels.engine.parts import Parts, Product, Scales, Tile
+from stretto.kernels.engine.remainder import sharing_of
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import TileShape
@@ -103,6 +104,7 @@ def local_matmul(
         team=None,
         mainloop=mainloop(config, product),
         num_tiles=order.num_tiles,
+        sharing=sharing_of(config, schedule.ceil_div(k, config.tile_k)),
         operands=dict(lhs=lhs, rhs=rhs, **own),
         outs=dict(out=jax.ShapeDtypeStruct((m, n), out_dtype)),
         interpret=interpret,

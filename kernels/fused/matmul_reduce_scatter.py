@@ -45,6 +45,7 @@ from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
 from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Transfer
+from stretto.kernels.engine.remainder import sharing_of
 from stretto.kernels.engine.scales import Scaling, load_arranged_rows, load_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
@@ -66,7 +67,7 @@ class Config(AddConfig):
 
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
-    return Config(tiles=default_tiles(problem))
+    return Config(tiles=default_tiles(problem, scattered=True))
 
 
 def run(operands: Any, call: Call) -> jax.Array:
@@ -263,6 +264,8 @@ def launch(
         team=team,
         mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
+        # With a lag the tiles of a full wave are rotated (`OwnersOrder`).
+        sharing=sharing_of(shape, segments.total, full_waves=config.own_lag is None),
         operands=dict(
             lhs=lhs,
             rhs=rhs,

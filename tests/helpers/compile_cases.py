@@ -40,7 +40,7 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.collectives import combine, dispatch, summed_norm_by_heap
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
-from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8
+from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8, SHARED
 from stretto.kernels.fused import (
     attention_config,
     attention_derivative,
@@ -60,6 +60,7 @@ EXPERTS = ("expert_dispatch", "expert_combine", "mixture_of_experts")
 MIDDLING = (2048, 1024, 2048)
 README = (1024, 512, 2048)  # On its first page.
 ODD = (2006, 1040, 2064)  # With rows of multiples of 16 bytes.
+SHARES = (5120, 5120, 5120)  # In whose last wave blocks share tiles (`engine/remainder.py`).
 type Program = tuple[str, Callable, list[jax.ShapeDtypeStruct]]
 
 
@@ -103,7 +104,10 @@ def more_variants(name: str) -> Iterator[Program]:
     """The default configuration in other settings."""
     four = aot.mesh_of_gpus((4,), ("x",))
     square = aot.mesh_of_gpus((2, 2), ("x", "y"))
-    yield "two devices", *fused(name, aot.mesh_of_gpus((2,), ("x",)))
+    two = aot.mesh_of_gpus((2,), ("x",))
+    yield "two devices", *fused(name, two)
+    shared = OPERATIONS[name].kernels[0].Config(tiles=SHARED)
+    yield "shared tiles", *fused(name, two, SHARES, config=shared)
     yield "float32 out of float16", *fused(name, four, dtype=jnp.float16, out_dtype=jnp.float32)
     yield "second axis", *fused(name, square, axis="y")
     yield "tuple of axes", *fused(name, square, axis=("x", "y"))

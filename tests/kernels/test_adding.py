@@ -69,7 +69,7 @@ def test_an_arrival_that_is_left_out_is_a_deadlock(barriers, devices, name):
     ("sizes", "out", "columns"),
     [
         ((8192, 8192, 8192), "bfloat16", 192),  # 21 waves, in place of 16 of 256 columns
-        ((5120, 13824, 5120), "bfloat16", 128),  # 13, in place of 7 and of 9 of 192
+        ((5120, 13824, 5120), "bfloat16", 256),  # 6 and the steps of 8 tiles, by all blocks
         ((2048, 28672, 8192), "bfloat16", 256),  # 4, in place of 6 of 192
         ((2048, 28672, 8192), "float32", 192),
         ((1000, 8192, 2048), "bfloat16", 128),  # 128 tiles, of which a block has one

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Entry, Table
-from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, WIDE_RESULT
+from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, SHARED, WIDE_RESULT
 from stretto.kernels.engine.waves import Result
 from stretto.kernels.fused import (
     all_gather_matmul,
@@ -80,6 +80,35 @@ def test_the_order_of_the_times_is_the_measured_one(made, measured):
         found = made.time(TILES[one]) / made.time(TILES[other])
         assert (found > 1) == (expected > 1)
         assert found == pytest.approx(expected, abs=0.03)
+
+
+def test_a_shared_last_wave_takes_as_long_as_measured():
+    made = result(1, 5120, 5120)
+    of_k = dataclasses.replace(made, k=6912)
+    assert made.time(SHARED) == of_k.time(LARGE) == made.time(LARGE)  # Without k nothing is shared.
+    measured = {SHARED: 583, LARGE: 659, NARROW: 615}  # On two H200s, in one run.
+    for one, other in itertools.combinations(measured, 2):
+        expected = measured[one] / measured[other]
+        assert of_k.time(one) / of_k.time(other) == pytest.approx(expected, abs=0.02)
+    odd = dataclasses.replace(of_k, in_lines=False)
+    assert not odd.shares(SHARED) and odd.time(SHARED) == odd.time(LARGE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ((5120, 13824, 5120), True),
+        ((8192, 8192, 8192), False),  # 15.5 waves: as measured, nothing is gained.
+        ((2048, 28672, 8192), False),
+        ((5120, 13824, 5128), False),  # Rows that begin within a line.
+    ],
+)
+def test_where_a_reduce_scatter_shares_its_last_wave(sizes, shares):
+    of_these = problem("matmul_reduce_scatter", *sizes)
+    found = OPERATIONS["matmul_reduce_scatter"].kernels[0].default(of_these)
+    assert (found.tiles == SHARED) == shares
+    tried = {config.tiles for config in matmul_reduce_scatter.Config.candidates(of_these)}
+    assert (SHARED in tried) == shares
 
 
 def test_where_rows_begin_within_a_line_narrow_tiles_cost_what_they_load():

@@ -41,6 +41,11 @@ class TileConfig:
     store_buffers: int = 2
 
     @property
+    def most_parts(self) -> int:
+        """Every tile is made by one block, or one pair of them."""
+        return 1
+
+    @property
     def takes_edges(self) -> bool:
         """Matrices must be made of whole 8 x 64 tiles."""
         return False

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
-from stretto.distributed.schedule import Int, div
+from stretto.distributed.schedule import Int, div, where
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.folding import Folding
 from stretto.kernels.engine.hopper.pieces import Pieces
@@ -89,7 +89,9 @@ class Adding:
         """The number of a tile's addends but for the last."""
         if self.addends.most == 1:
             return 0
-        return jnp.maximum(self.addends.count(tile) - 1, 0)
+        before_last = jnp.maximum(self.addends.count(tile) - 1, 0)
+        # To what a block makes of another's tile, that one adds them.
+        return before_last if tile.part is None else where(tile.part.gives == 1, 0, before_last)
 
     def add_last(self, piece: jax.Array, tile: Tile, index: int, half: jax.Array) -> jax.Array:
         """A piece of a tile's total, and of its last addend, if it has one.

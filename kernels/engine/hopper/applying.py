@@ -18,7 +18,7 @@ Vectors are loaded after a tile's last stage, as scales are (`scaling`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int, div, rem
+from stretto.kernels.engine import joining
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Beside, BesideParts, Parts, Ref, Tile
@@ -78,8 +79,10 @@ class Applying:
 
     def load_vectors(self, i: Int, tile: Tile) -> None:
         """Called in the loading warp, after the stages of the block's `i`-th tile."""
-        if not self.vectors:
-            return
+        if self.vectors:
+            joining.unless_given(tile, lambda: self._load_vectors(i, tile))
+
+    def _load_vectors(self, i: Int, tile: Tile) -> None:
         # Both multiplying warpgroups have read the vectors of the tile before.
         pl.when(i > 0)(lambda: plgpu.barrier_wait(self.empty))
         for load, vector in zip(self.parts.vectors, self.vectors, strict=True):
@@ -118,14 +121,19 @@ class Applying:
             # The stores of the piece that was in the buffer have read it.
             plgpu.barrier_wait(self.pieces.free.at[buffer])
 
-    def piece(self, total: jax.Array, index: int, half: jax.Array) -> jax.Array:
-        """The piece of the result at `index`, of this warpgroup's `total`; in float32."""
+    def piece(
+        self, total: Callable[[slice, slice], jax.Array], index: int, half: jax.Array
+    ) -> jax.Array:
+        """The piece of the result at `index`; in float32.
+
+        `total` is called with rows and columns of this warpgroup's total.
+        """
         pieces, place = self.pieces, self.pieces.places[index]
         rows, columns = pieces.within_half(place)
-        products = [total[rows, columns]]
+        products = [total(rows, columns)]
         if self.beside.gated:
-            width = total.shape[1] // 2
-            products.append(total[rows, slice(columns.start + width, columns.stop + width)])
+            width = pieces.config.tile_n // 2
+            products.append(total(rows, slice(columns.start + width, columns.stop + width)))
         first_row, first_column = pieces.within_tile(place, half)
         vectors = iter(self.vectors)
         seen = []

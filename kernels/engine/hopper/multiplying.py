@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int
+from stretto.kernels.engine import joining
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.applying import Applying
@@ -26,20 +29,34 @@ def multiply(
 
     `applying` is an epilogue that takes more than the total.
     """
+    shared = block.joining
     for stage in range(ring.num_stages):
         plgpu.barrier_arrive(ring.empty.at[stage])  # The whole ring is free at the start.
 
     def make_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
         del i
         total, stage = folding.total(tile, stage)
+        if shared is None:
+            hand_over(tile, total)
+        else:
+            first_row = lax.axis_index(THREAD_AXIS) * pieces.half_rows
+            joining.either(
+                tile,
+                functools.partial(shared.give, tile, total, first_row),
+                lambda: hand_over(tile, total),
+            )
+        return stage
+
+    def hand_over(tile: Tile, total: jax.Array) -> None:
         with jax.named_scope("hand over"):
+            if shared is not None:
+                shared.await_others(tile)
             if applying is not None:
                 applying.begin()
             for index in range(len(pieces.places)):
                 _hand_over(block, pieces, tile, index, total, folding, applying)
             if applying is not None:
                 applying.end()
-        return stage
 
     block.for_each_tile(make_tile, jnp.int32(0))
 
@@ -56,11 +73,19 @@ def _hand_over(
     """Puts a piece of this warpgroup's half where the storing warp takes it from."""
     place, buffer = pieces.places[index], index % pieces.num_buffers
     half, epilogue = lax.axis_index(THREAD_AXIS), block.parts.epilogue
+
+    def summed(rows: slice, columns: slice) -> jax.Array:
+        piece = total[rows, columns]
+        if block.joining is None:
+            return piece
+        row, column = pieces.within_tile((rows.start, columns.start), half)
+        return block.joining.joined_piece(piece, tile, row, column)
+
     if applying is not None:
         applying.wait_for_buffer(buffer)
-        piece = applying.piece(total, index, half)
+        piece = applying.piece(summed, index, half)
     else:
-        piece = total[pieces.within_half(place)]
+        piece = summed(*pieces.within_half(place))
         if isinstance(folding, Adding):
             piece = folding.add_last(piece, tile, index, half)
         else:

@@ -24,6 +24,8 @@ class TileConfig:
       raster_width: tiles down a band of the raster (`orders.raster`).
       store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
         results over in; with enough for a whole tile, it waits for no store.
+      most_parts: blocks that share a tile of the last wave at most, where that is faster
+        (`remainder`); 1 for none.
     """
 
     architecture: ClassVar[str] = HOPPER
@@ -34,6 +36,7 @@ class TileConfig:
     num_stages: int = 3
     raster_width: int = 16
     store_buffers: int = 4
+    most_parts: int = 1
 
     @property
     def warpgroups(self) -> int:
@@ -60,7 +63,12 @@ class TileConfig:
             raise ValueError(
                 f"tile_k={self.tile_k} must be 64, or 128 of 8 bits: a row of the 128 byte swizzle."
             )
-        for name, least in (("num_stages", 2), ("raster_width", 1), ("store_buffers", 1)):
+        for name, least in (
+            ("num_stages", 2),
+            ("raster_width", 1),
+            ("store_buffers", 1),
+            ("most_parts", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
         most = (128, 256) if self.warpgroups == 2 else (192, 128)
@@ -101,6 +109,7 @@ class TileConfig:
 
 
 LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
+SHARED = dataclasses.replace(LARGE, most_parts=8)
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)

@@ -56,6 +56,11 @@ class AttentionTiles:
         return False
 
     @property
+    def most_parts(self) -> int:
+        """Blocks share no tile."""
+        return 1
+
+    @property
     def raster_width(self) -> int:
         """Tiles are in another order (`AttentionOrder`)."""
         return 1

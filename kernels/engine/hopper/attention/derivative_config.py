@@ -65,6 +65,11 @@ class DerivativeTiles:
         return False
 
     @property
+    def most_parts(self) -> int:
+        """Blocks share no tile."""
+        return 1
+
+    @property
     def raster_width(self) -> int:
         """Tiles are in another order."""
         return 1
