@@ -129,7 +129,7 @@ class TestErrors:
             (dict(num_stages=1), "num_stages=1 must be at least 2"),
             (dict(raster_width=0), "raster_width=0 must be at least 1"),
             (dict(store_buffers=0), "store_buffers=0 must be at least 1"),
-            (dict(tile_m=256, tile_n=256), "256 x 256 needs more registers"),
+            (dict(tile_m=512, tile_n=256), "512 x 256 needs more registers"),
             (dict(num_stages=12), r"needs \d+ bytes of shared memory and a block has"),
         ]:
             config = kind(tiles=TileConfig(**tiles))

@@ -205,7 +205,7 @@ def test_operands_that_have_no_scales():
             dataclasses.replace(LARGE_FP8, tile_m=192),
             one(),
             ValueError,
-            "192 x 256 needs more registers than 3 warpgroups have; at most 192 x 128",
+            "tile_m=192 must be a multiple of 128, or 192; twice that",
         ),
         (dataclasses.replace(BLOCKS, tile_m=64), one(), ValueError, "multiple of 128, or 192"),
         (dataclasses.replace(LARGE_FP8, num_stages=5), one(), ValueError, "of shared memory and"),
