@@ -120,9 +120,7 @@ class Edges(TypedDict):
     rhs_in_groups: bool
 
 
-def edges(
-    tiles: TileShape, *, lhs: Any, rhs: Any, out: Any, rhs_transposed: bool = False
-) -> Edges:
+def edges(tiles: TileShape, *, lhs: Any, rhs: Any, out: Any, rhs_transposed: bool = False) -> Edges:
     """Which of the matrices, padded or made for `tiles`, have edges.
 
     Each is an array or its shape and type, or several of these. And whether rhs is given in groups

@@ -72,19 +72,12 @@ def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
     if isinstance(barrier, Halves):
         _fill_half(window, stage, barrier)
         return
-    options, arrival = {}, barrier
     if isinstance(barrier, OwnRows):
         half = window.shape[barrier.axis] // 2
         own = pl.ds(block_in_cluster() * half, half)
-        window, arrival = window.at[(slice(None),) * barrier.axis + (own,)], barrier.barrier
-    elif isinstance(barrier, Shared):
-        arrival, options = barrier.barrier, dict(collective_axes=CLUSTER_AXIS)
-
-    def copy(part: Ref, place: Ref) -> None:
-        plgpu.copy_gmem_to_smem(part, place, arrival, **options)
-
+        window, barrier = window.at[(slice(None),) * barrier.axis + (own,)], barrier.barrier
     if len(stage.shape) == len(window.shape):
-        copy(window, stage)
+        copy(window, stage, barrier)
         return
     down, across, rows, columns = stage.shape
     in_groups = len(window.shape) == 3
@@ -94,13 +87,21 @@ def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
             own_columns = pl.ds(column * columns, columns)
             if in_groups:  # Two of which each block loads one.
                 two = pl.ds(2 * row, 2)
-                copy(window.at[two, pl.ds(0, rows), own_columns], stage.at[two, column])
+                copy(window.at[two, pl.ds(0, rows), own_columns], stage.at[two, column], barrier)
             else:
                 part = window.at[pl.ds(row * rows, rows), own_columns]
-                copy(part, stage.at[row, column])
+                copy(part, stage.at[row, column], barrier)
 
     # Unrolled it would take more registers.
     lax.fori_loop(0, down // 2 if in_groups else down, fill_row, None)
+
+
+def copy(window: Ref, place: Ref, barrier: Ref | Shared) -> None:
+    """Starts one copy of a window of global memory, or this block's half of one for both."""
+    if isinstance(barrier, Shared):
+        plgpu.copy_gmem_to_smem(window, place, barrier.barrier, collective_axes=CLUSTER_AXIS)
+    else:
+        plgpu.copy_gmem_to_smem(window, place, barrier)
 
 
 def _fill_half(window: Ref, stage: Ref, barrier: Halves) -> None:

@@ -94,13 +94,13 @@ class _Kernel:
         )
 
     def _rhs(self, refs: Refs) -> Stream:
-        window = self.gather.rhs_window
-        if self.taken is not None and self.taken.gated:
-            of_half = functools.partial(window, pairs.halved(self.shape))
-            return pairs.pair_along_n(refs.rhs, self.shape, self.options.rhs_transposed, of_half)
-        window = functools.partial(window, self.shape)
+        gated = self.taken is not None and self.taken.gated
+        shape = pairs.halved(self.shape) if gated else self.shape
+        window = functools.partial(self.gather.rhs_window, shape)
         if self.rhs_in_groups:
             window = in_groups(window)
+        if gated:
+            return pairs.pair_along_n(refs.rhs, self.shape, self.options.rhs_transposed, window)
         return streams.along_n(refs.rhs, self.columns, window)
 
     def _beside(self, refs: Refs) -> BesideParts | None:

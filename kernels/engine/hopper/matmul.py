@@ -73,11 +73,6 @@ class Matmul:
             )
         product = self.product
         beside = product.beside
-        if beside is not None and self._is_pair:
-            raise NotImplementedError(
-                "an epilogue with arrays, or of two products, is built for tiles of one block, and"
-                f" the tiles are {self.config}."
-            )
         others = product.fold is not Sum or product.scales not in (None, "row")
         # Pieces of a matrix are loaded whole, to buffers from which they may be stored in part.
         whole = product.ragged or product.scales is not None

@@ -11,6 +11,7 @@ from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.scales import BLOCK, SCALE_BYTES, Granularity
 
 PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
+BLOCK_ROWS = 128, 192  # that one block makes of a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,14 +19,13 @@ class TileConfig:
     """How a matmul is cut up.
 
     Attributes:
-      tile_m, tile_n, tile_k: the tile, in elements; its rows are split between the multiplying
-        warpgroups, of one block or of a pair.
+      tile_m, tile_n, tile_k: the tile, in elements. Its rows are split between the multiplying
+        warpgroups: of one block, or of 256 and 384 rows of a pair, two neighbouring
+        multiprocessors that load each tile of rhs once for both.
       num_stages: depth of the ring of lhs and rhs tiles.
       raster_width: tiles down a band of the raster (`orders.raster`).
       store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
         results over in; with enough for a whole tile, it waits for no store.
-      pair: two blocks, on neighbouring multiprocessors, make a tile together, half of its rows
-        each. They load each tile of rhs once for both.
     """
 
     architecture: ClassVar[str] = HOPPER
@@ -36,7 +36,6 @@ class TileConfig:
     num_stages: int = 3
     raster_width: int = 16
     store_buffers: int = 4
-    pair: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -45,8 +44,8 @@ class TileConfig:
 
     @property
     def blocks(self) -> int:
-        """That make a tile together, an equal part of its rows each."""
-        return 2 if self.pair else 1
+        """That make a tile together, an equal part of its rows each: one, or a pair."""
+        return 1 if self.tile_m <= max(BLOCK_ROWS) else 2
 
     @property
     def rows(self) -> int:
@@ -60,9 +59,9 @@ class TileConfig:
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
-        if self.tile_m % self.blocks or self.rows % (64 * self.warpgroups):
+        if self.tile_m % self.blocks or self.rows not in BLOCK_ROWS:
             raise ValueError(
-                f"tile_m={self.tile_m} must be a multiple of 128, or 192; twice that for a pair."
+                f"tile_m={self.tile_m} must be 128 or 192, or twice that for a pair of blocks."
             )
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
