@@ -17,7 +17,7 @@ import stretto as st
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.hopper import matmul
-from stretto.kernels.engine.hopper.tile_config import BLOCKS_BY_THREE, PAIR_FP8, TileConfig
+from stretto.kernels.engine.hopper.tile_config import BLOCKS_BY_THREE, TileConfig
 from stretto.kernels.fused import (
     all_gather_matmul,
     grouped_matmul,
@@ -26,6 +26,7 @@ from stretto.kernels.fused import (
 )
 from stretto.kernels.fused.local_matmul import local_matmul
 
+PAIR_FP8 = TileConfig(tile_m=256, tile_k=128)
 SMALL = dataclasses.replace(PAIR_FP8, tile_n=192, num_stages=2, store_buffers=1)
 BLOCKS = dataclasses.replace(BLOCKS_BY_THREE, tile_m=384, num_stages=2)
 CONFIGS = {
@@ -142,8 +143,9 @@ def test_a_block_that_does_not_wait_for_the_other_ends_too_early(monkeypatch):
 @pytest.mark.parametrize(
     ("tiles", "message"),
     [
-        (dict(tile_m=512), "512 x 256 needs more registers than two blocks of 2 multiplying"),
-        (dict(tile_m=192), "tile_m=192 must be a multiple of 128, or 192; twice that for tiles"),
+        (dict(tile_m=384, tile_n=192), "192 x 192 needs more registers than 3 warpgroups have"),
+        (dict(tile_m=512), "tile_m=512 must be 128 or 192, or twice that for a pair"),
+        (dict(tile_m=257), "tile_m=257 must be 128 or 192"),
     ],
 )
 def test_tiles_that_no_two_blocks_make(tiles, message):
