@@ -7,7 +7,9 @@
 | of any other | with its columns filled up to such rows: a copy |
 
 Rows that are no multiples of 128 bytes cost more to load: each row of a tile then lies in two lines of
-the L2. A matrix that is used often could be copied to such rows all the same; by default none is (`REUSE`).
+the L2. Of rhs a pair of blocks, which load its tiles for each other, asks for half of them
+(`Tiles.sharing`). A matrix that is used often could be copied to such rows all the same; by default
+none is (`REUSE`).
 
 Along a dimension of one 8 x 64 tile Mosaic GPU ignores the index, so a store past the edge, which
 should be dropped, would land in the first tile (seen on H100s with JAX 0.11.2). A main loop that takes
@@ -24,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from stretto.kernels.engine.shared_memory import row_elements
-from stretto.kernels.engine.tiles import GROUP_ROWS, TileShape
+from stretto.kernels.engine.tiles import TileShape
 
 # Multiples that the rows and the columns of a 16 bit operand of whole tiles have.
 ROWS = 8
@@ -117,39 +119,19 @@ class Edges(TypedDict):
     lhs_edges: bool
     rhs_edges: bool
     out_edges: bool
-    rhs_in_groups: bool
 
 
-def edges(tiles: TileShape, *, lhs: Any, rhs: Any, out: Any, rhs_transposed: bool = False) -> Edges:
+def edges(tiles: TileShape, *, lhs: Any, rhs: Any, out: Any) -> Edges:
     """Which of the matrices, padded or made for `tiles`, have edges.
 
-    Each is an array or its shape and type, or several of these. And whether rhs is given in groups
-    of rows: where two blocks copy them for each other, a copy of two groups is one for each block.
+    Each is an array or its shape and type, or several of these.
     """
 
     def has_edges(matrix: Any) -> bool:
         whole = all(is_whole(x.shape, x.dtype) for x in jax.tree.leaves(matrix))
         return tiles.takes_edges and not whole
 
-    rhs_edges = has_edges(rhs)
-    by_pair = tiles.blocks > 1 and not rhs_transposed and tiles.tile_n > columns_of(_dtype(rhs))
-    whole = all(x.shape[-2] % GROUP_ROWS == 0 for x in jax.tree.leaves(rhs))
-    return Edges(
-        lhs_edges=has_edges(lhs),
-        rhs_edges=rhs_edges,
-        out_edges=has_edges(out),
-        rhs_in_groups=rhs_edges and by_pair and whole,
-    )
-
-
-def in_groups(x: jax.Array) -> jax.Array:
-    """A matrix `[..., rows, columns]` as `[..., rows / 8, 8, columns]`, which is no copy."""
-    *leading, rows, columns = x.shape
-    return x.reshape(*leading, rows // GROUP_ROWS, GROUP_ROWS, columns)
-
-
-def _dtype(matrices: Any) -> jax.typing.DTypeLike:
-    return jax.tree.leaves(matrices)[0].dtype
+    return Edges(lhs_edges=has_edges(lhs), rhs_edges=has_edges(rhs), out_edges=has_edges(out))
 
 
 def pad_parts(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:

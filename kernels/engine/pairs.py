@@ -52,7 +52,7 @@ def fill(
         own = pl.ds(index * columns, columns)
         if transposed:
             stages.copy(half, stage.at[own], barrier)
-        elif len(stage.shape) == 4:
+        elif len(stage.shape) > len(half.shape):
             across = stage.shape[1] // len(windows)
             stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
         else:

@@ -277,7 +277,6 @@ class Product:
       ragged: the sink stores some tiles in part (`Sink.rows`).
       lhs_edges, rhs_edges, out_edges: the matrix is not made of whole 8 x 64 tiles
         (`padding.is_whole`); a ragged product's result must be.
-      rhs_in_groups: rhs has edges, and is given as `[k / 8, 8, n]` (`tiles.in_groups`).
       fold: the kind of `Parts.fold`.
       scales: the granularity of `Parts.scales`; None without them.
       beside: what `Parts.beside` takes, in place of an `epilogue`; None without it.
@@ -292,7 +291,6 @@ class Product:
     lhs_edges: bool = False
     rhs_edges: bool = False
     out_edges: bool = False
-    rhs_in_groups: bool = False
     fold: type[Fold] = Sum
     scales: Granularity | None = None
     beside: Beside | None = None

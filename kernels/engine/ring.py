@@ -32,7 +32,7 @@ from stretto.kernels.engine.shared_memory import (
     with_edges,
 )
 from stretto.kernels.engine.stages import Arriving, Halves, OwnRows, Shared
-from stretto.kernels.engine.tiles import GROUP_ROWS, TileShape
+from stretto.kernels.engine.tiles import TileShape
 
 
 class StageScales(Protocol):
@@ -201,8 +201,7 @@ def copies_of_rhs(shape: TileShape, product: Product) -> int:
     """The copies that a tile of rhs, or of a pair of them, is loaded by."""
     row = row_elements(product.rhs)
     if product.rhs_edges and not product.rhs_transposed and shape.tile_n != row:
-        groups_of_a_copy = 2 if product.rhs_in_groups else 1
-        return shape.tile_k // GROUP_ROWS // groups_of_a_copy * (shape.tile_n // row)
+        return shape.tile_k // 8 * (shape.tile_n // row)
     if product.beside is not None and product.beside.gated:
         return copies_of_pair(shape, product.rhs_transposed)
     return 1

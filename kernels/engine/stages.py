@@ -66,8 +66,8 @@ type Arriving = Ref | Halves | OwnRows | Shared
 def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
     """Starts the copy of a window of global memory, or of this block's half of it, to `stage`.
 
-    A stage of four dimensions takes the window, of rows and columns or of groups of rows, in tiles
-    of rows and columns, which arrive one by one, or two by two.
+    A stage of four dimensions takes the window in tiles of rows and columns, which arrive one by
+    one.
     """
     if isinstance(barrier, Halves):
         _fill_half(window, stage, barrier)
@@ -80,20 +80,13 @@ def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
         copy(window, stage, barrier)
         return
     down, across, rows, columns = stage.shape
-    in_groups = len(window.shape) == 3
 
     def fill_row(row: jax.Array, _: None) -> None:
         for column in range(across):
-            own_columns = pl.ds(column * columns, columns)
-            if in_groups:  # Two of which each block loads one.
-                two = pl.ds(2 * row, 2)
-                copy(window.at[two, pl.ds(0, rows), own_columns], stage.at[two, column], barrier)
-            else:
-                part = window.at[pl.ds(row * rows, rows), own_columns]
-                copy(part, stage.at[row, column], barrier)
+            part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
+            copy(part, stage.at[row, column], barrier)
 
-    # Unrolled it would take more registers.
-    lax.fori_loop(0, down // 2 if in_groups else down, fill_row, None)
+    lax.fori_loop(0, down, fill_row, None)  # Unrolled it would take more registers.
 
 
 def copy(window: Ref, place: Ref, barrier: Ref | Shared) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from jax.experimental import pallas as pl
 
-from stretto.distributed.schedule import Int, div
+from stretto.distributed.schedule import Int
 
 type Window = tuple[pl.Slice, pl.Slice]
-
-GROUP_ROWS = 8  # contiguous in a swizzled tile
 
 
 class TileShape(Protocol):
@@ -62,17 +59,6 @@ def rhs_window(shape: TileShape, k: Int, n: Int, transposed: bool = False) -> Wi
     rows = pl.ds(k * shape.tile_k, shape.tile_k)
     columns = pl.ds(n * shape.tile_n, shape.tile_n)
     return (columns, rows) if transposed else (rows, columns)
-
-
-def in_groups(window: Callable[..., tuple]) -> Callable[..., tuple]:
-    """`window`, whose last two slices are rows and columns, of the matrix as `[rows / 8, 8, columns]`."""  # noqa: E501
-
-    def of(*place: Any) -> tuple:
-        *leading, rows, columns = window(*place)
-        groups = pl.ds(div(rows.start, GROUP_ROWS), rows.size // GROUP_ROWS)
-        return *leading, groups, pl.ds(0, GROUP_ROWS), columns
-
-    return of
 
 
 def piece_window(

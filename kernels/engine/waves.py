@@ -22,6 +22,9 @@ LARGE_LOADS = 1 / 128 + 1 / 256
 within a line of the L2, loads limit the product: an all-reduce of 6610 x 12796 x 2442 took 1.3 of
 the time with 128 columns, whose waves are as long, an all-gather of 1000 x 3072 x 8208 1.2 with 192
 and 1.4 with 256."""
+PAIR = 1.2
+"""Time of a pair's tile over that by its loads: two blocks wait for each other. On two H200s a pair
+took 1.05 of the time of two blocks at 1024 x 3072 x 8192, and 0.93 at 1000 x 3072 x 8208."""
 STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
 """Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
 sends beside a matmul, in a microsecond."""
@@ -31,7 +34,8 @@ sends beside a matmul, in a microsecond."""
 class Result:
     """A result that is made in tiles: `shards` of `rows` x `columns`, on so many multiprocessors.
 
-    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes.
+    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes, and
+    `rhs_in_lines`: of rhs.
     """
 
     shards: int
@@ -39,6 +43,7 @@ class Result:
     columns: int
     multiprocessors: int
     in_lines: bool = True
+    rhs_in_lines: bool = True
 
     @classmethod
     def of(cls, problem: Problem, columns: int, k: int) -> Result:
@@ -48,13 +53,14 @@ class Result:
             rows=ceil_div(problem.sizes["m"], problem.devices),
             columns=columns,
             multiprocessors=problem.machine.multiprocessors,
-            in_lines=all(x * problem.types.itemsize % SWIZZLE_BYTES == 0 for x in (k, columns)),
+            in_lines=_fills_lines(k, problem) and _fills_lines(columns, problem),
+            rhs_in_lines=_fills_lines(columns, problem),
         )
 
     def waves(self, tile: TileShape) -> int:
         """Of all shards, in tiles of this shape."""
         of_a_shard = ceil_div(self.rows, tile.tile_m) * ceil_div(self.columns, tile.tile_n)
-        return ceil_div(self.shards * of_a_shard, self.multiprocessors)
+        return ceil_div(self.shards * of_a_shard, self.multiprocessors // tile.blocks)
 
     def time(self, tile: TileShape) -> float:
         """Of the waves: elements of tiles that a multiprocessor makes, as if of 256 columns."""
@@ -62,8 +68,15 @@ class Result:
             cost = COSTS.get(tile.tile_n, 1.0)
         else:
             cost = (1 / tile.tile_m + 1 / tile.tile_n) / LARGE_LOADS
-        return self.waves(tile) * tile.tile_m * tile.tile_n * cost
+        if tile.blocks > 1:
+            cost *= PAIR
+        return self.waves(tile) * tile.tile_m // tile.blocks * tile.tile_n * cost
 
     def us(self, tile: TileShape, k: int) -> float:
         """Microseconds of the waves, where products are along `k`."""
         return self.time(tile) * ceil_div(k, tile.tile_k) / STEPS_IN_A_US
+
+
+def _fills_lines(columns: int, problem: Problem) -> bool:
+    """Whether rows of so many columns are multiples of 128 bytes."""
+    return columns * problem.types.itemsize % SWIZZLE_BYTES == 0

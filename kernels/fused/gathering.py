@@ -28,7 +28,7 @@ from stretto.kernels.engine.parts import (
 )
 from stretto.kernels.engine.scales import Scaling
 from stretto.kernels.engine.segments import Segments
-from stretto.kernels.engine.tiles import TileShape, in_groups
+from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.engine.transfers import Buffers, Fetch, pull
 from stretto.kernels.fused.gather_ways import Gather
 from stretto.kernels.operation import Call
@@ -45,7 +45,6 @@ class _Kernel:
       taken: the epilogue, where it has arrays or takes two products.
       of_result: the tile of a result, of `columns` in all of them together.
       scaling: of operands in 8 bits.
-      rhs_in_groups: as of `Product`.
     """
 
     gather: Gather
@@ -54,7 +53,6 @@ class _Kernel:
     columns: Segments
     of_result: TileShape
     scaling: Scaling | None
-    rhs_in_groups: bool
 
     @property
     def shape(self) -> Any:
@@ -94,14 +92,11 @@ class _Kernel:
         )
 
     def _rhs(self, refs: Refs) -> Stream:
-        gated = self.taken is not None and self.taken.gated
-        shape = pairs.halved(self.shape) if gated else self.shape
-        window = functools.partial(self.gather.rhs_window, shape)
-        if self.rhs_in_groups:
-            window = in_groups(window)
-        if gated:
-            return pairs.pair_along_n(refs.rhs, self.shape, self.options.rhs_transposed, window)
-        return streams.along_n(refs.rhs, self.columns, window)
+        window = self.gather.rhs_window
+        if self.taken is not None and self.taken.gated:
+            of_half = functools.partial(window, pairs.halved(self.shape))
+            return pairs.pair_along_n(refs.rhs, self.shape, self.options.rhs_transposed, of_half)
+        return streams.along_n(refs.rhs, self.columns, functools.partial(window, self.shape))
 
     def _beside(self, refs: Refs) -> BesideParts | None:
         if self.taken is None:
@@ -172,30 +167,25 @@ def launch(
     """
     shape, options = gather.order.shape, call.options
     widths, of_result = results_widths(rhs, options), result_tile(shape, options)
-    taken = beside.of(options.epilogue, arrays)
+    kernel = _Kernel(
+        gather=gather,
+        options=options,
+        taken=beside.of(options.epilogue, arrays),
+        columns=Segments.of(widths, of_result.tile_n),
+        of_result=of_result,
+        scaling=scaling,
+    )
     made = [
         padding.made_columns(n, width, options.out_dtype, shape)
         for n, width in zip(wanted, widths, strict=True)
     ]
     outs = [jax.ShapeDtypeStruct((*gather.out_rows, n), options.out_dtype) for n in made]
-    product = _product(gather, options, taken, scaling, lhs, rhs, outs)
-    if product.rhs_in_groups:
-        rhs = [padding.in_groups(x) for x in rhs]
-    kernel = _Kernel(
-        gather=gather,
-        options=options,
-        taken=taken,
-        columns=Segments.of(widths, of_result.tile_n),
-        of_result=of_result,
-        scaling=scaling,
-        rhs_in_groups=product.rhs_in_groups,
-    )
     kept, pulled = _gathered(gather, call.config.pull_slots, lhs.dtype)
     results = fuse(
         kernel.parts,
         name=name,
         team=team,
-        mainloop=mainloop_of(shape, product),
+        mainloop=mainloop_of(shape, _product(kernel, lhs, rhs, outs)),
         num_tiles=gather.order.num_tiles,
         operands=dict(
             lhs=lhs,
@@ -228,28 +218,19 @@ def _gathered(
 
 
 def _product(
-    gather: Gather,
-    options: Any,
-    taken: beside.Beside | None,
-    scaling: Scaling | None,
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    outs: Sequence[Any],
+    kernel: _Kernel, lhs: jax.Array, rhs: Sequence[jax.Array], outs: Sequence[Any]
 ) -> Product:
     """The types of what is multiplied, and which edges tiles cross."""
-    transposed = options.rhs_transposed
+    transposed = kernel.options.rhs_transposed
     matrices = [_matrix(x, transposed) for x in rhs]
-    edges = padding.edges(
-        gather.order.shape, lhs=lhs, rhs=matrices, out=outs, rhs_transposed=transposed
-    )
     return Product(
         lhs=lhs.dtype,
         rhs=rhs[0].dtype,
-        out=options.out_dtype,
+        out=kernel.options.out_dtype,
         rhs_transposed=transposed,
-        scales=None if scaling is None else scaling.granularity,
-        beside=taken,
-        **edges,
+        scales=None if kernel.scaling is None else kernel.scaling.granularity,
+        beside=kernel.taken,
+        **padding.edges(kernel.shape, lhs=lhs, rhs=matrices, out=outs),
     )
 
 

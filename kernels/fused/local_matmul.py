@@ -6,7 +6,6 @@ faster of the two is the arithmetic part of a fused kernel's floor.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -77,9 +76,8 @@ def local_matmul(
     out_dtype = jnp.dtype(out_dtype or (lhs.dtype if granularity is None else jnp.bfloat16))
     order, segments = ShardOrder(m, n, config), Segments.of([n], config.tile_n)
 
-    def rhs_window(tile: Tile, k: Int) -> tuple:
-        window = functools.partial(tiles.rhs_window, config, transposed=rhs_transposed)
-        return (tiles.in_groups(window) if product.rhs_in_groups else window)(k, tile.n)
+    def rhs_window(tile: Tile, k: Int) -> tiles.Window:
+        return tiles.rhs_window(config, k, tile.n, rhs_transposed)
 
     def parts(refs: Refs) -> Parts:
         return Parts(
@@ -97,16 +95,8 @@ def local_matmul(
         out=out_dtype,
         rhs_transposed=rhs_transposed,
         scales=granularity,
-        **padding.edges(
-            config,
-            lhs=lhs,
-            rhs=rhs,
-            out=jax.ShapeDtypeStruct((m, n), out_dtype),
-            rhs_transposed=rhs_transposed,
-        ),
+        **padding.edges(config, lhs=lhs, rhs=rhs, out=jax.ShapeDtypeStruct((m, n), out_dtype)),
     )
-    if product.rhs_in_groups:
-        rhs = padding.in_groups(rhs)
     results = fuse(
         parts,
         name="local_matmul",

@@ -227,11 +227,6 @@ def launch(
     )
     shape, peers = config.tiles, team.size - 1
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
-    out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
-    product = _product(shape, lhs, rhs, out, rhs_transposed, scaling)
-    rhs_window = functools.partial(tiles.rhs_window, shape, transposed=rhs_transposed)
-    if product.rhs_in_groups:
-        rhs, rhs_window = [padding.in_groups(x) for x in rhs], tiles.in_groups(rhs_window)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
 
     def parts(refs: Refs) -> Parts:
@@ -247,13 +242,18 @@ def launch(
                 segments,
                 functools.partial(lhs_window, team, shape, lhs[0].shape[:-1], m_shard),
             ),
-            rhs=streams.along_k(refs.rhs, segments, lambda tile, k: rhs_window(k, tile.n)),
+            rhs=streams.along_k(
+                refs.rhs,
+                segments,
+                lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
+            ),
             scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
             fold=products.addends(*refs.residual),
             sink=Sink(store=products.store, stored=products.stored),
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
 
+    out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
     kept = jax.ShapeDtypeStruct(
         (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
     )
@@ -261,7 +261,7 @@ def launch(
         parts,
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
-        mainloop=mainloop(shape, product),
+        mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
         operands=dict(
             lhs=lhs,
@@ -293,7 +293,7 @@ def _product(
     scaling: Scaling | None,
 ) -> Product:
     """The types of what is multiplied, and which edges tiles cross."""
-    edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out, rhs_transposed=rhs_transposed)
+    edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out)
     edges["lhs_edges"] |= lhs[0].ndim == 2  # Not in shards: a tile begins at any row.
     return Product(
         lhs=lhs[0].dtype,

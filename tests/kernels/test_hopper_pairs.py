@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import fused_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import scaled_cases
 from fused_cases import BF16, F32, whole_numbers
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 from scaled_cases import E4M3, E5M2
 
 import stretto as st
@@ -107,6 +110,71 @@ def test_16_bits_and_a_rhs_that_is_not_transposed():
         out = call(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
     assert report.ok
     np.testing.assert_array_equal(out, lhs @ rhs)
+
+
+ODD = TileConfig(tile_m=256, tile_n=128, num_stages=3, store_buffers=2)
+OF_ODD = {
+    "all_gather_matmul": all_gather_matmul.Config(tiles=ODD, chunk_columns=256),
+    "matmul_reduce_scatter": matmul_reduce_scatter.Config(tiles=ODD),
+    "matmul_all_reduce": matmul_all_reduce.Config(tiles=ODD),
+}
+
+
+@pytest.mark.parametrize("sizes", [(264, 200, 264), (130, 72, 136)])
+def test_odd_columns_on_one_device(sizes):
+    """Each block loads half of the rows of every 8 x 64 tile of rhs."""
+    lhs, rhs = fused_cases.operands(*sizes)
+    with st.simulate(core_count=4) as report:
+        call = jax.jit(lambda x, y: local_matmul(x, y, config=ODD))
+        out = call(jnp.asarray(lhs, BF16), jnp.asarray(rhs, BF16))
+    assert report.ok
+    np.testing.assert_array_equal(np.asarray(out, F32), fused_cases.rounded(lhs @ rhs, BF16))
+
+
+@pytest.mark.parametrize(
+    ("devices", "seed"), [(2, 0), pytest.param(2, 1, marks=slow), pytest.param(4, 2, marks=slow)]
+)
+@pytest.mark.parametrize("name", OF_ODD)
+def test_odd_columns_on_several_devices(name, devices, seed):
+    lhs, rhs = fused_cases.operands(*fused_cases.whole(name, devices, 267, 136, 264), seed=seed)
+    with st.simulate(seed=seed, core_count=4) as report:
+        out = fused_cases.run(name, lhs, rhs, devices=devices, config=OF_ODD[name])
+    assert report.ok
+    np.testing.assert_array_equal(out, fused_cases.rounded(lhs @ rhs, BF16))
+
+
+@pytest.mark.parametrize("columns", [136, 128], ids=["odd", "whole"])
+@pytest.mark.parametrize("gated", [False, True], ids=["bias", "products"])
+def test_epilogues_with_arrays(gated, columns):
+    lhs, rhs = fused_cases.operands(2 * 131, columns, 2 * columns)
+    up, residual = whole_numbers(3, *rhs.shape), whole_numbers(4, len(lhs), rhs.shape[1])
+    bias = whole_numbers(5, rhs.shape[1])
+
+    def call(backend, lhs, rhs, up, bias, residual):
+        first = st.epilogues.gated(jax.nn.relu) if gated else st.epilogues.bias(bias)
+        return st.all_gather_matmul(
+            lhs,
+            (rhs, up) if gated else rhs,
+            "x",
+            epilogue=st.epilogues.chain(first, st.epilogues.residual(residual)),
+            backend=backend,
+            config=None if backend == "xla" else OF_ODD["all_gather_matmul"],
+        )
+
+    side = P(None, "x")
+    arrays = [jnp.asarray(x, BF16) for x in (lhs, rhs, up, bias, residual)]
+    found = []
+    for backend in ("xla", "simulator"):
+        program = jax.shard_map(
+            functools.partial(call, backend),
+            mesh=fused_cases.mesh_of(2),
+            in_specs=(P("x"), side, side, P("x"), side),
+            out_specs=side,
+            check_vma=False,
+        )
+        with st.simulate(core_count=4):
+            found.append(np.asarray(jax.jit(program)(*arrays), np.float32))
+    np.testing.assert_array_equal(*found)
 
 
 # --- Steps that are needed ------------------------------------------------------------------------

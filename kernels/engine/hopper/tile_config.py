@@ -112,6 +112,7 @@ class TileConfig:
 LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
+PAIR = TileConfig(tile_m=256, tile_n=128, num_stages=5, store_buffers=2)
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3, store_buffers=4)
 NARROW_FP8 = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)
