@@ -37,6 +37,7 @@ class Tiles(NamedTuple):
       narrow_fills: whether `narrow` is chosen where it fills the multiprocessors best; it was timed
         in 16 bits alone.
       gathering: what all-gather matmuls choose among beside those of large ones.
+      sharing: the same where rows of rhs begin within a line of the L2: blocks load it together.
       tall, tall_adding: for many rows, which fill them: as `large`, and for results that are added
         up. On Blackwell two blocks make such a tile together, on Hopper three warpgroups. None
         where an architecture has none.
@@ -56,6 +57,7 @@ class Tiles(NamedTuple):
     scattering: tuple[TileConfig, ...] = ()
     narrow_fills: bool = True
     gathering: tuple[TileConfig, ...] = ()
+    sharing: tuple[TileConfig, ...] = ()
 
     @property
     def large_ones(self) -> tuple[TileConfig, ...]:
@@ -105,6 +107,7 @@ TILES = {
         adding_deep=hopper_tiles.WIDE_RESULT,
         scattering=(hopper_tiles.SHARED,),
         gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW),
+        sharing=(hopper_tiles.PAIR,),
     ),
     BLACKWELL: Tiles(
         large=blackwell_tiles.LARGE,

@@ -57,3 +57,4 @@ def load(
         return stage
 
     block.for_each_tile(load_tile, jnp.int32(0))
+    ring.close()

@@ -7,7 +7,9 @@
 | of any other | with its columns filled up to such rows: a copy |
 
 Rows that are no multiples of 128 bytes cost more to load: each row of a tile then lies in two lines of
-the L2. A matrix that is used often could be copied to such rows all the same; by default none is (`REUSE`).
+the L2. Of rhs a pair of blocks, which load its tiles for each other, asks for half of them
+(`Tiles.sharing`). A matrix that is used often could be copied to such rows all the same; by default
+none is (`REUSE`).
 
 Along a dimension of one 8 x 64 tile Mosaic GPU ignores the index, so a store past the edge, which
 should be dropped, would land in the first tile (seen on H100s with JAX 0.11.2). A main loop that takes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine import stages
@@ -52,11 +51,11 @@ def fill(
     for index, half in enumerate(windows):
         own = pl.ds(index * columns, columns)
         if transposed:
-            plgpu.copy_gmem_to_smem(half, stage.at[own], barrier)
+            stages.copy(half, stage.at[own], barrier)
         elif len(stage.shape) > len(half.shape):
             across = stage.shape[1] // len(windows)
             stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
         else:
             for row in range(0, shape.tile_k, SWIZZLED_ROWS):
                 rows = pl.ds(row, SWIZZLED_ROWS)
-                plgpu.copy_gmem_to_smem(half.at[rows], stage.at[rows, own], barrier)
+                stages.copy(half.at[rows], stage.at[rows, own], barrier)

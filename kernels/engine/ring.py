@@ -5,8 +5,9 @@
 | `full[stage]` | all copies into it | multiplying warps | it holds tiles, and their scales |
 | `empty[stage]` | multiplying warps | loading warp | it may be overwritten |
 
-Of a tile that two blocks make together each has half of the rows of lhs, and half of the columns of
-rhs; `full` is then the first block's (`stages.Halves`).
+Of a tile that two blocks make together each has half of the rows of lhs. On Blackwell it has half
+of the columns of rhs, and `full` is the first block's (`stages.Halves`). On Hopper it has all of
+them, which the blocks load for each other: `empty` then waits for the warps of both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from stretto.kernels.engine.shared_memory import (
     swizzled,
     with_edges,
 )
-from stretto.kernels.engine.stages import Halves
+from stretto.kernels.engine.stages import Arriving, Halves, OwnRows, Shared
 from stretto.kernels.engine.tiles import TileShape
 
 
@@ -43,7 +44,7 @@ class StageScales(Protocol):
 
 
 class RingScales(NamedTuple):
-    """The scales of a stage's blocks: `lhs` `[stages, tile_m]`, `rhs` in `SCALE_COPIES` copies.
+    """The scales of a stage's blocks: `lhs` `[stages, rows]`, `rhs` in `SCALE_COPIES` copies.
 
     `full[stage]` says that they are there, and `empty[stage]` that they may be overwritten: None
     where whoever releases the stage has read them.
@@ -72,7 +73,8 @@ class Ring:
     An operand with edges is loaded through another view of the same memory, `loaded_lhs` and
     `loaded_rhs`: of rhs 8 x 64 tiles, unless it is transposed.
     And the scales of blocks (`scales`), where the product has such.
-    `halved` are the axes of the tiles of lhs and of rhs of which a block has half.
+    `halved` are the axes of the tiles of lhs and of rhs of which a block has half; and with
+    `shares_rhs` a block has half of lhs alone, along `halved[0]`.
     """
 
     lhs: Ref
@@ -83,6 +85,7 @@ class Ring:
     empty: Ref
     scales: StageScales | None = None
     halved: tuple[int, int] | None = None
+    shares_rhs: bool = False
 
     @classmethod
     def of(
@@ -91,6 +94,7 @@ class Ring:
         refs: Mapping[str, Ref],
         scales: StageScales | None = None,
         halved: tuple[int, int] | None = None,
+        shares_rhs: bool = False,
     ) -> Ring:
         """The ring of the refs that `scratch` asked for."""
         lhs, rhs = refs["lhs_smem"], refs["rhs_smem"]
@@ -105,6 +109,7 @@ class Ring:
             empty=refs["empty"],
             scales=scales,
             halved=halved,
+            shares_rhs=shares_rhs,
         )
 
     @property
@@ -112,12 +117,14 @@ class Ring:
         """How many there are."""
         return self.lhs.shape[0]
 
-    def arrivals(self, stage: jax.Array) -> tuple[Ref | Halves, Ref | Halves]:
+    def arrivals(self, stage: jax.Array) -> tuple[Arriving, Arriving]:
         """Where the copies of lhs and of rhs into the stage arrive, for `stages.fill`."""
         full = self.full.at[stage]
         if self.halved is None:
             return full, full
         lhs, rhs = self.halved
+        if self.shares_rhs:
+            return OwnRows(full, lhs), Shared(full)
         return Halves(full, lhs), Halves(full, rhs)
 
     def next(self, stage: jax.Array) -> jax.Array:
@@ -133,6 +140,16 @@ class Ring:
         """Publishes to the loading warp that this warpgroup's products have read the stage."""
         plgpu.barrier_arrive(self.empty.at[stage])
 
+    def close(self) -> None:
+        """Called in the loading warp after its last tile.
+
+        A block ends only when the other one of its pair has filled its stages and has released its
+        own: neither reaches into the memory of a block that is gone.
+        """
+        if self.shares_rhs:
+            for stage in range(self.num_stages):
+                plgpu.barrier_wait(self.empty.at[stage])
+
 
 def scratch(
     shape: TileShape,
@@ -141,6 +158,7 @@ def scratch(
     empty: Any,
     *,
     copies: int = 2,
+    shares_rhs: bool = False,
 ) -> dict[str, Any]:
     """The ring's memory and barriers, by name, for `kernel.launch`.
 
@@ -151,9 +169,12 @@ def scratch(
       empty: the barriers of that name, one for each stage.
       copies: that arrive at `full`: one of each tile, and those of scales that come with them. What
         else a tile of rhs takes is added to them (`copies_of_rhs`).
+      shares_rhs: each block of a pair has all columns of rhs.
     """
+    # Blackwell's blocks load the scales of all rows of their pair.
+    rows = shape.tile_m // (shape.blocks if shares_rhs else 1)
     lhs_tile = shape.tile_m // shape.blocks, shape.tile_k
-    rhs_tile = shape.tile_k, shape.tile_n // shape.blocks
+    rhs_tile = shape.tile_k, shape.tile_n // (1 if shares_rhs else shape.blocks)
     if product.lhs_transposed:
         lhs_tile = lhs_tile[::-1]
     if product.rhs_transposed:
@@ -162,7 +183,7 @@ def scratch(
     scales = {}
     if product.scales == "block":
         scales = dict(
-            lhs_scales_smem=plgpu.SMEM((num_stages, shape.tile_m), jnp.float32),
+            lhs_scales_smem=plgpu.SMEM((num_stages, rows), jnp.float32),
             rhs_scales_smem=plgpu.SMEM((num_stages, ALIGNED_SCALES), jnp.float32),
         )
     return dict(

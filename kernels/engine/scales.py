@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.kernel import block_in_cluster
 from stretto.distributed.schedule import Int, div
 from stretto.kernels.engine import stages
 from stretto.kernels.engine.parts import SCALE_COPIES, Load, Ref, Scales, Tile
@@ -204,10 +205,18 @@ def load_rows(
     """Loads the scales of a tile's rows, from the first to the last of its `row`, of `view`."""
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-        window = pl.ds(row(tile) * shape.tile_m, shape.tile_m)
+        window = window_of_rows(row(tile) * shape.tile_m, stage, shape)
         plgpu.copy_gmem_to_smem(view(tile).at[k, window], stage, barrier)
 
     return load
+
+
+def window_of_rows(first: Int, stage: Ref, shape: TileShape) -> pl.Slice:
+    """The rows of a tile that begins at `first`; where `stage` has room for a block's, these."""
+    rows = stage.shape[0]
+    if rows < shape.tile_m:
+        first += block_in_cluster() * rows
+    return pl.ds(first, rows)
 
 
 def load_columns(

@@ -1,4 +1,11 @@
-"""Copies into a stage of the ring: of one block, or of two that fill theirs together."""
+"""Copies into a stage of the ring: of one block, or of two that fill theirs together.
+
+| barrier | a block of a pair gets |
+|---|---|
+| `Halves` | half of a window, or all of it, which arrives at the first block's barrier (Blackwell) |
+| `OwnRows` | its half of the rows of a window |
+| `Shared` | all of a window, of which each block loads half, for both |
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import CLUSTER_AXIS
+from stretto.distributed.kernel import CLUSTER_AXIS, block_in_cluster
 from stretto.kernels.engine.parts import Ref
 
 
@@ -29,25 +36,69 @@ class Halves:
     axis: int | None
 
 
-def fill(window: Ref, stage: Ref, barrier: Ref | Halves) -> None:
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """The barrier of a block's own stage, which gets the block's half of a window.
+
+    Attributes:
+      barrier: of the stage.
+      axis: of the window, along which the first block's half comes first.
+    """
+
+    barrier: Ref
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """The barrier of a block's own stage, which gets all of a window, as the other block's does.
+
+    Each block loads half, and the copy engine writes it to both. So the copies may only start once
+    the stage is free in both.
+    """
+
+    barrier: Ref
+
+
+type Arriving = Ref | Halves | OwnRows | Shared
+
+
+def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
     """Starts the copy of a window of global memory, or of this block's half of it, to `stage`.
 
     A stage of four dimensions takes the window in tiles of rows and columns, which arrive one by
     one.
     """
-    if not isinstance(barrier, Halves) and len(stage.shape) > len(window.shape):
-        down, across, rows, columns = stage.shape
-
-        def fill_row(row: jax.Array, _: None) -> None:
-            for column in range(across):
-                part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
-                plgpu.copy_gmem_to_smem(part, stage.at[row, column], barrier)
-
-        lax.fori_loop(0, down, fill_row, None)  # Unrolled it would take more registers.
+    if isinstance(barrier, Halves):
+        _fill_half(window, stage, barrier)
         return
-    if not isinstance(barrier, Halves):
-        plgpu.copy_gmem_to_smem(window, stage, barrier)
+    if isinstance(barrier, OwnRows):
+        half = window.shape[barrier.axis] // 2
+        own = pl.ds(block_in_cluster() * half, half)
+        window, barrier = window.at[(slice(None),) * barrier.axis + (own,)], barrier.barrier
+    if len(stage.shape) == len(window.shape):
+        copy(window, stage, barrier)
         return
+    down, across, rows, columns = stage.shape
+
+    def fill_row(row: jax.Array, _: None) -> None:
+        for column in range(across):
+            part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
+            copy(part, stage.at[row, column], barrier)
+
+    lax.fori_loop(0, down, fill_row, None)  # Unrolled it would take more registers.
+
+
+def copy(window: Ref, place: Ref, barrier: Ref | Shared) -> None:
+    """Starts one copy of a window of global memory, or this block's half of one for both."""
+    if isinstance(barrier, Shared):
+        plgpu.copy_gmem_to_smem(window, place, barrier.barrier, collective_axes=CLUSTER_AXIS)
+    else:
+        plgpu.copy_gmem_to_smem(window, place, barrier)
+
+
+def _fill_half(window: Ref, stage: Ref, barrier: Halves) -> None:
+    """What a block of a pair on Blackwell gets of a window."""
     plgpu.copy_gmem_to_smem(
         window,
         stage,

@@ -24,6 +24,9 @@ LARGE_LOADS = 1 / 128 + 1 / 256
 within a line of the L2, loads limit the product: an all-reduce of 6610 x 12796 x 2442 took 1.3 of
 the time with 128 columns, whose waves are as long, an all-gather of 1000 x 3072 x 8208 1.2 with 192
 and 1.4 with 256."""
+PAIR = 1.2
+"""Time of a pair's tile over that by its loads: two blocks wait for each other. On two H200s a pair
+took 1.05 of the time of two blocks at 1024 x 3072 x 8192, and 0.93 at 1000 x 3072 x 8208."""
 STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
 """Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
 sends beside a matmul, in a microsecond."""
@@ -33,8 +36,9 @@ sends beside a matmul, in a microsecond."""
 class Result:
     """A result that is made in tiles: `shards` of `rows` x `columns`, on so many multiprocessors.
 
-    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes. `k`:
-    the length of the contraction on a device; None for products whose tiles blocks do not share.
+    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes, and
+    `rhs_in_lines`: of rhs. `k`: the length of the contraction on a device; None for products whose
+    tiles blocks do not share.
     """
 
     shards: int
@@ -42,6 +46,7 @@ class Result:
     columns: int
     multiprocessors: int
     in_lines: bool = True
+    rhs_in_lines: bool = True
     k: int | None = None
 
     @classmethod
@@ -52,13 +57,14 @@ class Result:
             rows=ceil_div(problem.sizes["m"], problem.devices),
             columns=columns,
             multiprocessors=problem.machine.multiprocessors,
-            in_lines=all(x * problem.types.itemsize % SWIZZLE_BYTES == 0 for x in (k, columns)),
+            in_lines=_fills_lines(k, problem) and _fills_lines(columns, problem),
+            rhs_in_lines=_fills_lines(columns, problem),
             k=k,
         )
 
     def waves(self, tile: TileShape) -> int:
         """Of all shards, in tiles of this shape."""
-        return ceil_div(self.tiles(tile), self.multiprocessors)
+        return ceil_div(self.tiles(tile), self.multiprocessors // tile.blocks)
 
     def tiles(self, tile: TileShape) -> int:
         """Of all shards, of this shape."""
@@ -70,7 +76,7 @@ class Result:
         return self._remainder(tile) is not None
 
     def _remainder(self, tile: TileShape) -> Remainder | None:
-        if self.k is None or not self.in_lines:  # There it was not measured.
+        if self.k is None or not self.in_lines or tile.blocks > 1:  # There it was not measured.
             return None
         sharing = remainder.sharing_of(tile, ceil_div(self.k, tile.tile_k))
         return remainder.remainder_of(self.tiles(tile), self.multiprocessors, sharing)
@@ -86,8 +92,15 @@ class Result:
             cost = COSTS.get(tile.tile_n, 1.0)
         else:
             cost = (1 / tile.tile_m + 1 / tile.tile_n) / LARGE_LOADS
-        return self._waves_of_time(tile) * tile.tile_m * tile.tile_n * cost
+        if tile.blocks > 1:
+            cost *= PAIR
+        return self._waves_of_time(tile) * (tile.tile_m // tile.blocks) * tile.tile_n * cost
 
     def us(self, tile: TileShape, k: int) -> float:
         """Microseconds of the waves, where products are along `k`."""
         return self.time(tile) * ceil_div(k, tile.tile_k) / STEPS_IN_A_US
+
+
+def _fills_lines(columns: int, problem: Problem) -> bool:
+    """Whether rows of so many columns are multiples of 128 bytes."""
+    return columns * problem.types.itemsize % SWIZZLE_BYTES == 0

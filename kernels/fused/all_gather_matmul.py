@@ -103,7 +103,8 @@ class Config(PullConfig):
             for tile in (tiles.narrow, tiles.narrowest):
                 yield Config(tiles=tile, chunk_columns=2048, gather_first=True)
         if in_shards:
-            for tile in dict.fromkeys((tiles.narrow, *tiles.large_ones, *tiles.gathering)):
+            others = tiles.gathering if problem is None else gather_times.gathering(problem)
+            for tile in dict.fromkeys((tiles.narrow, *tiles.large_ones, *others)):
                 for chunk_columns in gather_times.chunks(problem):
                     yield Config(tiles=tile, chunk_columns=chunk_columns)
                 if problem is not None and problem.types.scales is not None:

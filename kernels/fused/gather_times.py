@@ -42,8 +42,14 @@ def tiles_in_shards(problem: Problem) -> TileConfig:
     large = tiles.large_for(_result(problem).rows)
     if not are_known(problem):
         return large
-    fastest = min((large, *tiles.gathering), key=lambda tile: us(problem, tile))
+    fastest = min((large, *gathering(problem)), key=lambda tile: us(problem, tile))
     return fastest if us(problem, fastest) < (1 - MARGIN) * us(problem, large) else large
+
+
+def gathering(problem: Problem) -> tuple[TileConfig, ...]:
+    """Tiles beside large ones."""
+    tiles = tiles_for(problem)
+    return tiles.gathering + (() if _result(problem).rhs_in_lines else tiles.sharing)
 
 
 def are_known(problem: Problem) -> bool:

@@ -36,7 +36,7 @@ from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.orders import RowTilesOrder
 from stretto.kernels.engine.parts import Load, Parts, Product, Ref, Scales, Sink, Stream, Tile
-from stretto.kernels.engine.scales import Scaling, load_arranged_rows
+from stretto.kernels.engine.scales import Scaling, load_arranged_rows, window_of_rows
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.tiles import rhs_window
@@ -255,8 +255,8 @@ class GroupedRows:
         """Loads the scales of a tile's rows, or those of their blocks along the contraction."""
 
         def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
-            window = refs.lhs_scales.at[k, pl.ds(_first_row(tile), self.tiles.tile_m)]
-            plgpu.copy_gmem_to_smem(window, stage, barrier)
+            window = window_of_rows(_first_row(tile), stage, self.tiles)
+            plgpu.copy_gmem_to_smem(refs.lhs_scales.at[k, window], stage, barrier)
 
         return load
 

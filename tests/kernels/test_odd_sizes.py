@@ -245,7 +245,7 @@ def test_a_residual_is_loaded_into_the_view_that_is_stored(monkeypatch):
     monkeypatch.setattr(plgpu, "copy_gmem_to_smem", lambda window, at, barrier: loaded.append(at))
     views = dict(out=_Buffers("out"), stored=_Buffers("stored"))
     apart = dict(edge=None, filled=None, free=None)
-    pieces = Pieces(config=LARGE, width=LARGE.tile_n, **views, **apart)
+    pieces = Pieces(config=LARGE, row=0, width=LARGE.tile_n, **views, **apart)
     parts = BesideParts(function=jnp.add, window=lambda tile, *piece: piece)
     loading = Applying(
         beside=Beside(kinds=("elements",)),

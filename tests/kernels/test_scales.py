@@ -207,7 +207,7 @@ def test_operands_that_have_no_scales():
             ValueError,
             "192 x 256 needs more registers than 3 warpgroups have; at most 192 x 128",
         ),
-        (dataclasses.replace(BLOCKS, tile_m=64), one(), ValueError, "multiple of 128, or 192"),
+        (dataclasses.replace(BLOCKS, tile_m=64), one(), ValueError, "tile_m=64 must be 128 or 192"),
         (dataclasses.replace(LARGE_FP8, num_stages=5), one(), ValueError, "of shared memory and"),
         (blackwell_tiles.LARGE, one(), ValueError, "tile_k=64 must be 128 for elements of 8 bits"),
     ],

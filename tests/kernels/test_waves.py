@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Entry, Table
-from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, SHARED, WIDE_RESULT
+from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, PAIR, SHARED, WIDE_RESULT
 from stretto.kernels.engine.waves import Result
 from stretto.kernels.fused import (
     all_gather_matmul,
@@ -239,3 +239,20 @@ def test_what_was_fastest_in_two_parts_stays_so(monkeypatch, operation, sizes):
     kernel = OPERATIONS[operation].kernels[0]
     near(monkeypatch, operation, dataclasses.replace(kernel.Config(), unfused=True))
     assert looked_up(operation, *sizes).unfused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiles"),
+    [
+        ((1000, 3072, 8208), PAIR),  # 56.9 us; NARROW 61.4.
+        ((1024, 3072, 8192), NARROW),  # 49.9; PAIR 52.5.
+        ((1000, 3080, 8192), LARGE),  # Rows of lhs alone begin within a line.
+        ((8184, 8200, 8176), LARGE),
+    ],
+)
+def test_pairs_of_blocks_load_rows_of_rhs_that_begin_within_a_line(sizes, tiles):
+    """On two H200s."""
+    asked = problem("all_gather_matmul", *sizes)
+    assert all_gather_matmul.default_config(asked).tiles == tiles
+    offered = {config.tiles for config in all_gather_matmul.Config.candidates(asked)}
+    assert (PAIR in offered) == (sizes[2] // 2 % 64 > 0)

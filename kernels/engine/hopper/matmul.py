@@ -8,6 +8,10 @@ assembler serialises them (ptxas, C7520), so both are for the third.
 
 For tiles of 192 rows (`TileConfig.warpgroups`) there are four, of which three multiply a third
 each; what is said of two, and of halves of a tile, is of three then.
+
+Two blocks of a cluster may make a tile together (`TileConfig.blocks`), half of its rows each. What
+is said of a tile's rows is of the block's then. Each loads half of rhs, and the copy engine writes
+it to the shared memory of both, so that two thirds of the bytes leave the L2.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.kernel import CLUSTER_AXIS
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
@@ -29,7 +34,7 @@ from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding, Summing
 from stretto.kernels.engine.hopper.multiplying import multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
-from stretto.kernels.engine.hopper.products import Products
+from stretto.kernels.engine.hopper.products import Products, first_row
 from stretto.kernels.engine.hopper.scaling import ScaledByStage, ScaledByTile, TileScales
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.loading import load
@@ -100,10 +105,9 @@ class Matmul:
                 self.config,
                 self.config.num_stages,
                 self.product,
-                empty=plgpu.Barrier(
-                    num_arrivals=self.config.warpgroups, num_barriers=self.config.num_stages
-                ),
+                empty=self._empty(),
                 copies=4 if self.product.scales == "block" else 2,
+                shares_rhs=self._is_pair,
             ),
             **pieces.scratch(self.config, self.product),
             **(scaling.scratch(self.config, self.product) if self.product.scales == "row" else {}),
@@ -114,6 +118,19 @@ class Matmul:
                 else applying.scratch(self.config, self.product.beside, self.result_columns)
             ),
         }
+
+    @property
+    def _is_pair(self) -> bool:
+        return self.config.blocks > 1
+
+    def _empty(self) -> Any:
+        """The barriers of that name of the ring: in a pair the warpgroups of both blocks arrive."""
+        arrivals, stages = self.config.warpgroups, self.config.num_stages
+        if self._is_pair:
+            return plgpu.ClusterBarrier(
+                collective_axes=(CLUSTER_AXIS,), num_arrivals=arrivals, num_barriers=stages
+            )
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
 
     @property
     def result_columns(self) -> int:
@@ -134,10 +151,13 @@ class Matmul:
             )
             if blocks
             else None,
+            halved=(int(self.product.lhs_transposed), 0) if self._is_pair else None,
+            shares_rhs=self._is_pair,
         )
         out, stored, edge = pieces.views(scratch["out_smem"], self.product)
         buffers = Pieces(
             config=self.config,
+            row=first_row(self.config),
             width=self.result_columns,
             out=out,
             stored=stored,

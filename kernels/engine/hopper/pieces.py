@@ -32,10 +32,11 @@ class Pieces:
 
     `out` are the buffers, `[2, buffers, rows, columns]`; `stored` are the same, as they are copied
     to the result; `edge` are the same bytes without a swizzle, None unless the product is ragged.
-    `width` are the columns of a tile of the result.
+    `row` is the block's first row of a tile, and `width` are the columns of a tile of the result.
     """
 
     config: TileConfig
+    row: Int
     width: int
     out: Ref
     stored: Ref
@@ -65,7 +66,7 @@ class Pieces:
     @property
     def half_rows(self) -> int:
         """Rows of a tile that a multiplying warpgroup holds."""
-        return self.config.tile_m // self.config.warpgroups
+        return self.config.rows // self.config.warpgroups
 
     @property
     def num_buffers(self) -> int:
@@ -104,7 +105,7 @@ class Pieces:
     def within_tile(self, place: tuple[Int, Int], half: Int) -> tuple[Int, Int]:
         """(first row, first column) in the tile of a piece of a half."""
         row, column = place
-        return half * self.half_rows + row, column
+        return self.row + half * self.half_rows + row, column
 
 
 def scratch(config: TileConfig, product: Product) -> dict[str, Any]:

@@ -11,11 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed.kernel import THREAD_AXIS
+from stretto.distributed.kernel import THREAD_AXIS, block_in_cluster
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Product, Ref
 from stretto.kernels.engine.ring import Ring
+
+
+def first_row(config: TileConfig) -> Int:
+    """The first row of a tile that the block that runs this code makes."""
+    return 0 if config.blocks == 1 else block_in_cluster() * config.rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +34,11 @@ class Products:
     @property
     def rows(self) -> int:
         """Rows of a tile that a warpgroup makes."""
-        return self.config.tile_m // self.config.warpgroups
+        return self.config.rows // self.config.warpgroups
 
     @property
     def first_row(self) -> jax.Array:
-        """The first of them."""
+        """The first of them, among the block's."""
         return lax.axis_index(THREAD_AXIS) * self.rows
 
     def accumulator(self) -> Any:

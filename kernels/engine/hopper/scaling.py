@@ -48,7 +48,7 @@ COLUMNS = 64  # whose scales are in registers at once
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileScales:
-    """Scales of the rows and columns of a tile, `[tile_m]` and `[tile_n]`, and their barriers."""
+    """Scales of a block's rows of a tile and of all its columns, and their barriers."""
 
     rows: Ref
     columns: Ref
@@ -198,7 +198,7 @@ def scratch(config: TileConfig, product: Product) -> dict[str, Any]:
     """
     is_pair = product.beside is not None and product.beside.gated
     return dict(
-        row_scales_smem=plgpu.SMEM((config.tile_m,), jnp.float32),
+        row_scales_smem=plgpu.SMEM((config.rows,), jnp.float32),
         column_scales_smem=plgpu.SMEM((config.tile_n,), jnp.float32),
         scales_full=plgpu.Barrier(num_arrivals=3 if is_pair else 2),
         scales_empty=plgpu.Barrier(num_arrivals=config.warpgroups),

@@ -11,6 +11,7 @@ from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.scales import BLOCK, SCALE_BYTES, Granularity
 
 PIECE_ROWS = 64  # of a piece that a multiplying warpgroup hands over
+BLOCK_ROWS = 128, 192  # that one block makes of a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,9 @@ class TileConfig:
     """How a matmul is cut up.
 
     Attributes:
-      tile_m, tile_n, tile_k: the tile of one block, in elements; `tile_m` is split between the
-        multiplying warpgroups.
+      tile_m, tile_n, tile_k: the tile, in elements. Its rows are split between the multiplying
+        warpgroups: of one block, or of 256 and 384 rows of a pair, two neighbouring
+        multiprocessors that load each tile of rhs once for both.
       num_stages: depth of the ring of lhs and rhs tiles.
       raster_width: tiles down a band of the raster (`orders.raster`).
       store_buffers: buffers of 64 rows x 128 bytes that each multiplying warpgroup hands its
@@ -40,13 +42,18 @@ class TileConfig:
 
     @property
     def warpgroups(self) -> int:
-        """That multiply: two, or three for 192 rows, each with fewer registers then."""
-        return 3 if self.tile_m == 192 else 2
+        """Of a block, that multiply: two, or three for 192 rows, with fewer registers each then."""
+        return 3 if self.rows == 192 else 2
 
     @property
     def blocks(self) -> int:
-        """Every tile is made by one block."""
-        return 1
+        """That make a tile together, an equal part of its rows each: one, or a pair."""
+        return 1 if self.tile_m <= max(BLOCK_ROWS) else 2
+
+    @property
+    def rows(self) -> int:
+        """Of a tile, that a block makes."""
+        return self.tile_m // self.blocks
 
     @property
     def takes_edges(self) -> bool:
@@ -55,8 +62,10 @@ class TileConfig:
 
     def check(self) -> None:
         """Raises ValueError for a tile that the tensor cores or the copy engine cannot take."""
-        if self.tile_m % (64 * self.warpgroups):
-            raise ValueError(f"tile_m={self.tile_m} must be a multiple of 128, or 192.")
+        if self.tile_m % self.blocks or self.rows not in BLOCK_ROWS:
+            raise ValueError(
+                f"tile_m={self.tile_m} must be 128 or 192, or twice that for a pair of blocks."
+            )
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n} must be 64, 128, 192 or 256.")
         if self.tile_k not in (64, 128):
@@ -71,27 +80,32 @@ class TileConfig:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        most = (128, 256) if self.warpgroups == 2 else (192, 128)
-        if self.tile_m * self.tile_n > math.prod(most):
+        if self.blocks > 1 and self.most_parts > 1:
             raise ValueError(
-                f"a tile of {self.tile_m} x {self.tile_n} needs more registers than"
-                f" {self.warpgroups} warpgroups have; at most {most[0]} x {most[1]}."
+                f"most_parts={self.most_parts} must be 1 with tile_m={self.tile_m}: pairs of blocks"
+                " share no tiles of the last wave."
+            )
+        most = (128, 256) if self.warpgroups == 2 else (192, 128)
+        if self.rows * self.tile_n > math.prod(most):
+            raise ValueError(
+                f"a tile of {self.rows} x {self.tile_n} needs more registers than"
+                f" {self.warpgroups} warpgroups have; at most {most[0]} x {most[1]} a block."
             )
 
     def smem_bytes(self, itemsize: int, *, addends: bool = False) -> int:
-        """Shared memory of the ring and of the epilogue's buffers, in bytes.
+        """Shared memory of a block's ring and epilogue's buffers, in bytes.
 
         With `addends` too: they come through the same buffers.
         """
         del addends
-        ring = self.num_stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        ring = self.num_stages * (self.rows + self.tile_n) * self.tile_k * itemsize
         return ring + self.warpgroups * self.store_buffers * PIECE_ROWS * SWIZZLE_BYTES
 
     def scales_bytes(self, scales: Granularity | None) -> int:
         """Shared memory of scales of a granularity, in bytes."""
         if scales == "block":
-            return self.num_stages * (self.tile_m + ALIGNED_SCALES) * SCALE_BYTES
-        return (self.tile_m + self.tile_n) * SCALE_BYTES if scales == "row" else 0
+            return self.num_stages * (self.rows + ALIGNED_SCALES) * SCALE_BYTES
+        return (self.rows + self.tile_n) * SCALE_BYTES if scales == "row" else 0
 
     def check_blocks(self) -> None:
         """Raises ValueError for a tile that blocks with a scale each do not suit."""
@@ -112,6 +126,7 @@ LARGE = TileConfig(tile_n=256, num_stages=3, store_buffers=4)
 SHARED = dataclasses.replace(LARGE, most_parts=8)
 NARROW = TileConfig(tile_n=128, num_stages=5, store_buffers=2)
 NARROWEST = TileConfig(tile_n=64, num_stages=7, store_buffers=1)
+PAIR = TileConfig(tile_m=256, tile_n=128, num_stages=5, store_buffers=2)
 WIDE_RESULT = TileConfig(tile_n=192, num_stages=4, store_buffers=3)
 LARGE_FP8 = TileConfig(tile_n=256, tile_k=128, num_stages=3, store_buffers=4)
 NARROW_FP8 = TileConfig(tile_n=128, tile_k=128, num_stages=5, store_buffers=2)

@@ -204,6 +204,29 @@ def test_a_flat_store_begins_at_a_multiple_of_16_bytes(start, fits):
         assert f"begins {4 * start} bytes into out_ref" in text and "multiple of 16" in text
 
 
+@pytest.mark.parametrize("column", [0, 8, 4, 1])
+@pytest.mark.parametrize("loads", [True, False], ids=["load", "store"])
+def test_a_copy_by_a_descriptor_begins_at_a_multiple_of_16_bytes(column, loads):
+    """At 8 bytes of 16 an H200 reported an illegal instruction."""
+
+    def body(x_ref, out_ref, smem, landed):
+        first = lax.axis_index("block") * 0
+        there = pl.ds(first + column, 8)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, there if loads else pl.ds(first, 8)], smem, landed)
+        plgpu.barrier_wait(landed)
+        plgpu.copy_smem_to_gmem(smem, out_ref.at[:, pl.ds(first, 8) if loads else there])
+        plgpu.wait_smem_to_gmem(0)
+
+    x = np.zeros((8, 16), jnp.bfloat16)
+    scratch = [SMEM((8, 8), jnp.bfloat16), BARRIER]
+    report = run(body, x, out=(8, 16), scratch=scratch, **ONE_BLOCK)
+    fits = column % 8 == 0
+    assert report.ok == fits, str(report)
+    if not fits:
+        text = told(report, "misaligned copy")
+        assert f"begins {2 * column} bytes into" in text and "multiple of 16" in text
+
+
 # --- What JAX does not lower ----------------------------------------------------------------------
 
 
