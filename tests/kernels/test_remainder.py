@@ -215,6 +215,8 @@ def test_without_the_owners_wait_or_the_givers_signal(monkeypatch, method):
 def test_more_parts_than_none():
     with pytest.raises(ValueError, match="most_parts=0 must be at least 1"):
         TileConfig(most_parts=0).check()
+    with pytest.raises(ValueError, match="pairs of blocks share no tiles"):
+        TileConfig(tile_m=256, most_parts=2).check()
 
 
 EIGHT_BITS = TileConfig(tile_n=128, tile_k=128, num_stages=3, store_buffers=2, most_parts=4)
