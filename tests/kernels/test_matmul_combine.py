@@ -139,10 +139,10 @@ def test_tiles_come_band_by_band():
     order = BandsOrder(rows, 3)
     locate = jax.jit(lambda index: order.locate(index)[1:])
     found = [locate(jnp.int32(i)) for i in range(int(order.count()))]
-    places = [(int(m), int(n)) for m, n, _ in found]
+    places = [(int(m), int(n)) for m, n, *_ in found]
     assert sorted(places) == [(m, n) for m in range(5) for n in range(8)]
     assert [n // 3 for _, n in places] == [0] * 15 + [1] * 15 + [2] * 10
-    assert all(int(facts[0]) == m for (m, _), (*_, facts) in zip(places, found, strict=True))
+    assert all(int(facts[0]) == m for (m, _), (_, _, facts, *_) in zip(places, found, strict=True))
 
 
 @pytest.mark.parametrize(
