@@ -73,9 +73,8 @@ def _beside_transfer(work: Work, machine: Machine, sent_us: float) -> float:
     gathers = work.traffic.gathers
     least_columns = 0 if gathers else LEAST_COLUMNS_OF_SUMS
     tiles = *work.product, machine.multiprocessors
-    compute, waves = products.by_narrow_tiles(*tiles, least_columns) or products.by_tiles(*tiles)
-    m, _, n = work.product
-    compute = max(compute, products.written(m, n, work.traffic.itemsize))
+    compute, waves = products.by_best_tiles(*tiles, least_columns)
+    compute = max(compute, products.moved(*work.product, work.traffic.itemsize))
     hidden = (waves - 1) / waves
     if gathers:
         hidden = max(hidden, HIDDEN_IN_A_WAVE)
