@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import fused_cases
 import jax
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaled_cases
+from array_epilogues import with_arrays
 from fused_cases import BF16, F32, whole_numbers
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import PartitionSpec as P
 from scaled_cases import E4M3, E5M2
 
 import stretto as st
@@ -146,35 +145,8 @@ def test_odd_columns_on_several_devices(name, devices, seed):
 @pytest.mark.parametrize("columns", [136, 128], ids=["odd", "whole"])
 @pytest.mark.parametrize("gated", [False, True], ids=["bias", "products"])
 def test_epilogues_with_arrays(gated, columns):
-    lhs, rhs = fused_cases.operands(2 * 131, columns, 2 * columns)
-    up, residual = whole_numbers(3, *rhs.shape), whole_numbers(4, len(lhs), rhs.shape[1])
-    bias = whole_numbers(5, rhs.shape[1])
-
-    def call(backend, lhs, rhs, up, bias, residual):
-        first = st.epilogues.gated(jax.nn.relu) if gated else st.epilogues.bias(bias)
-        return st.all_gather_matmul(
-            lhs,
-            (rhs, up) if gated else rhs,
-            "x",
-            epilogue=st.epilogues.chain(first, st.epilogues.residual(residual)),
-            backend=backend,
-            config=None if backend == "xla" else OF_ODD["all_gather_matmul"],
-        )
-
-    side = P(None, "x")
-    arrays = [jnp.asarray(x, BF16) for x in (lhs, rhs, up, bias, residual)]
-    found = []
-    for backend in ("xla", "simulator"):
-        program = jax.shard_map(
-            functools.partial(call, backend),
-            mesh=fused_cases.mesh_of(2),
-            in_specs=(P("x"), side, side, P("x"), side),
-            out_specs=side,
-            check_vma=False,
-        )
-        with st.simulate(core_count=4):
-            found.append(np.asarray(jax.jit(program)(*arrays), np.float32))
-    np.testing.assert_array_equal(*found)
+    config = OF_ODD["all_gather_matmul"]
+    np.testing.assert_array_equal(*with_arrays(gated, config=config, sizes=(columns, columns)))
 
 
 # --- Steps that are needed ------------------------------------------------------------------------
