@@ -34,7 +34,7 @@ def pair_along_n(
     `window` is (tile along the contraction, column of tiles of `halved(shape)`) -> the window in
     either right-hand side. A copy fills contiguous memory. In a swizzled tile `[tile_k, tile_n]`
     only 8 rows are contiguous, so half its columns take a copy for each 8 rows. A stage with edges
-    is in 8 x 64 tiles (`shared_memory.with_edges`), unless it is transposed.
+    is in columns of tiles (`shared_memory.with_edges`), unless it is transposed.
     """
 
     def load(tile: Tile, k: Int, stage: Ref, barrier: Ref) -> None:
@@ -53,8 +53,8 @@ def fill(
         if transposed:
             stages.copy(half, stage.at[own], barrier)
         elif len(stage.shape) > len(half.shape):
-            across = stage.shape[1] // len(windows)
-            stages.fill(half, stage.at[:, pl.ds(index * across, across)], barrier)
+            across = stage.shape[0] // len(windows)
+            stages.fill(half, stage.at[pl.ds(index * across, across)], barrier)
         else:
             for row in range(0, shape.tile_k, SWIZZLED_ROWS):
                 rows = pl.ds(row, SWIZZLED_ROWS)

@@ -71,7 +71,8 @@ class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
     An operand with edges is loaded through another view of the same memory, `loaded_lhs` and
-    `loaded_rhs`: of rhs 8 x 64 tiles, unless it is transposed.
+    `loaded_rhs`. Both views of rhs are columns of tiles, `[stages, tile_n / 64, tile_k, 64]`, unless
+    it is transposed or has one column (`with_edges`).
     And the scales of blocks (`scales`), where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half; and with
     `shares_rhs` a block has half of lhs alone, along `halved[0]`.
@@ -201,7 +202,7 @@ def copies_of_rhs(shape: TileShape, product: Product) -> int:
     """The copies that a tile of rhs, or of a pair of them, is loaded by."""
     row = row_elements(product.rhs)
     if product.rhs_edges and not product.rhs_transposed and shape.tile_n != row:
-        return shape.tile_k // 8 * (shape.tile_n // row)
+        return shape.tile_n // row
     if product.beside is not None and product.beside.gated:
         return copies_of_pair(shape, product.rhs_transposed)
     return 1

@@ -31,13 +31,14 @@ def with_edges(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
 
     As (what warps and tensor cores use, what is copied). The latter are rows of 128 bytes, which
     the copy engine fills from rows of the array; it cuts off any number of them, and of columns,
-    and fills up with zeros. Of more columns than a row has, the latter are 8 x 64 tiles,
-    `[..., rows / 8, columns / 64, 8, 64]`, a copy each.
+    and fills up with zeros. With more columns than a row has, both are columns of tiles,
+    `[..., columns / 64, rows, 64]`, each of which one copy fills.
     """
     in_tiles, row = swizzled(dtype), row_elements(dtype)
     *before, rows, columns = shape
-    copied = shape if columns == row else (*before, rows // 8, columns // row, 8, row)
+    if columns != row:
+        shape = (*before, columns // row, rows, row)
     return plgpu.RefUnion(
         plgpu.SMEM(shape, dtype, transforms=in_tiles),
-        plgpu.SMEM(copied, dtype, transforms=in_tiles[1:]),
+        plgpu.SMEM(shape, dtype, transforms=in_tiles[1:]),
     )

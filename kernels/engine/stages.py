@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -66,8 +64,8 @@ type Arriving = Ref | Halves | OwnRows | Shared
 def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
     """Starts the copy of a window of global memory, or of this block's half of it, to `stage`.
 
-    A stage of four dimensions takes the window in tiles of rows and columns, which arrive one by
-    one.
+    A stage of one dimension more than the window takes it in columns of tiles (`with_edges`), which
+    arrive one by one.
     """
     if isinstance(barrier, Halves):
         _fill_half(window, stage, barrier)
@@ -79,14 +77,10 @@ def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
     if len(stage.shape) == len(window.shape):
         copy(window, stage, barrier)
         return
-    down, across, rows, columns = stage.shape
-
-    def fill_row(row: jax.Array, _: None) -> None:
-        for column in range(across):
-            part = window.at[pl.ds(row * rows, rows), pl.ds(column * columns, columns)]
-            copy(part, stage.at[row, column], barrier)
-
-    lax.fori_loop(0, down, fill_row, None)  # Unrolled it would take more registers.
+    across, _, columns = stage.shape
+    for column in range(across):
+        own_columns = window.at[:, pl.ds(column * columns, columns)]
+        copy(own_columns, stage.at[column], barrier)
 
 
 def copy(window: Ref, place: Ref, barrier: Ref | Shared) -> None:

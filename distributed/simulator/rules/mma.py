@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.distributed.private_jax.column_tiles import are_side_by_side
 from stretto.distributed.simulator.program import Compiler, Step, rule
 from stretto.distributed.simulator.rules.arrays import matmul
 from stretto.distributed.simulator.state.races import Access
@@ -34,7 +35,9 @@ def _wgmma_ref(compiler: Compiler, eqn: Any) -> Step:
     views: list[ViewPlan] = []
     for atom, tree in zip(eqn.invars[:3], trees, strict=True):
         n = 0 if tree is None else tree.num_leaves
-        views.append(plan_view(compiler, atom, () if tree is None else tree.unflatten(leaves[:n])))
+        transforms = () if tree is None else tree.unflatten(leaves[:n])
+        in_columns = are_side_by_side(transforms)  # At last, of rhs.
+        views.append(plan_view(compiler, atom, transforms[:-2] if in_columns else transforms))
         del leaves[:n]
     acc, a, b = views
     a_is_ref = hasattr(eqn.invars[1].aval, "inner_aval")
@@ -46,6 +49,8 @@ def _wgmma_ref(compiler: Compiler, eqn: Any) -> Step:
         target = acc.region(task, env)
         lhs = _operand(task, a, env, place, site) if a_is_ref else np.asarray(a.ref(env))
         rhs = _operand(task, b, env, place, site)
+        if in_columns:
+            rhs = np.concatenate(rhs, axis=1)
         begin = task.machine.now(task)
         flops = 2 * lhs.shape[0] * lhs.shape[1] * rhs.shape[1]
         task.machine.report.statistics.flops += flops

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.kernel import THREAD_AXIS, block_in_cluster
+from stretto.distributed.private_jax.column_tiles import side_by_side
 from stretto.distributed.schedule import Int
 from stretto.kernels.engine.hopper.tile_config import TileConfig
 from stretto.kernels.engine.parts import Product, Ref
@@ -72,6 +73,8 @@ class Products:
         rhs = self.ring.rhs.at[stage]
         if self.product.rhs_transposed:
             rhs = rhs.transpose((1, 0))
+        elif len(rhs.shape) > 2:
+            rhs = side_by_side(rhs)
         if self.product.lhs_transposed:
             lhs = self.ring.lhs.at[stage, :, own_rows].transpose((1, 0))
         else:
