@@ -21,6 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
+from jaxlib.mosaic.python import mosaic_gpu as dialect
 
 _SEMANTICS = gpu_core.WGxWG_SEMANTICS
 _COLUMNS_LAST = (1, 0, 2)
@@ -71,13 +72,13 @@ def _transforms(tree: Any, leaves: Any) -> Any:
 
 
 def _multiplied(ctx: Any, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The accumulator after the product, as an operation of the dialect that says what it becomes."""
+    """The accumulator after the product: an operation that holds what it is lowered to."""
     layout = mgpu.layouts.to_layout_attr(mgpu.WGMMA_LAYOUT)
     tiled = ir.ArrayAttr.get(
-        [mgpu.TileTransform(_TILE).to_attr(), mgpu.dialect.SwizzleTransformAttr.get(_SWIZZLE)]
+        [mgpu.TileTransform(_TILE).to_attr(), dialect.SwizzleTransformAttr.get(_SWIZZLE)]
     )
     specs: dict[str, Any] = dict(in_layouts=[layout], in_transforms=[tiled, tiled])
-    op = mgpu.dialect.CustomPrimitiveOp(
+    op = dialect.CustomPrimitiveOp(
         result=[acc.type], operands_=[acc, a, b], out_layouts=[layout], **specs
     )
     gpu_primitives._populate_custom_primitive_op_block(

@@ -71,8 +71,8 @@ class Ring:
     """The stages: `lhs` `[stages, tile_m, tile_k]` or transposed, `rhs` likewise, and barriers.
 
     An operand with edges is loaded through another view of the same memory, `loaded_lhs` and
-    `loaded_rhs`. Both views of rhs are columns of tiles, `[stages, tile_n / 64, tile_k, 64]`, unless
-    it is transposed or has one column (`with_edges`).
+    `loaded_rhs`. Of rhs both are columns of tiles, `[stages, tile_n / 64, tile_k, 64]`, unless it
+    is transposed or has one column (`with_edges`).
     And the scales of blocks (`scales`), where the product has such.
     `halved` are the axes of the tiles of lhs and of rhs of which a block has half; and with
     `shares_rhs` a block has half of lhs alone, along `halved[0]`.
