@@ -37,7 +37,8 @@ class Tiles(NamedTuple):
       narrow_fills: whether `narrow` is chosen where it fills the multiprocessors best; it was timed
         in 16 bits alone.
       gathering: what all-gather matmuls choose among beside those of large ones.
-      sharing: the same where rows of rhs begin within a line of the L2: blocks load it together.
+      sharing: those of all matmuls where rows of rhs begin within a line of the L2: blocks load it
+        together.
       tall, tall_adding: for many rows, which fill them: as `large`, and for results that are added
         up. On Blackwell two blocks make such a tile together, on Hopper three warpgroups. None
         where an architecture has none.
@@ -81,7 +82,8 @@ class Tiles(NamedTuple):
             return large
         narrow = (self.narrow,) if self.narrow_fills else ()
         scattering = self.scattering if scattered else ()
-        return min(self.adding_deep, large, *narrow, *scattering, key=result.time)
+        sharing = self.sharing if result.rhs_within else ()
+        return min(self.adding_deep, large, *narrow, *scattering, *sharing, key=result.time)
 
     def _suits(self, tall: TileConfig, rows: int) -> bool:
         return rows >= self.tall_rows and _fill(tall, rows)
@@ -107,7 +109,7 @@ TILES = {
         adding_deep=hopper_tiles.WIDE_RESULT,
         scattering=(hopper_tiles.SHARED,),
         gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW),
-        sharing=(hopper_tiles.PAIR,),
+        sharing=(hopper_tiles.PAIR, hopper_tiles.LARGE_PAIR),
     ),
     BLACKWELL: Tiles(
         large=blackwell_tiles.LARGE,

@@ -39,6 +39,9 @@ and rows of the result for rhs: how `copied` counts what a kernel loses and XLA'
 one H200 a product of 8192 x 8192 x 8192 took 1,615 us, of 8184 x 8200 x 8168 1,957 with rhs transposed
 and 2,136 with it as it was. On two, a fused all-gather of such sizes lost 277 us more than XLA, a
 reduce-scatter 133; a copy of both operands takes some 145."""  # noqa: E501
+MOST_FILLED = 1 / 16
+"""Of an operand that is copied, the share of zeros up to which its rows become multiples of 128 bytes
+in place of 16."""
 REUSE: dict[str, float] = dict(lhs=math.inf, rhs=math.inf)
 """Uses, counted likewise, from which on an operand is copied to rows of 128 bytes. None is: on two
 H200s an all-gather matmul of 1000 x 3072 x 8208 took 58 us, and 74 with a copy of rhs."""
@@ -87,7 +90,8 @@ def shape_of(
     if copied:
         return m, in_lines(n, dtype)
     in_a_row = ROW_BYTES // jnp.dtype(dtype).itemsize
-    return m, -(-n // in_a_row) * in_a_row
+    least, aligned = -(-n // in_a_row) * in_a_row, in_lines(n, dtype)
+    return m, aligned if least > n and aligned - n <= MOST_FILLED * n else least
 
 
 def pad(x: jax.Array, tiles: TileShape, rows: int = ROWS, *, copied: bool = False) -> jax.Array:

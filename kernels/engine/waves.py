@@ -19,14 +19,18 @@ from stretto.kernels.problem.problem import Problem
 COSTS = {192: 0.99, 128: 1.01}
 """Time of an element of the result in tiles of so many columns, over that in tiles of 256, where
 products are long. On two H200s own matmuls took 0.99 to 1.00 of it with 192, and 1.01 with 128."""
-LARGE_LOADS = 1 / 128 + 1 / 256
-"""Rows and columns that a tile of 128 x 256 loads, over its elements. Where rows of operands begin
-within a line of the L2, loads limit the product: an all-reduce of 6610 x 12796 x 2442 took 1.3 of
-the time with 128 columns, whose waves are as long, an all-gather of 1000 x 3072 x 8208 1.2 with 192
-and 1.4 with 256."""
-PAIR = 1.2
-"""Time of a pair's tile over that by its loads: two blocks wait for each other. On two H200s a pair
-took 1.05 of the time of two blocks at 1024 x 3072 x 8192, and 0.93 at 1000 x 3072 x 8208."""
+LOAD = 52.0
+"""Time of an element of the result by loads alone, over that by products: so much for each row and
+column that its tile loads a step, over the tile's elements. A row of lhs that begins within a line
+of the L2 counts as `LHS_WITHIN`, a row of rhs as `RHS_WITHIN`."""
+LHS_WITHIN, RHS_WITHIN = 2.0, 2.5
+SHARPNESS = 8
+"""How suddenly loads limit what products limited before. The four were fitted to products alone on
+one H200, of rows that begin within a line, over those of even sizes in tiles as good: 1000 x 3072 x
+8200 1.44 with 128 columns, 1.23 with 256, 1.14 and 1.05 with as many by pairs; 8184 x 8200 x 4088
+1.38 with 256 columns, 1.08 by pairs; 1024 x 3080 x 4096 1.24 with 128 columns, 1.02 with 256."""
+PAIR = 1.05
+"""Time of a pair's tile over that of two blocks: they wait for each other."""
 STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
 """Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
 sends beside a matmul, in a microsecond."""
@@ -36,31 +40,39 @@ sends beside a matmul, in a microsecond."""
 class Result:
     """A result that is made in tiles: `shards` of `rows` x `columns`, on so many multiprocessors.
 
-    A tile has rows of one shard. `in_lines`: rows of both operands are multiples of 128 bytes, and
-    `rhs_in_lines`: of rhs. `k`: the length of the contraction on a device; None for products whose
-    tiles blocks do not share.
+    A tile has rows of one shard. `lhs_within`: the share of rows of lhs that are no multiples of
+    128 bytes, so that most begin within a line of the L2, and `rhs_within`: that of rhs. `k`: the
+    length of the contraction on a device; None for products whose tiles blocks do not share.
     """
 
     shards: int
     rows: int
     columns: int
     multiprocessors: int
-    in_lines: bool = True
-    rhs_in_lines: bool = True
+    lhs_within: float = 0.0
+    rhs_within: float = 0.0
     k: int | None = None
 
     @classmethod
-    def of(cls, problem: Problem, columns: int, k: int) -> Result:
-        """Of a matmul whose rows have an owner each: `columns` and `k` are those of one device."""
+    def of(cls, problem: Problem, columns: int, k: int, *, own: float = 1.0) -> Result:
+        """Of a matmul whose rows have an owner each: `columns` and `k` are those of one device.
+
+        `own`: the share of lhs that lies as the caller has it; the kernel puts others in lines.
+        """
         return cls(
             shards=problem.devices,
             rows=ceil_div(problem.sizes["m"], problem.devices),
             columns=columns,
             multiprocessors=problem.machine.multiprocessors,
-            in_lines=_fills_lines(k, problem) and _fills_lines(columns, problem),
-            rhs_in_lines=_fills_lines(columns, problem),
+            lhs_within=own * _begins_within(k, problem),
+            rhs_within=float(_begins_within(columns, problem)),
             k=k,
         )
+
+    @property
+    def in_lines(self) -> bool:
+        """Whether rows of both operands are multiples of 128 bytes."""
+        return not self.lhs_within and not self.rhs_within
 
     def waves(self, tile: TileShape) -> int:
         """Of all shards, in tiles of this shape."""
@@ -88,19 +100,23 @@ class Result:
 
     def time(self, tile: TileShape) -> float:
         """Of the waves: elements of tiles that a multiprocessor makes, as if of 256 columns."""
-        if self.in_lines:
-            cost = COSTS.get(tile.tile_n, 1.0)
-        else:
-            cost = (1 / tile.tile_m + 1 / tile.tile_n) / LARGE_LOADS
+        cost = COSTS.get(tile.tile_n, 1.0) if self.in_lines else self._by_loads(tile)
         if tile.blocks > 1:
             cost *= PAIR
         return self._waves_of_time(tile) * (tile.tile_m // tile.blocks) * tile.tile_n * cost
+
+    def _by_loads(self, tile: TileShape) -> float:
+        """Time of an element of the result, over that where loads do not limit it."""
+        of_lhs = (1 + (LHS_WITHIN - 1) * self.lhs_within) / tile.tile_n
+        of_rhs = (1 + (RHS_WITHIN - 1) * self.rhs_within) / tile.tile_m
+        loads = LOAD * (of_lhs + of_rhs)
+        return (1 + loads**SHARPNESS) ** (1 / SHARPNESS)
 
     def us(self, tile: TileShape, k: int) -> float:
         """Microseconds of the waves, where products are along `k`."""
         return self.time(tile) * ceil_div(k, tile.tile_k) / STEPS_IN_A_US
 
 
-def _fills_lines(columns: int, problem: Problem) -> bool:
-    """Whether rows of so many columns are multiples of 128 bytes."""
-    return columns * problem.types.itemsize % SWIZZLE_BYTES == 0
+def _begins_within(columns: int, problem: Problem) -> bool:
+    """Whether rows of so many columns are no multiples of 128 bytes."""
+    return columns * problem.types.itemsize % SWIZZLE_BYTES > 0

@@ -75,7 +75,9 @@ class AddConfig:
         if problem is None or (few and problem.types.scales is None):
             yield cls(unfused=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
-        for tile in tiles_for(problem).adding:
+        tiles = tiles_for(problem)
+        sharing = () if problem is None or not result_of(problem).rhs_within else tiles.sharing
+        for tile in (*tiles.adding, *sharing):
             if problem is not None and tile.most_parts > 1 and not result_of(problem).shares(tile):
                 continue  # It is another one of them.
             for pull_slots, own_last in options:

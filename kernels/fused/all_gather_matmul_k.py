@@ -25,7 +25,8 @@ import jax
 from stretto.distributed import schedule
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding
-from stretto.kernels.engine.architectures import tiles_for
+from stretto.kernels.engine.architectures import TileConfig, tiles_for
+from stretto.kernels.engine.waves import Result
 from stretto.kernels.fused import beside, copied, gathering
 from stretto.kernels.fused.gather_ways import Gather, kept_columns
 from stretto.kernels.fused.gathering_by_columns import by_columns
@@ -63,10 +64,20 @@ def default_config(problem: Problem) -> Config:
     tiles = tiles_for(problem)
     rows = schedule.ceil_div(problem.sizes["m"], tiles.large.tile_m)
     columns = schedule.ceil_div(problem.sizes["n"], problem.devices)
-    for tile in (tiles.large_for(problem.sizes["m"]), tiles.narrow):
+    for tile in (_large(problem), tiles.narrow):
         if 2 * rows * columns >= problem.machine.multiprocessors * tile.tile_n:
             return Config(tiles=tile)
     return Config(tiles=tiles.narrowest)
+
+
+def _large(problem: Problem) -> TileConfig:
+    """Large tiles, or a pair's where rows of rhs begin within a line and that is faster."""
+    tiles, m = tiles_for(problem), problem.sizes["m"]
+    columns, own = schedule.ceil_div(problem.sizes["n"], problem.devices), 1 / problem.devices
+    result = Result.of(problem, columns, problem.sizes["k"], own=own)
+    result = dataclasses.replace(result, shards=1, rows=m)
+    sharing = tiles.sharing if result.rhs_within else ()
+    return min((tiles.large_for(m), *sharing), key=result.time)
 
 
 def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | None]:

@@ -49,7 +49,7 @@ def tiles_in_shards(problem: Problem) -> TileConfig:
 def gathering(problem: Problem) -> tuple[TileConfig, ...]:
     """Tiles beside large ones."""
     tiles = tiles_for(problem)
-    return tiles.gathering + (() if _result(problem).rhs_in_lines else tiles.sharing)
+    return tiles.gathering + (tiles.sharing if _result(problem).rhs_within else ())
 
 
 def are_known(problem: Problem) -> bool:
@@ -69,4 +69,4 @@ def us(problem: Problem, tile: TileConfig) -> float:
 def _result(problem: Problem) -> Result:
     """The result of an all-gather matmul on one device: shard after shard."""
     columns = ceil_div(problem.sizes["n"], problem.devices)
-    return Result.of(problem, columns, problem.sizes["k"])
+    return Result.of(problem, columns, problem.sizes["k"], own=1 / problem.devices)
