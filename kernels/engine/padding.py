@@ -4,7 +4,7 @@
 |---|---|
 | of whole 8 x 64 tiles of swizzled rows, two at least a side | as it is, a tile of a product by one copy |
 | whose rows are multiples of 16 bytes | as it is, through rows of 128 bytes (`shared_memory.with_edges`) |
-| of any other | with its columns filled up to such rows: a copy |
+| of any other | with its columns filled up to such rows, or to multiples of 128 bytes: a copy |
 
 Rows that are no multiples of 128 bytes cost more to load: each row of a tile then lies in two lines of
 the L2. Of rhs a pair of blocks, which load its tiles for each other, asks for half of them
@@ -40,8 +40,8 @@ one H200 a product of 8192 x 8192 x 8192 took 1,615 us, of 8184 x 8200 x 8168 1,
 and 2,136 with it as it was. On two, a fused all-gather of such sizes lost 277 us more than XLA, a
 reduce-scatter 133; a copy of both operands takes some 145."""  # noqa: E501
 MOST_FILLED = 1 / 16
-"""Of an operand that is copied, the share of zeros up to which its rows become multiples of 128 bytes
-in place of 16."""
+"""Of an operand that must be copied, the share of zeros up to which its rows become multiples of
+128 bytes in place of 16."""
 REUSE: dict[str, float] = dict(lhs=math.inf, rhs=math.inf)
 """Uses, counted likewise, from which on an operand is copied to rows of 128 bytes. None is: on two
 H200s an all-gather matmul of 1000 x 3072 x 8208 took 58 us, and 74 with a copy of rhs."""

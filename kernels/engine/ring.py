@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed.schedule import Int
-from stretto.kernels.engine import stages
 from stretto.kernels.engine.pairs import copies_of_pair
 from stretto.kernels.engine.parts import SCALE_COPIES, Product, Ref, Scales, Tile
 from stretto.kernels.engine.shared_memory import (
@@ -203,7 +202,7 @@ def copies_of_rhs(shape: TileShape, product: Product) -> int:
     """The copies that a tile of rhs, or of a pair of them, is loaded by."""
     row = row_elements(product.rhs)
     if product.rhs_edges and not product.rhs_transposed and shape.tile_n != row:
-        return shape.tile_n // row * (shape.tile_k // min(shape.tile_k, stages.COPIED_ROWS))
+        return shape.tile_n // row
     if product.beside is not None and product.beside.gated:
         return copies_of_pair(shape, product.rhs_transposed)
     return 1

@@ -58,8 +58,6 @@ class Shared:
     barrier: Ref
 
 
-COPIED_ROWS = 64
-
 type Arriving = Ref | Halves | OwnRows | Shared
 
 
@@ -79,13 +77,10 @@ def fill(window: Ref, stage: Ref, barrier: Arriving) -> None:
     if len(stage.shape) == len(window.shape):
         copy(window, stage, barrier)
         return
-    across, rows, columns = stage.shape
-    at_once = min(rows, COPIED_ROWS)
-    for row in range(0, rows, at_once):
-        own_rows = pl.ds(row, at_once)
-        for column in range(across):
-            part = window.at[own_rows, pl.ds(column * columns, columns)]
-            copy(part, stage.at[column, own_rows], barrier)
+    across, _, columns = stage.shape
+    for column in range(across):
+        own_columns = window.at[:, pl.ds(column * columns, columns)]
+        copy(own_columns, stage.at[column], barrier)
 
 
 def copy(window: Ref, place: Ref, barrier: Ref | Shared) -> None:

@@ -38,14 +38,16 @@ def _operand(
     """The shape that an operand is padded to, and the bytes of it that are copied.
 
     And, where its rows are not aligned, the bytes whose copy would take as long as the product
-    takes longer: at as many uses as `USES_OF_A_COPY` those of the operand, and in proportion.
+    takes longer, beyond what XLA's matmul loses by such rows: at as many uses as `USES_OF_A_COPY`
+    those of the operand, and in proportion; by pairs of blocks none.
     """
     tiles, itemsize, often = config.tiles, problem.types.itemsize, padding.REUSE[name]
     rows = padding.ROWS if name == "lhs" else padding.COLUMNS
     made = padding.shape_of(shape, problem.types.lhs, tiles, rows, copied=uses >= often)
     size = math.prod(made) * itemsize
     aligned = padding.in_lines(made[1], problem.types.lhs) == made[1]
-    lost = 0 if aligned else size * uses // padding.USES_OF_A_COPY[name]
+    loses_as_xla = aligned or tiles.blocks > 1
+    lost = 0 if loses_as_xla else size * uses // padding.USES_OF_A_COPY[name]
     return made, lost + size * (made != shape)
 
 

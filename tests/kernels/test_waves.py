@@ -11,7 +11,14 @@ from hypothesis import strategies as some
 
 from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Entry, Table
-from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, PAIR, SHARED, WIDE_RESULT
+from stretto.kernels.engine.hopper.tile_config import (
+    LARGE,
+    LARGE_PAIR,
+    NARROW,
+    PAIR,
+    SHARED,
+    WIDE_RESULT,
+)
 from stretto.kernels.engine.waves import Result
 from stretto.kernels.fused import (
     all_gather_matmul,
@@ -90,7 +97,7 @@ def test_a_shared_last_wave_takes_as_long_as_measured():
     for one, other in itertools.combinations(measured, 2):
         expected = measured[one] / measured[other]
         assert of_k.time(one) / of_k.time(other) == pytest.approx(expected, abs=0.02)
-    odd = dataclasses.replace(of_k, in_lines=False)
+    odd = dataclasses.replace(of_k, rhs_within=1.0)
     assert not odd.shares(SHARED) and odd.time(SHARED) == odd.time(LARGE)
 
 
@@ -111,14 +118,34 @@ def test_where_a_reduce_scatter_shares_its_last_wave(sizes, shares):
     assert (SHARED in tried) == shares
 
 
-def test_where_rows_begin_within_a_line_narrow_tiles_cost_what_they_load():
+def test_in_lines_the_time_of_an_element_hardly_depends_on_the_tile():
     assert {n: result(1, 128, 256).time(tile) for n, tile in TILES.items()} == pytest.approx(
         {256: 32768, 192: 24576 * 0.99, 128: 16384 * 1.01}
     )
-    odd = dataclasses.replace(result(1, 128, 256), in_lines=False)
-    measured = {256: 79.8, 192: 68.9, 128: 57.2}  # All two waves, 1000 x 3072 x 8208.
-    for n, tile in TILES.items():
-        assert odd.time(tile) / odd.time(NARROW) == pytest.approx(measured[n] / 57.2, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "within", "even", "measured"),
+    [  # Of products alone on one H200, over those of even sizes in the tiles that are named first.
+        ((1000, 4104), (0, 1), (1024, 4096, NARROW), {NARROW: 1.44, PAIR: 1.15}),
+        (
+            (1000, 8200),
+            (0, 1),
+            (1024, 8192, LARGE),
+            {NARROW: 1.44, LARGE: 1.23, PAIR: 1.14, LARGE_PAIR: 1.05},
+        ),
+        ((8184, 4088), (1, 1), (8192, 4096, LARGE), {LARGE: 1.38, LARGE_PAIR: 1.08}),
+        ((1024, 4096), (1, 0), (1024, 4096, NARROW), {NARROW: 1.24, LARGE: 1.02}),
+        ((5120, 5120), (1, 0), (5120, 5120, LARGE), {LARGE: 1.03}),
+    ],
+)
+def test_where_rows_begin_within_a_line_tiles_cost_what_they_load(sizes, within, even, measured):
+    *even_sizes, tile = even
+    base = result(1, *even_sizes).time(tile)
+    lhs, rhs = within
+    odd = dataclasses.replace(result(1, *sizes), lhs_within=lhs, rhs_within=rhs)
+    for tile, ratio in measured.items():
+        assert odd.time(tile) / base == pytest.approx(ratio, abs=0.07), tile
 
 
 @pytest.mark.parametrize(
@@ -126,7 +153,8 @@ def test_where_rows_begin_within_a_line_narrow_tiles_cost_what_they_load():
     [
         ("all_gather_matmul", (1000, 3072, 8208), 128),
         ("matmul_all_reduce", (6610, 12796, 2442), 256),
-        ("matmul_reduce_scatter", (5120, 13824, 5128), 256),  # 128 in lines.
+        ("matmul_reduce_scatter", (8184, 8208, 8200), 256),
+        ("matmul_reduce_scatter", (5120, 13840, 5120), 256),  # Rows of lhs alone.
     ],
 )
 def test_tiles_of_odd_sizes(operation, sizes, columns):
@@ -246,8 +274,9 @@ def test_what_was_fastest_in_two_parts_stays_so(monkeypatch, operation, sizes):
     [
         ((1000, 3072, 8208), PAIR),  # 56.9 us; NARROW 61.4.
         ((1024, 3072, 8192), NARROW),  # 49.9; PAIR 52.5.
-        ((1000, 3080, 8192), LARGE),  # Rows of lhs alone begin within a line.
-        ((8184, 8200, 8176), LARGE),
+        ((1000, 3072, 16400), LARGE_PAIR),  # 92.3; PAIR 95.5, LARGE 99.9.
+        ((1000, 3080, 8192), NARROW),  # Rows of lhs alone begin within a line, of the own shard.
+        ((8184, 8200, 8176), LARGE_PAIR),
     ],
 )
 def test_pairs_of_blocks_load_rows_of_rhs_that_begin_within_a_line(sizes, tiles):
