@@ -5,6 +5,7 @@ Operands and results are used as they are where their rows are multiples of 16 b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -151,7 +152,7 @@ def test_nothing_is_copied_where_rows_are_multiples_of_16_bytes(name):
 
 @pytest.mark.parametrize("name", cases.FORMS)
 def test_the_choice_counts_copies(name):
-    def copied(m, k, n, devices=2):
+    def copied(m, k, n, devices=2, tiles=None):
         problem = Problem(
             operation=name,
             sizes=dict(m=m, k=k, n=n),
@@ -160,13 +161,15 @@ def test_the_choice_counts_copies(name):
             machine=Machine.of_kind("gpu", "NVIDIA H200"),
         )
         kernel = OPERATIONS[name].kernels[0]
-        return kernel.copies(problem, kernel.default(problem))
+        config = kernel.default(problem)
+        return kernel.copies(problem, dataclasses.replace(config, tiles=tiles or config.tiles))
 
     # Rows of 128 bytes; of 16, of small operands and of large ones; and of other ones.
     assert not copied(8192, 8192, 8192)
-    few, many = (copied(m, m, m) for m in (1040, 8208))
+    few, many = (copied(m, m, m, tiles=LARGE) for m in (1040, 8208))
     assert 0 < few < 1040**2 and 8208**2 < many < 3 * 8208**2 * 2
-    assert copied(8202, 8202, 8202) > many
+    assert not copied(8208, 8208, 8208)  # By pairs of blocks.
+    assert copied(8202, 8202, 8202) > 8202**2 * 2
 
 
 def test_few_rows_that_make_no_pieces_are_copied():
