@@ -58,6 +58,7 @@ def test_what_is_whole():
         ((17, 136), (17, 136), (24, 192)),
         ((1, 8), (1, 8), (16, 128)),
         ((17, 130), (17, 136), (24, 192)),
+        ((17, 1028), (17, 1088), (24, 1088)),  # In lines, as it is copied anyway.
     ],
 )
 def test_what_is_padded(shape, on_hopper, on_blackwell):
@@ -306,3 +307,15 @@ def test_epilogues_with_arrays(gated):
 )
 def test_epilogues_with_arrays_of_other_gathers(options, transposed):
     np.testing.assert_array_equal(*with_arrays(True, transposed=transposed, **options))
+
+
+@pytest.mark.parametrize(("columns", "copies"), [(256, 1), (264, 2)])
+def test_a_stage_of_rhs_is_loaded_by_a_copy_for_64_columns(columns, copies):
+    """Of an array of whole tiles by one; the others are those of lhs, and of the results."""
+    lhs, rhs = (jnp.ones(shape, BF16) for shape in ((128, 192), (192, columns)))
+    with st.simulate(core_count=2) as report:
+        jax.block_until_ready(
+            jax.jit(functools.partial(local_matmul, config=NARROW_STAGES))(lhs, rhs)
+        )
+    tiles, steps, pieces = -(-columns // 128), 3, 4
+    assert report.statistics.copies == tiles * (steps * (1 + copies) + pieces)

@@ -285,3 +285,19 @@ def test_pairs_of_blocks_load_rows_of_rhs_that_begin_within_a_line(sizes, tiles)
     assert all_gather_matmul.default_config(asked).tiles == tiles
     offered = {config.tiles for config in all_gather_matmul.Config.candidates(asked)}
     assert (PAIR in offered) == (sizes[2] // 2 % 64 > 0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "tiles"),
+    [
+        ("matmul_reduce_scatter", (5120, 13840, 5128), LARGE_PAIR),
+        ("matmul_all_reduce", (8184, 8208, 8200), LARGE_PAIR),
+        ("all_gather_matmul_k", (8184, 8208, 8176), LARGE_PAIR),
+        ("all_gather_matmul_k", (8184, 8208, 8192), LARGE),
+    ],
+)
+def test_pairs_of_blocks_in_other_matmuls(operation, sizes, tiles):
+    kernel, asked = OPERATIONS[operation].kernels[0], problem(operation, *sizes)
+    found = kernel.default(asked)
+    assert found.tiles == tiles
+    found.check(asked)
