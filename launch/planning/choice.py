@@ -44,8 +44,8 @@ def choose_hosts(
 
     Args:
       environ: of the job's processes, as far as this machine knows it.
-      survey: gives the number of GPUs that the job may use on each of some hosts; asked only where
-        neither the command line nor the cluster file says.
+      survey: gives the number of devices that the GPUs of some hosts offer the job, of each host;
+        asked only where neither the command line nor the cluster file says.
       lost: hosts that an earlier attempt has lost; the last to be taken again.
 
     Raises:
@@ -103,9 +103,12 @@ def _named(
         hosts = _read_hosts(options, cluster, gpus)
         for host in hosts:
             if host.num_devices > gpus[host.name]:
+                has = f"has {gpus[host.name]} GPUs that a job can use"
+                if options.devices_per_gpu != 1:
+                    has = f"offers {gpus[host.name]} devices, {options.devices_per_gpu} on each GPU"
                 raise LaunchError(
-                    f"host {host.name} has {gpus[host.name]} GPUs that a job can use, and not "
-                    f"{host.num_devices}; correct its slots, or {_SAY}"
+                    f"host {host.name} {has}, and not {host.num_devices}; correct its slots, or "
+                    f"{_SAY}"
                 )
     return Chosen(hosts, platform, why)
 
@@ -136,7 +139,8 @@ def _this_machine(
     found = usable_gpus({**environ, "JAX_PLATFORMS": ""})
     if found:
         why = "" if asked else f"this machine has {len(found)} ({found[0].name})"
-        return Chosen([one_host(options.num_devices, len(found), limit)], "gpu", why)
+        host = one_host(options.num_devices, len(found), limit, options.devices_per_gpu)
+        return Chosen([host], "gpu", why)
     hidden = limit is not None
     none = (
         f"{CUDA_VISIBLE_DEVICES}={limit} hides all GPUs"

@@ -37,6 +37,9 @@ class RunOptions:
     ] = None
     """One process per node with all its devices, one per device, or COUNT per node."""
 
+    devices_per_gpu: Annotated[int, arg(metavar="COUNT")] = 1
+    """Devices of the job on each GPU, a process each, which take turns: to test on fewer GPUs."""
+
     module: Annotated[FlagCreatePairsOff[bool], arg(aliases=["-m"])] = False
     """SCRIPT is a module's name, as for python -m; stands right before it."""
 
@@ -108,6 +111,7 @@ class RunOptions:
 _NUMBERS = {
     "-n": (int, "a whole number"),
     "--num-devices": (int, "a whole number"),
+    "--devices-per-gpu": (int, "a whole number"),
     "--restarts": (int, "a whole number"),
     "--port": (int, "a whole number"),
     "--min-devices": (int, "a whole number"),

@@ -14,6 +14,7 @@ from stretto.launch.doctor.nccl import why_no_process_per_gpu
 LIMIT_S = shared(200)
 
 
+@pytest.mark.one_process
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(2 * (LIMIT_S + 60), method="thread")
 def test_both_layouts_give_the_same(mesh, rehearsing, tally, pytestconfig, record_property) -> None:

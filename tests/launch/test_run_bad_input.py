@@ -135,7 +135,7 @@ def test_more_devices_than_gpus(capfd, script, two_gpus):
 def test_more_devices_than_visible_gpus(capfd, script, two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     line = refused(capfd, "-n", "2", script)
-    assert "the 1 GPUs of this machine under CUDA_VISIBLE_DEVICES=1" in line
+    assert "the 1 GPU of this machine under CUDA_VISIBLE_DEVICES=1" in line
 
 
 def test_taken_port(capfd, script):
