@@ -1,10 +1,11 @@
 """From a number of devices on some hosts to the processes of a job.
 
-``-n`` counts devices. A device is a GPU, or one of several processes that take turns on a GPU
-(``--devices-per-gpu``), to test on one GPU what runs on several. With one process per node each host gets one process that owns all the
-devices the job uses there; with one process per GPU each device gets a process. On a machine
-without GPUs a device is a CPU device: by default each is a process of its own (gloo carries
-the collectives), with ``node`` they are virtual devices of one process.
+``-n`` counts devices. With one process per node each host gets one process that owns all the
+devices the job uses there; with one process per GPU each device gets a process. With
+``--devices-per-gpu`` several such processes take turns on a GPU, each of them a device: to test on
+one GPU what runs on several. On a machine without GPUs a device is a CPU device: by default each
+is a process of its own (gloo carries the collectives), with ``node`` they are virtual devices of
+one process.
 """
 
 from collections.abc import Collection, Sequence

@@ -25,7 +25,7 @@ def join() -> None:
 
 
 def _read_whole_results() -> None:
-    """`np.asarray` of an array that lies on several processes gathers it, on all of them at once."""
+    """Reading an array that lies on several processes gathers it, on all of them at once."""
     from jax._src.array import ArrayImpl
     from jax.experimental import multihost_utils
 

@@ -385,8 +385,8 @@ def test_run_shares_gpus_between_processes(machine_of_two_gpus, capfd):
     preload = ["--env", "LD_PRELOAD=/y/libnccl.so.2.30.3"]
     assert cli.main(["run", *options, *preload, machine_of_two_gpus]) == 0
     shown = capfd.readouterr()
-    for process, gpu in enumerate([0, 0, 1]):
-        assert f"process {process} on localhost: GPU {gpu}\n" in shown.out
+    for process, number in enumerate([0, 0, 1]):
+        assert f"process {process} on localhost: GPU {number}\n" in shown.out
     assert "NCCL_MULTI_RANK_GPU_ENABLE='1'" in shown.out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE='false'" in shown.out
     # A choice of the user's own comes first.
