@@ -135,7 +135,7 @@ def _count_gpus(
 ) -> Mapping[str, int]:
     """Devices that the GPUs of the hosts offer: from Slurm, or from the hosts themselves."""
     environ = {**environ, "JAX_PLATFORMS": ""}
-    found: Mapping[str, int] = slurm.gpus_of_hosts(environ, hosts) if by_slurm else {}
+    found: Mapping[str, int] = (slurm.gpus_of_hosts(environ, hosts) if by_slurm else None) or {}
     if not found and (by_slurm or dry_run):  # assumed to be like this one; agents check
         found = dict.fromkeys(hosts, len(gpus.usable_gpus(environ)))
     if not found:

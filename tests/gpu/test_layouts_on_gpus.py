@@ -54,6 +54,7 @@ def test_devices_that_share_a_gpu(devices, tally, pytestconfig, record_property)
     found = jobs.run(
         "layout_job.py",
         "pallas",
+        "briefly",
         options=("-n", str(devices), "--devices-per-gpu", str(devices)),
         limit_s=LIMIT_S,
         nccl=nccl,
