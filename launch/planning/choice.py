@@ -10,7 +10,13 @@ from stretto.launch.planning import slurm
 from stretto.launch.planning.cluster import Cluster
 from stretto.launch.planning.gpus import usable_gpus
 from stretto.launch.planning.hosts import parse_hostfile, parse_hosts
-from stretto.launch.planning.layout import HostDevices, Platform, one_host, take_devices
+from stretto.launch.planning.layout import (
+    HostDevices,
+    Platform,
+    check_fewest,
+    one_host,
+    take_devices,
+)
 from stretto.launch.planning.options import RunOptions
 from stretto.launch.planning.platforms import asked_platform
 from stretto.launch.planning.survey import is_this_host
@@ -63,7 +69,9 @@ def choose_hosts(
     elif allocated and not _is_this_machine(allocated):
         chosen = _allocated(allocated, asked, environ, survey)
     else:
-        return _this_machine(options, asked, environ, in_slurm=bool(allocated))
+        chosen = _this_machine(options, asked, environ, in_slurm=bool(allocated))
+        check_fewest(options.min_devices, chosen.hosts[0].num_devices)
+        return chosen
     used = take_devices(options.num_devices, options.min_devices, chosen.hosts, lost)
     if _is_this_machine([host.name for host in used]):
         used = [HostDevices("localhost", used[0].num_devices)]

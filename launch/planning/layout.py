@@ -120,8 +120,7 @@ def take_devices(
       LaunchError: ``n`` or ``least`` cannot be.
     """
     n = sum(host.num_devices for host in hosts) if n is None else n
-    if least is not None and not 1 <= least <= n:
-        raise LaunchError(f"--min-devices {least} must be from 1 to the {n} devices of the job")
+    check_fewest(least, n)
     share_devices(n, hosts)  # refuses an n that the hosts could not serve if all were well
     well = [host for host in hosts if host.name not in lost]
     offered = sum(host.num_devices for host in well)
@@ -130,6 +129,12 @@ def take_devices(
     if least is not None and offered >= least:
         return share_devices(offered, well)
     return share_devices(n, [*well, *(host for host in hosts if host.name in lost)])
+
+
+def check_fewest(least: int | None, n: int) -> None:
+    """Raises LaunchError unless a job of ``n`` devices may do with ``least``."""
+    if least is not None and not 1 <= least <= n:
+        raise LaunchError(f"--min-devices {least} must be from 1 to the {n} devices of the job")
 
 
 def plan(
