@@ -121,7 +121,7 @@ def current() -> dict[str, str]:
 
 def leave_gpu_memory() -> None:
     """Has JAX, which is not used yet, take GPU memory as it needs it, not most of it at once."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ.update(GPU_MEMORY_AS_NEEDED)
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,9 @@ def for_platform(environ: Mapping[str, str], platform: str) -> dict[str, str]:
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
 
+
+# JAX takes GPU memory as it needs it, not most of it at once.
+GPU_MEMORY_AS_NEEDED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 # Children write lines as they come, and never import a stray file of the working directory.
 PYTHON_SETTINGS = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}

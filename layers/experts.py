@@ -21,7 +21,7 @@ from stretto.kernels.operations import fp8
 from stretto.kernels.operations.mixture import mixture_of_experts
 from stretto.layers import products
 from stretto.layers.linear import NOTHING, Initializer, parameter
-from stretto.layers.parallel import DEFAULT, Parallel
+from stretto.layers.parallel import DEFAULT, Parallel, check_parallel
 from stretto.layers.placement import on_devices
 
 ALONE = "team"  # The axis of the mesh of one device.
@@ -88,6 +88,8 @@ class MixtureOfExperts(nnx.Module):
         promote_dtype: products.Promote = dtypes.promote_dtype,
         rngs: nnx.Rngs,
     ):
+        check_parallel(parallel)
+        products.check_callable(activation)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}.")
         if not parallel.sequence_parallel:

@@ -29,7 +29,7 @@ class FeedForward(nnx.Module):
     Args:
       in_features, hidden_features: sizes, over all devices.
       out_features: by default `in_features`.
-      activation: elementwise.
+      activation: an elementwise function: each device has some of the hidden features.
       gated: with a gate, as SwiGLU (`activation=jax.nn.silu`).
       parallel: axis of the mesh, and the sharding of activations.
       kernel_init: of gate and up; also of down, unless `out_kernel_init` is given.
@@ -37,6 +37,9 @@ class FeedForward(nnx.Module):
       rngs: for the initialisers, of `gate` (if there is one), `up` and `down`.
       **options: of all linear layers, as of `ColumnParallelLinear`: `use_bias`, `dtype`,
         `param_dtype`, `bias_init`, `promote_dtype`, `preferred_element_type`.
+
+    Raises:
+      ValueError: `activation` is no function or, in calls on a mesh, it mixes elements.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class FeedForward(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        products.check_callable(activation)
         options = {**options, "parallel": parallel, "rngs": rngs}
         into = (in_features, hidden_features)
         self.gate: ColumnParallelLinear | None = nnx.data(None)

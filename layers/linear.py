@@ -13,7 +13,7 @@ from flax.nnx.nn import dtypes
 from jax.sharding import PartitionSpec as P
 
 from stretto.layers import products
-from stretto.layers.parallel import DEFAULT, Parallel
+from stretto.layers.parallel import DEFAULT, Parallel, check_parallel
 from stretto.layers.placement import on_devices
 from stretto.layers.products import Affine, Types
 
@@ -48,6 +48,7 @@ class _Linear(nnx.Module):
         kernel_metadata: Metadata = NOTHING,
         bias_metadata: Metadata = NOTHING,
     ):
+        check_parallel(parallel)
         kernel_spec, bias_spec = self._split(parallel)
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = parameter(kernel, parallel, kernel_spec, kernel_metadata)

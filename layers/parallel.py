@@ -86,6 +86,15 @@ class Parallel:
         return axis
 
 
+def check_parallel(parallel: Any) -> None:
+    """Raises ValueError where a layer's `parallel` is something else, such as the axis alone."""
+    if not isinstance(parallel, Parallel):
+        raise ValueError(
+            f"parallel={parallel!r} is of type {type(parallel).__name__}; pass a"
+            ' stretto.flax.Parallel, such as Parallel("tp").'
+        )
+
+
 def names_of(axis_names: AxisNames) -> tuple[Hashable, ...]:
     """One name, a sequence of names or None, as a tuple."""
     if axis_names is None:

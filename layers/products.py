@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from stretto.kernels.operations import epilogues, fp8, matmuls
 from stretto.kernels.problem.epilogue import Epilogue, Form
-from stretto.kernels.problem.epilogues import Function
+from stretto.kernels.problem.epilogues import Function, mixing, name_of
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla.matmul import matmul
 from stretto.layers.parallel import Parallel
@@ -63,6 +63,9 @@ def columns(
       types: of operands and results.
       activation: elementwise. The operation applies it if there are no biases; else it applies
         these, and the sum is what the derivative of the activation keeps.
+
+    Raises:
+      ValueError: the activation mixes elements, and a team has some of the features each.
     """
     x, kernels, biases = _promoted(x, weights, types)
     in_8_bits = how is not None and how.fp8 is not None
@@ -85,6 +88,8 @@ def columns(
     products = tuple(checkpoint_name(product, "product") for product in products)
     left = biases if in_8_bits else [None] * len(biases)
     outside = activation if in_8_bits or any(bias is not None for bias in biases) else None
+    if how is not None and activation is not None:
+        check_activation(activation, products[0])
     pairs = zip(products, left, strict=True)
     return tuple(_finished(product, bias, outside) for product, bias in pairs)
 
@@ -100,7 +105,28 @@ def gated(
 ) -> jax.Array:
     """`activation(all_gather(x) @ gate + its bias) * (all_gather(x) @ up + its bias)`."""
     opening, passing = columns(how, x, [gate, up], types)
+    if how is not None:
+        check_activation(activation, opening)
     return activation(opening) * passing
+
+
+def check_callable(activation: Any) -> None:
+    """Raises ValueError where a layer's activation is no function, such as the name of one."""
+    if not callable(activation):
+        raise ValueError(
+            f"activation={activation!r} is of type {type(activation).__name__}; pass a function,"
+            " such as jax.nn.gelu."
+        )
+
+
+def check_activation(activation: Function, product: jax.Array) -> None:
+    """Raises ValueError where an activation does not map each element on its own."""
+    if found := mixing(activation, product.shape, product.dtype):
+        raise ValueError(
+            f"activation={name_of(activation)} must be elementwise, and {found}: each device has"
+            " some of the hidden features. Apply such a function to the layer's result, or between"
+            " layers of nnx.Linear."
+        )
 
 
 @by_default_rules

@@ -49,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left out unless --slow is given")
     config.addinivalue_line("markers", "gpu(n): needs n (default 1) GPUs; see tests/gpu")
     config.addinivalue_line("markers", "real: cannot be rehearsed without GPUs")
+    config.addinivalue_line(
+        "markers", "one_process: starts processes, simulates, or takes devices as it likes"
+    )
     config.addinivalue_line("markers", "compiles: what is simulated is lowered for GPUs, too")
     config.addinivalue_line("markers", "optimised: what is compiled is optimised, as users have it")
     config.addinivalue_line("markers", "timeout(seconds): limit of a test, by pytest-timeout")
@@ -64,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax
 
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+    if _job_processes() > 1:
+        import processes
+
+        processes.join()
+        return
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 
 
@@ -123,6 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             needed = marker.args[0] if marker.args else 1
             if reason := _why_no_gpus(config, needed):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("one_process") and _job_processes() > 1:
+            item.add_marker(pytest.mark.skip(reason="is for one process, not for a job of several"))
         if item.get_closest_marker("real") and config.getoption("--rehearse"):
             item.add_marker(pytest.mark.skip(reason="needs real GPUs; cannot be rehearsed"))
     if left_out:
@@ -153,11 +163,19 @@ def _only_gpu_tests(config: pytest.Config) -> bool:
 def _why_no_gpus(config: pytest.Config, needed: int) -> str | None:
     """Why a test that needs `needed` GPUs cannot run here, or None if it can."""
     rehearsing = config.getoption("--rehearse")
-    if (found := REHEARSED_GPUS if rehearsing else _number_of_gpus()) < needed:
+    found = REHEARSED_GPUS if rehearsing else _number_of_gpus()
+    if _job_processes() > 1:  # Each has one device, also where they share a GPU.
+        found = _job_processes()
+    if found < needed:
         return f"needs {needed} GPU(s), and this machine has {found or 'none'}"
     if not rehearsing and not _only_gpu_tests(config):
         return "runs apart from the CPU tests: `pytest tests/gpu`"
     return None
+
+
+def _job_processes() -> int:
+    """How many processes run these tests together, by `stretto run`; 1 outside a job."""
+    return int(os.environ.get("STRETTO_NUM_PROCESSES", "1"))
 
 
 @functools.cache

@@ -130,7 +130,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "devices": {"private_jax", "settings"},
         "memory": {"devices", "errors", "private_jax", "settings", "sites"},
         "recording": set(),
-        "primitives": {"devices", "memory", "private_jax", "recording", "sites"},
+        "primitives": {"devices", "memory", "private_jax", "recording", "sites", "xla_flags"},
         "tools": {
             *("compiling", "primitives", "private_jax", "settings", "simulating", "simulator"),
             *("sites",),

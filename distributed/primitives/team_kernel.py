@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax._src.pallas import mpmd
 from jax._src.sharding_impls import SPMDAxisContext
 from jaxlib.mlir import ir
 
-from stretto.distributed import recording
+from stretto.distributed import recording, xla_flags
 from stretto.distributed.devices.clique import Clique, check_order, clique_of
 from stretto.distributed.memory import edges, heap, mailbox
 from stretto.distributed.primitives import cpu_kernels, slots
@@ -184,6 +185,7 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
         check_order(mesh, info.name)
         return context
     clique = clique_of(mesh, info.axes, info.name)
+    _warn_of_unshared_memory(clique, context, info)
     if info.reverse:
         clique = clique.reversed()
     members = np.empty(len(clique.members), object)
@@ -200,6 +202,22 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
             override_lowering_rules=((mpmd.mpmd_map_p, rule), *overrides),
         ),
     )
+
+
+def _warn_of_unshared_memory(
+    clique: Clique, context: mlir.ModuleContext, info: TeamKernelInfo
+) -> None:
+    """Where a kernel's devices belong to several processes, XLA needs flags (`xla_flags`)."""
+    if len(set(clique.processes)) == 1 or "cuda" not in context.platforms:
+        return
+    if missing := xla_flags.missing_between_processes():
+        warnings.warn(
+            f"kernel {info.name} joins several processes, and XLA may fail to share its memory"
+            f" between them without {' '.join(missing)}. stretto.initialize(), called before JAX is"
+            " first used, adds that to XLA_FLAGS.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _lower_for_clique(

@@ -64,7 +64,7 @@ def explain_sizes(
       operation: its name, for example "all_gather_matmul"; "all_gather_matmul_k" and
         "all_gather_matmul_n" gather along the other dimensions.
       devices: the team's size, within a node.
-      kind: of GPU, by the driver's name or a part of it: "NVIDIA H200", "H200".
+      kind: of GPU, by the driver's name or words of it: "NVIDIA H200", "h200".
       dtype: of the operands.
       out_dtype: of the result; `dtype` by default.
       **sizes: of the whole problem over all devices: m, k and n of a matmul; of a collective, m
@@ -125,7 +125,11 @@ def _type_name(name: str) -> str:
 
 
 def _known_kind(kind: str) -> str:
-    """The driver's name of the GPUs that `kind` is a part of, where one table alone has it."""
+    """The driver's name of the GPUs that `kind` is some words of, where one table alone has it.
+
+    Of whole words, in upper or lower case: an "NVIDIA H20" is no "NVIDIA H200".
+    """
     kinds = [tables.read(path).device_kind for path in sorted(tables.folder().glob("*.toml"))]
-    found = [known for known in kinds if kind in known]
+    words = f" {kind} ".lower()
+    found = [known for known in kinds if words in f" {known} ".lower()]
     return found[0] if kind not in kinds and len(found) == 1 else kind

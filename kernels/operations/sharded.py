@@ -47,9 +47,9 @@ def sharded(
 
     Raises:
       ValueError: `operation` is none over a team; from the function, where a mesh or a spec is
-        missing, or the operands do not lie as the operation takes them: what is gathered along the
-        team, a contraction that is summed along the team in both operands, any other one along no
-        axis.
+        missing, the mesh lacks an axis of the team, a `shard_map` over one encloses the call, or
+        the operands do not lie as the operation takes them: what is gathered along the team, a
+        contraction that is summed along the team in both operands, any other one along no axis.
       TypeError: from the function, for an argument that is missing or that `operation` lacks.
     """
     records = [r for r in OPERATIONS.values() if r.public is operation and r.communicates]
@@ -66,6 +66,8 @@ def sharded(
         plain = {key: x for key, x in options.items() if key not in named}
         every = (*operands, *(options[key] for key in named))
         found = _specs(record, every, in_specs)
+        where = mesh if mesh is not None else _mesh_of(record, every)
+        _check_axes(record, axes, where)
         of_scales = [
             _specs_of_scales(operands[SCALES.index(key)], found[SCALES.index(key)], scale)
             for key, scale in scales.items()
@@ -81,7 +83,7 @@ def sharded(
 
         return jax.shard_map(
             on_a_device,
-            mesh=mesh if mesh is not None else _mesh_of(record, every),
+            mesh=where,
             in_specs=(*found, *of_scales),
             out_specs=out,
             check_vma=False,
@@ -216,6 +218,22 @@ def _sharding(record: Operation, x: Any) -> NamedSharding:
                 " here; pass in_specs, or make the mesh of jax.sharding.AxisType.Explicit."
             )
     return found
+
+
+def _check_axes(record: Operation, axes: Sequence[Any], mesh: Mesh | Any) -> None:
+    """Raises ValueError where the mesh lacks one of the team, or a `shard_map` encloses it."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{record.name}: axis {axis!r} is not among the mesh's axes {mesh.axis_names};"
+                " use one of those."
+            )
+        if axis in manual:
+            raise ValueError(
+                f"{record.name}: stretto.sharded takes whole arrays, and jax.shard_map over"
+                f" {axis!r} encloses it; call the operation itself there."
+            )
 
 
 def _mesh_of(record: Operation, operands: Sequence[Any]) -> Mesh | Any:

@@ -113,14 +113,28 @@ def _trace(
 
 def _check(op: str, epilogue: Function, traced: Any, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless `epilogue`, traced for products of a shape, is elementwise."""
-    shapes = [_shape(aval) for aval in traced.out_avals]
-    mixing = "" if shapes == [shape] else "its result has another shape"
-    mixing = mixing or _what_mixes(traced.jaxpr, shape, traced.jaxpr.invars)
-    if mixing:
+    if mixing := _mixing(traced, shape):
         raise ValueError(
             f"{op}: epilogue={name_of(epilogue)} must be elementwise, and {mixing}; it is applied"
             " to pieces of the product. Apply the function to the result instead."
         )
+
+
+def mixing(function: Function, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str:
+    """What in a function of one array mixes elements, in words; "" if each is mapped on its own.
+
+    It is traced for another shape than `shape`, unless it fits that one only.
+    """
+    try:
+        return _mixing(_trace(function, EXAMPLE, [dtype]), EXAMPLE)
+    except (TypeError, ValueError, IndexError):
+        return _mixing(_trace(function, shape, [dtype]), shape)
+
+
+def _mixing(traced: Any, shape: tuple[int, ...]) -> str:
+    if [_shape(aval) for aval in traced.out_avals] != [shape]:
+        return "its result has another shape"
+    return _what_mixes(traced.jaxpr, shape, traced.jaxpr.invars)
 
 
 def name_of(epilogue: Function) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.launch import environment
-from stretto.launch.doctor.nccl import why_no_process_per_gpu
+from stretto.launch.doctor.nccl import SHARING, why_no_process_per_gpu, why_no_shared_gpu
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning import gpus, launchers, layout, platforms, slurm, survey
 from stretto.launch.planning.choice import Chosen, choose_hosts, named_hosts
@@ -56,14 +56,16 @@ def make_job(
         environ=known,
         by_slurm=by_slurm,
         limit_s=options.start_timeout,
+        devices_per_gpu=options.devices_per_gpu,
     )
     chosen = choose_hosts(options, cluster, known, ask, lost)
     platforms.check_explicit(chosen.platform, explicit)
     per = options.processes_per
     if per is None and cluster is not None:
         per = cluster.processes_per
-    plan = layout.plan(chosen.hosts, chosen.platform, per)
-    _check_nccl(plan, known)
+    plan = layout.plan(chosen.hosts, chosen.platform, per, options.devices_per_gpu)
+    shared = options.devices_per_gpu > 1
+    _check_nccl(plan, known, shared=shared)
     one_machine = set(plan.hosts) == {"localhost"}
     if one_machine:
         _check_interface(options.interface)
@@ -81,6 +83,7 @@ def make_job(
             **passed_on,
             **environment.PYTHON_SETTINGS,
             **environment.for_platform(environ, plan.platform),
+            **(SHARING | environment.GPU_MEMORY_AS_NEEDED if shared else {}),
             **of_cluster,
             **explicit,
         },
@@ -128,16 +131,18 @@ def _count_gpus(
     environ: Mapping[str, str],
     by_slurm: bool,
     limit_s: float,
+    devices_per_gpu: int,
 ) -> Mapping[str, int]:
-    """GPUs of the hosts: from Slurm, or from the hosts themselves."""
+    """Devices that the GPUs of the hosts offer: from Slurm, or from the hosts themselves."""
     environ = {**environ, "JAX_PLATFORMS": ""}
-    if by_slurm and (found := slurm.gpus_of_hosts(environ, hosts)):
-        return found
-    if by_slurm or dry_run:  # assumed to be like this one; agents check, where any are started
-        return dict.fromkeys(hosts, len(gpus.usable_gpus(environ)))
-    if others := _others(hosts):
-        check_hosts(others, environ, limit_s, _say)
-    return survey.count_gpus(hosts, environ)
+    found: Mapping[str, int] = (slurm.gpus_of_hosts(environ, hosts) if by_slurm else None) or {}
+    if not found and (by_slurm or dry_run):  # assumed to be like this one; agents check
+        found = dict.fromkeys(hosts, len(gpus.usable_gpus(environ)))
+    if not found:
+        if others := _others(hosts):
+            check_hosts(others, environ, limit_s, _say)
+        found = survey.count_gpus(hosts, environ)
+    return {host: count * devices_per_gpu for host, count in found.items()}
 
 
 def _commands(
@@ -203,8 +208,10 @@ def _hint(starter: Starter) -> str:
     return "check that ssh to it works without a password"
 
 
-def _check_nccl(plan: layout.Layout, environ: Mapping[str, str]) -> None:
+def _check_nccl(plan: layout.Layout, environ: Mapping[str, str], *, shared: bool) -> None:
     """Processes of one GPU each reach each other through NCCL, if it is new enough."""
+    if shared and (problem := why_no_shared_gpu(environ)):
+        raise LaunchError(f"--devices-per-gpu cannot work here: {problem}")
     per_gpu = plan.processes_per == "gpu" and len(plan.processes) > len(plan.hosts)
     if plan.platform == "gpu" and per_gpu and (problem := why_no_process_per_gpu(environ)):
         raise LaunchError(f"--processes-per gpu cannot work here: {problem}")
@@ -215,7 +222,7 @@ def _devices_line(plan: layout.Layout, chosen: Chosen) -> str:
     if not chosen.why:
         return ""
     kind = "GPU" if plan.platform == "gpu" else "CPU device"
-    devices, processes = plan.num_devices, len(plan.processes)
+    devices, processes = plan.num_gpus, len(plan.processes)
     return (
         f"stretto: {devices} {kind}{'s' * (devices > 1)} in {processes} "
         f"process{'es' * (processes > 1)}: {chosen.why}; --platform asks for one or the other"

@@ -12,6 +12,9 @@ from stretto.launch.doctor.finding import Finding, ok, warning
 _NAME = "libnccl.so.2"
 # The first version with ncclGetPeerDevicePointer, by which one process reaches another's GPU.
 PROCESS_PER_GPU_FROM = (2, 29)
+# The first version that lets several processes join on one GPU, where `SHARING` asks for it.
+SHARED_GPU_FROM = (2, 30)
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def check_nccl(num_gpus: int) -> list[Finding]:
@@ -81,3 +84,16 @@ def why_no_process_per_gpu(environ: Mapping[str, str]) -> str | None:
     """Why ``--processes-per gpu`` cannot work with this environment's NCCL, or None."""
     finding = judge_nccl(*find_nccl(environ))
     return None if finding.level == "ok" else f"NCCL {finding.text}; {finding.way_out}"
+
+
+def why_no_shared_gpu(environ: Mapping[str, str]) -> str | None:
+    """Why ``--devices-per-gpu`` cannot work with this environment's NCCL, or None."""
+    version, path = find_nccl(environ)
+    if version is not None and version >= SHARED_GPU_FROM:
+        return None
+    found = "no libnccl.so.2" if version is None else f"{'.'.join(map(str, version))} ({path})"
+    least = ".".join(map(str, SHARED_GPU_FROM))
+    return (
+        f"it needs NCCL {least}, and there is {found}; pip install 'nvidia-nccl-cu13>={least}' (or "
+        "-cu12), or load one with --env LD_PRELOAD=/path/to/libnccl.so.2"
+    )

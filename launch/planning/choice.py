@@ -10,7 +10,13 @@ from stretto.launch.planning import slurm
 from stretto.launch.planning.cluster import Cluster
 from stretto.launch.planning.gpus import usable_gpus
 from stretto.launch.planning.hosts import parse_hostfile, parse_hosts
-from stretto.launch.planning.layout import HostDevices, Platform, one_host, take_devices
+from stretto.launch.planning.layout import (
+    HostDevices,
+    Platform,
+    check_fewest,
+    one_host,
+    take_devices,
+)
 from stretto.launch.planning.options import RunOptions
 from stretto.launch.planning.platforms import asked_platform
 from stretto.launch.planning.survey import is_this_host
@@ -44,8 +50,8 @@ def choose_hosts(
 
     Args:
       environ: of the job's processes, as far as this machine knows it.
-      survey: gives the number of GPUs that the job may use on each of some hosts; asked only where
-        neither the command line nor the cluster file says.
+      survey: gives the number of devices that the GPUs of some hosts offer the job, of each host;
+        asked only where neither the command line nor the cluster file says.
       lost: hosts that an earlier attempt has lost; the last to be taken again.
 
     Raises:
@@ -63,7 +69,9 @@ def choose_hosts(
     elif allocated and not _is_this_machine(allocated):
         chosen = _allocated(allocated, asked, environ, survey)
     else:
-        return _this_machine(options, asked, environ, in_slurm=bool(allocated))
+        chosen = _this_machine(options, asked, environ, in_slurm=bool(allocated))
+        check_fewest(options.min_devices, chosen.hosts[0].num_devices)
+        return chosen
     used = take_devices(options.num_devices, options.min_devices, chosen.hosts, lost)
     if _is_this_machine([host.name for host in used]):
         used = [HostDevices("localhost", used[0].num_devices)]
@@ -103,9 +111,12 @@ def _named(
         hosts = _read_hosts(options, cluster, gpus)
         for host in hosts:
             if host.num_devices > gpus[host.name]:
+                has = f"has {gpus[host.name]} GPUs that a job can use"
+                if options.devices_per_gpu != 1:
+                    has = f"offers {gpus[host.name]} devices, {options.devices_per_gpu} on each GPU"
                 raise LaunchError(
-                    f"host {host.name} has {gpus[host.name]} GPUs that a job can use, and not "
-                    f"{host.num_devices}; correct its slots, or {_SAY}"
+                    f"host {host.name} {has}, and not {host.num_devices}; correct its slots, or "
+                    f"{_SAY}"
                 )
     return Chosen(hosts, platform, why)
 
@@ -136,7 +147,8 @@ def _this_machine(
     found = usable_gpus({**environ, "JAX_PLATFORMS": ""})
     if found:
         why = "" if asked else f"this machine has {len(found)} ({found[0].name})"
-        return Chosen([one_host(options.num_devices, len(found), limit)], "gpu", why)
+        host = one_host(options.num_devices, len(found), limit, options.devices_per_gpu)
+        return Chosen([host], "gpu", why)
     hidden = limit is not None
     none = (
         f"{CUDA_VISIBLE_DEVICES}={limit} hides all GPUs"

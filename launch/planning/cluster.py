@@ -3,7 +3,9 @@
 A file in ``configs/cluster`` shows all of it. Options of the command line come before the file.
 """
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +43,7 @@ def load_cluster(path: Path) -> Cluster:
     except OSError as error:
         raise LaunchError(f"--cluster {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise LaunchError(f"--cluster {path}: {error}") from None
+        raise LaunchError(f"--cluster {path}: {error}{_remedy(str(error))}") from None
     if not cluster.hosts:
         raise LaunchError(f'--cluster {path}: hosts is empty; write hosts = ["node1", "node2"]')
     if cluster.devices_per_host < 1:
@@ -49,3 +51,20 @@ def load_cluster(path: Path) -> Cluster:
             f"--cluster {path}: devices_per_host = {cluster.devices_per_host} must be at least 1"
         )
     return cluster
+
+
+_WORDS = {"platform": '"gpu" or "cpu"', "processes_per": '"node", "gpu" or a number'}
+_EXAMPLES = {"hosts": 'hosts = ["node1", "node2"]', "devices_per_host": "devices_per_host = 8"}
+
+
+def _remedy(error: str) -> str:
+    """What to write in place of what msgspec refuses; empty where its words say it."""
+    if unknown := re.search(r"unknown field `(\w+)`$", error):
+        known = Cluster.__struct_fields__
+        close = get_close_matches(unknown[1], known, n=1)
+        return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    if missing := re.search(r"missing required field `(\w+)`$", error):
+        return f"; write {_EXAMPLES[missing[1]]}"
+    if wrong := re.search(r"`\$\.(\w+)`$", error):
+        return f"; it must be {_WORDS[wrong[1]]}" if wrong[1] in _WORDS else ""
+    return ""

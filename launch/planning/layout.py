@@ -1,9 +1,11 @@
 """From a number of devices on some hosts to the processes of a job.
 
 ``-n`` counts devices. With one process per node each host gets one process that owns all the
-devices the job uses there; with one process per GPU each device gets a process. On a machine
-without GPUs a device is a CPU device: by default each is a process of its own (gloo carries
-the collectives), with ``node`` they are virtual devices of one process.
+devices the job uses there; with one process per GPU each device gets a process. With
+``--devices-per-gpu`` several such processes take turns on a GPU, each of them a device: to test on
+one GPU what runs on several. On a machine without GPUs a device is a CPU device: by default each
+is a process of its own (gloo carries the collectives), with ``node`` they are virtual devices of
+one process.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,7 +31,8 @@ class ProcessPlan:
     """One process of a job.
 
     ``device_ids`` are the local devices it owns, as CUDA numbers them under the host's
-    ``CUDA_VISIBLE_DEVICES``; on a CPU only their number matters.
+    ``CUDA_VISIBLE_DEVICES``; on a CPU only their number matters. Processes that share a GPU have
+    the same.
     """
 
     process_id: int
@@ -51,6 +54,12 @@ class Layout:
     def num_devices(self) -> int:
         """How many devices the job uses, over all hosts."""
         return sum(len(process.device_ids) for process in self.processes)
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs, or CPU devices, those are: fewer where devices share a GPU."""
+        owned = {(p.host, device) for p in self.processes for device in p.device_ids}
+        return len(owned)
 
     @property
     def hosts(self) -> dict[str, int]:
@@ -111,8 +120,7 @@ def take_devices(
       LaunchError: ``n`` or ``least`` cannot be.
     """
     n = sum(host.num_devices for host in hosts) if n is None else n
-    if least is not None and not 1 <= least <= n:
-        raise LaunchError(f"--min-devices {least} must be from 1 to the {n} devices of the job")
+    check_fewest(least, n)
     share_devices(n, hosts)  # refuses an n that the hosts could not serve if all were well
     well = [host for host in hosts if host.name not in lost]
     offered = sum(host.num_devices for host in well)
@@ -123,17 +131,31 @@ def take_devices(
     return share_devices(n, [*well, *(host for host in hosts if host.name in lost)])
 
 
+def check_fewest(least: int | None, n: int) -> None:
+    """Raises LaunchError unless a job of ``n`` devices may do with ``least``."""
+    if least is not None and not 1 <= least <= n:
+        raise LaunchError(f"--min-devices {least} must be from 1 to the {n} devices of the job")
+
+
 def plan(
-    hosts: Sequence[HostDevices], platform: Platform, processes_per: ProcessesPer | None
+    hosts: Sequence[HostDevices],
+    platform: Platform,
+    processes_per: ProcessesPer | None,
+    devices_per_gpu: int = 1,
 ) -> Layout:
     """The processes for hosts whose ``num_devices`` are all used.
 
     Args:
       processes_per: ``"node"``, ``"gpu"``, or how many processes share the devices of each node.
+      devices_per_gpu: how many of a host's devices, in their order, are on the same GPU.
 
     Raises:
-      LaunchError: the devices of a host cannot be shared evenly.
+      LaunchError: the devices of a host cannot be shared evenly, or devices share a GPU without a
+        process each.
     """
+    if devices_per_gpu != 1:
+        _check_sharing(devices_per_gpu, platform, processes_per)
+        processes_per = "gpu"
     per = default_processes_per(platform) if processes_per is None else processes_per
     processes: list[ProcessPlan] = []
     for host in hosts:
@@ -147,15 +169,35 @@ def plan(
         share = len(devices) // count
         groups = [devices[i : i + share] for i in range(0, len(devices), share)]
         for local_id, group in enumerate(groups):
-            processes.append(ProcessPlan(len(processes), host.name, local_id, len(groups), group))
+            ids = tuple(device // devices_per_gpu for device in group)
+            processes.append(ProcessPlan(len(processes), host.name, local_id, len(groups), ids))
     return Layout(platform, per, tuple(processes))
 
 
-def one_host(n: int | None, num_gpus: int, cuda_visible_devices: str | None) -> HostDevices:
+def _check_sharing(
+    devices_per_gpu: int, platform: Platform, processes_per: ProcessesPer | None
+) -> None:
+    option = f"--devices-per-gpu {devices_per_gpu}"
+    if devices_per_gpu < 1:
+        raise LaunchError(f"{option} must be at least 1")
+    if platform != "gpu":
+        raise LaunchError(f"{option} is for jobs on GPUs, and -n is free on CPUs; drop it")
+    if processes_per not in (None, "gpu"):
+        raise LaunchError(
+            f"{option} gives each device a process; drop --processes-per {processes_per}"
+        )
+
+
+def one_host(
+    n: int | None,
+    num_gpus: int,
+    cuda_visible_devices: str | None,
+    devices_per_gpu: int = 1,
+) -> HostDevices:
     """This machine with the devices a job of ``-n n`` uses.
 
-    With GPUs, ``n`` defaults to all of them and may not be more. Without, it defaults to 1 and
-    is free, since CPU devices cost nothing but time.
+    With GPUs, ``n`` defaults to as many as they offer and may not be more. Without, it defaults to
+    1 and is free, since CPU devices cost nothing but time.
 
     Raises:
       LaunchError: ``n`` is not positive, or more than the GPUs.
@@ -164,12 +206,19 @@ def one_host(n: int | None, num_gpus: int, cuda_visible_devices: str | None) -> 
         raise LaunchError(f"-n {n} must be at least 1; it counts the devices of the job")
     if num_gpus == 0:
         return HostDevices("localhost", n or 1)
-    if n is not None and n > num_gpus:
+    offered = num_gpus * devices_per_gpu
+    if n is not None and n > offered:
         limit = (
             f" under CUDA_VISIBLE_DEVICES={cuda_visible_devices}" if cuda_visible_devices else ""
         )
         raise LaunchError(
-            f"-n {n} is more than the {num_gpus} GPUs of this machine{limit}; pass -n {num_gpus}, "
-            f"add hosts, or set JAX_PLATFORMS=cpu to run on {n} CPU devices"
+            f"-n {n} is more than {_offer(num_gpus, devices_per_gpu)} of this machine{limit}; pass "
+            f"-n {offered}, add hosts, set JAX_PLATFORMS=cpu to run on {n} CPU devices, or, for "
+            f"tests, --devices-per-gpu {-(-n // num_gpus)}"
         )
-    return HostDevices("localhost", n or num_gpus)
+    return HostDevices("localhost", n or offered)
+
+
+def _offer(num_gpus: int, devices_per_gpu: int) -> str:
+    gpus = f"the {num_gpus} GPU{'s' * (num_gpus > 1)}"
+    return gpus if devices_per_gpu == 1 else f"{devices_per_gpu} on each of {gpus}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
@@ -36,6 +36,9 @@ class RunOptions:
         Literal["node", "gpu"] | int | None, arg(metavar="{node,gpu}|COUNT")
     ] = None
     """One process per node with all its devices, one per device, or COUNT per node."""
+
+    devices_per_gpu: Annotated[int, arg(metavar="COUNT")] = 1
+    """Devices of the job on each GPU, a process each, which take turns: to test on fewer GPUs."""
 
     module: Annotated[FlagCreatePairsOff[bool], arg(aliases=["-m"])] = False
     """SCRIPT is a module's name, as for python -m; stands right before it."""
@@ -108,6 +111,7 @@ class RunOptions:
 _NUMBERS = {
     "-n": (int, "a whole number"),
     "--num-devices": (int, "a whole number"),
+    "--devices-per-gpu": (int, "a whole number"),
     "--restarts": (int, "a whole number"),
     "--port": (int, "a whole number"),
     "--min-devices": (int, "a whole number"),
@@ -132,7 +136,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     With ``-m`` SCRIPT is the name that follows it.
 
     Raises:
-      LaunchError: an option is unknown or has no number where it needs one, or there is no script.
+      LaunchError: an option is unknown, has no number where it needs one, or none of the words that
+        it takes, or there is no script.
     """
     known = _known_options()
     index = 0
@@ -151,8 +156,10 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see stretto run --help"
             raise LaunchError(f"there is no option {name}; {hint}")
+        following = [token.partition("=")[2]] if "=" in token else argv[index + 1 :]
         if name in _NUMBERS:
-            _check_number(name, [token.partition("=")[2]] if "=" in token else argv[index + 1 :])
+            _check_number(name, following)
+        _check_choice(name, following)
         alone = token in _FLAGS or "=" in token or _is_joined_n(token)
         index += 1 if alone else 2
     raise LaunchError("no SCRIPT was given; write stretto run [OPTIONS] SCRIPT [ARGS]")
@@ -165,6 +172,21 @@ def _check_number(name: str, following: Sequence[str]) -> None:
         read(*following[:1])
     except ValueError:
         raise LaunchError(f"{name} {following[0]} must be {what}") from None
+
+
+def _check_choice(name: str, following: Sequence[str]) -> None:
+    """Raises LaunchError unless the first of what follows is one of the words that ``name`` takes.
+
+    An option of another type takes any, and one that takes a number as well takes those.
+    """
+    hint = get_type_hints(RunOptions).get(name.removeprefix("--").replace("-", "_"))
+    kinds = (hint,) if get_origin(hint) is Literal else get_args(hint)
+    words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    value = next(iter(following), None)
+    if not words or value is None or value in words or (int in kinds and value.isdecimal()):
+        return
+    listed = [*words, "a whole number"] if int in kinds else words
+    raise LaunchError(f"{name} {value} must be {', '.join(listed[:-1])} or {listed[-1]}")
 
 
 def parse(argv: Sequence[str]) -> RunOptions:

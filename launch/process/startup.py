@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stretto.distributed import xla_flags
 from stretto.launch import environment
 from stretto.launch.errors import LaunchError
 from stretto.launch.planning import gpus, network
@@ -45,7 +46,8 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
 
     Calls ``jax.distributed.initialize`` if the job has more than one process, and otherwise
     only limits JAX to the job's GPUs where it does not use all. In a job on GPUs it starts JAX's
-    platform, to see that it is theirs. Calling it again does nothing more.
+    platform, to see that it is theirs. Where each process has one GPU it adds the flags of XLA to
+    ``XLA_FLAGS`` that kernels between processes need. Calling it again does nothing more.
 
     Args:
       timeout_s: how long to wait for the other processes, in seconds.
@@ -65,6 +67,8 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
         process = Process() if launched is None else _place(launched, environ, timeout_s)
         if process.launcher not in ("", "stretto"):
             _end_job_on_exception()
+        if process.num_processes > 1 and has_one_gpu(process, environ):
+            xla_flags.share_memory_of_kernels()
         _join(process, timeout_s)
         if environ.get(environment.PLATFORM) == "cuda" and process.launcher == "stretto":
             _check_on_gpus()
@@ -118,6 +122,13 @@ def devices_of_local_process(launched: Launched, num_gpus: int) -> tuple[int, ..
     share = num_gpus // processes
     first = launched.local_process_id * share
     return tuple(range(first, first + share))
+
+
+def has_one_gpu(process: Process, environ: Mapping[str, str]) -> bool:
+    """Whether this is a process per GPU, by whose kernels memory is shared between processes."""
+    if process.local_device_ids is not None:
+        return len(process.local_device_ids) == 1
+    return len(gpus.usable_gpus(environ)) == 1
 
 
 def _check_mpi(launched: Launched) -> None:

@@ -98,6 +98,18 @@ def test_other_flags_are_kept() -> None:
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {NO_RECORDED_KERNELS}"
 
 
+def test_flags_for_kernels_between_processes() -> None:
+    sliced, by_cudnn = xla_flags.BETWEEN_PROCESSES
+    environ = {"XLA_FLAGS": f"--xla_dump_to=here {by_cudnn.replace('0', '2')}"}
+    assert xla_flags.missing_between_processes(environ) == [sliced]
+    xla_flags.share_memory_of_kernels(environ)
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {by_cudnn.replace('0', '2')} {sliced}"
+    assert xla_flags.missing_between_processes(environ) == []
+    assert xla_flags.given(environ) == f"--xla_dump_to=here {by_cudnn.replace('0', '2')}"
+    xla_flags.share_memory_of_kernels(environ := {})
+    assert environ["XLA_FLAGS"].split() == [sliced, by_cudnn]
+
+
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="recorded: fun=3 is of type int, no function"):
         recorded(3)  # pyright: ignore[reportArgumentType]

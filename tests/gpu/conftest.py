@@ -5,6 +5,7 @@ Checks that the tests of the kernels use as well, in the simulator, lie in `test
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import fused_cases as cases
 import jax
 import machine
 import patience
+import processes
 import pytest
 import scale as scales
 import tally as tallies
@@ -42,13 +44,16 @@ def rehearsing(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def scale(rehearsing: bool) -> scales.Scale:
+    if rehearsing and processes.COUNT > 1:  # Nothing is simulated over several processes.
+        return dataclasses.replace(scales.REHEARSAL, backend="xla")
     return scales.REHEARSAL if rehearsing else scales.FULL
 
 
 @pytest.fixture(scope="session")
 def mesh(rehearsing: bool) -> jax.sharding.Mesh:
     """All GPUs of the machine, up to eight, along "x"."""
-    return cases.mesh_of(4 if rehearsing else min(len(jax.devices()), MOST_DEVICES))
+    simulated = rehearsing and processes.COUNT == 1
+    return cases.mesh_of(4 if simulated else min(len(jax.devices()), MOST_DEVICES))
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def patient_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def simulation(rehearsing: bool) -> Iterator[None]:
     """Kernels run in the simulator if this is a rehearsal."""
-    if not rehearsing:
+    if not rehearsing or processes.COUNT > 1:
         yield
         return
     with st.simulate(seed=6, core_count=2, detect_races=False):

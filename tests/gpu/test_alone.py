@@ -20,7 +20,7 @@ import pytest
 from folders import HELPERS
 from patience import shared
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.real, pytest.mark.one_process]
 
 SCRIPT = HELPERS / "alone.py"
 LIMIT_S = shared(2)

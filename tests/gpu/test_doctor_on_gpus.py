@@ -10,7 +10,7 @@ import jax
 import pytest
 from patience import shared
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.real, pytest.mark.one_process]
 
 
 def test_findings(tally) -> None:

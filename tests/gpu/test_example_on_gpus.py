@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.real]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.real, pytest.mark.one_process]
 
 pytest.importorskip("sklearn", reason="the example's data comes with scikit-learn")
 SCRIPT = Path(__file__).parents[2] / "examples" / "tensor_parallel_mlp.py"

@@ -23,7 +23,7 @@ CONFIGS = {
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_few_tokens(name, scale, tally) -> None:
+def test_few_tokens(name, mesh, scale, tally) -> None:
     """Several calls with other routings, each as XLA's: rows, tables, and sums of whole numbers."""
     tokens, width, experts = (6, 64, 8) if scale.rehearsed else (64, 2048, 128)
     given = CONFIGS[name]
@@ -43,14 +43,14 @@ def test_few_tokens(name, scale, tally) -> None:
     def program(backend, configs):
         body = lambda *xs: there_and_back(*xs, backend, configs)  # noqa: E731
         specs = dict(in_specs=(P("x"),) * 3, out_specs=P("x"), check_vma=False)
-        return jax.jit(jax.shard_map(body, mesh=cases.mesh_of(2), **specs))
+        return jax.jit(jax.shard_map(body, mesh=mesh, **specs))
 
-    x = jnp.asarray(cases.whole_numbers(0, 2 * tokens, width), BF16)
-    weights = jnp.ones((2 * tokens, 4), F32)
+    x = jnp.asarray(cases.whole_numbers(0, mesh.size * tokens, width), BF16)
+    weights = jnp.ones((mesh.size * tokens, 4), F32)
     ours = program(scale.backend, (dispatch.Config(**given), combine.Config(**sums)))
     theirs = program("xla", (None, None))
     for seed in range(1 if scale.rehearsed else 3):
-        index = jax.random.randint(jax.random.key(seed), (2 * tokens, 4), -2, experts + 2)
+        index = jax.random.randint(jax.random.key(seed), (mesh.size * tokens, 4), -2, experts + 2)
         found, wanted = (jax.tree.map(np.asarray, f(x, index, weights)) for f in (ours, theirs))
         tally.checks(1)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -66,7 +66,7 @@ MANY = {
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", MANY)
-def test_many_tokens(name, scale, tally) -> None:
+def test_many_tokens(name, mesh, scale, tally) -> None:
     """A dispatch and a combine, as XLA's; one of several routings leaves a device out."""
     tokens, width, experts = (40, 1024, 8) if scale.rehearsed else (1200, 2048, 128)
     to, back = MANY[name]
@@ -82,14 +82,14 @@ def test_many_tokens(name, scale, tally) -> None:
     def program(backend, configs):
         body = lambda *xs: there_and_back(*xs, backend, configs)  # noqa: E731
         specs = dict(in_specs=(P("x"),) * 3, out_specs=P("x"), check_vma=False)
-        return jax.jit(jax.shard_map(body, mesh=cases.mesh_of(2), **specs))
+        return jax.jit(jax.shard_map(body, mesh=mesh, **specs))
 
-    x = jnp.asarray(cases.whole_numbers(0, 2 * tokens, width), BF16)
-    weights = jnp.ones((2 * tokens, 8), F32)
+    x = jnp.asarray(cases.whole_numbers(0, mesh.size * tokens, width), BF16)
+    weights = jnp.ones((mesh.size * tokens, 8), F32)
     ours = program(scale.backend, (dispatch.Config(**to), combine.Config(**back)))
     theirs = program("xla", (None, None))
     for seed, first in enumerate([-2] if scale.rehearsed else [-2, 0, experts // 2]):
-        key, shape = jax.random.key(seed), (2 * tokens, 8)
+        key, shape = jax.random.key(seed), (mesh.size * tokens, 8)
         index = jax.random.randint(key, shape, first, experts + 2)
         found, wanted = (jax.tree.map(np.asarray, f(x, index, weights)) for f in (ours, theirs))
         tally.checks(1)
@@ -104,7 +104,7 @@ def test_many_tokens(name, scale, tally) -> None:
         dict(unused_rows_of_derivatives=False, combine=combine.Config(warpgroups=2)),
     ],
 )
-def test_gradients_without_unused_rows(given, scale, tally) -> None:
+def test_gradients_without_unused_rows(given, mesh, scale, tally) -> None:
     """The same bits as with zeros in rows of no expert."""
     tokens, d, f, experts = (6, 128, 64, 8) if scale.rehearsed else (512, 1024, 512, 16)
 
@@ -119,14 +119,19 @@ def test_gradients_without_unused_rows(given, scale, tally) -> None:
             return jax.grad(loss, (0, 1, 2, 3))(x, weights, w_in, w_out)
 
         specs = dict(in_specs=(P("x"),) * 5, out_specs=P("x"), check_vma=False)
-        return jax.jit(jax.shard_map(body, mesh=cases.mesh_of(2), **specs))
+        return jax.jit(jax.shard_map(body, mesh=mesh, **specs))
 
     keys = jax.random.split(jax.random.key(0), 5)
-    shapes = [(2 * tokens, d), (2 * tokens, 2), (experts, d, 2 * f), (experts, f, d)]
+    shapes = [
+        (mesh.size * tokens, d),
+        (mesh.size * tokens, 2),
+        (experts, d, 2 * f),
+        (experts, f, d),
+    ]
     x, weights, w_in, w_out = (
         jax.random.normal(key, shape) / 8 for key, shape in zip(keys[1:], shapes, strict=True)
     )
-    index = jax.random.randint(keys[0], (2 * tokens, 2), 0, experts)
+    index = jax.random.randint(keys[0], (mesh.size * tokens, 2), 0, experts)
     operands = x.astype(BF16), index, weights.astype(F32), w_in.astype(BF16), w_out.astype(BF16)
     found, wanted = (
         jax.tree.map(np.asarray, gradients(config)(*operands))

@@ -19,11 +19,11 @@ import stretto as st
 ALONG = P("x")
 
 
-def spread(body, count, out_specs):
+def spread(body, mesh, count, out_specs):
     return jax.jit(
         jax.shard_map(
             body,
-            mesh=cases.mesh_of(2),
+            mesh=mesh,
             in_specs=(ALONG,) * count,
             out_specs=out_specs,
             check_vma=False,
@@ -33,10 +33,10 @@ def spread(body, count, out_specs):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_tokens_arrive_in_8_bits(dtype, scale, tally) -> None:
+def test_tokens_arrive_in_8_bits(dtype, mesh, scale, tally) -> None:
     tokens, width, experts = (8, 64, 4) if scale.rehearsed else (1000, 2064, 16)
-    x = jnp.asarray(cases.whole_numbers(0, 2 * tokens, width), dtype)
-    index = jax.random.randint(jax.random.key(0), (2 * tokens, 3), -1, experts)
+    x = jnp.asarray(cases.whole_numbers(0, mesh.size * tokens, width), dtype)
+    index = jax.random.randint(jax.random.key(0), (mesh.size * tokens, 3), -1, experts)
 
     def rows(x, index, backend):
         rows, routing = st.expert_dispatch(x, index, "x", num_experts=experts, backend=backend)
@@ -44,7 +44,7 @@ def test_tokens_arrive_in_8_bits(dtype, scale, tally) -> None:
         return jnp.where(used[:, None], rows.astype(F32), 0)
 
     ours, theirs = (
-        np.asarray(spread(functools.partial(rows, backend=backend), 2, ALONG)(x, index))
+        np.asarray(spread(functools.partial(rows, backend=backend), mesh, 2, ALONG)(x, index))
         for backend in (scale.backend, "xla")
     )
     tally.checks(1)
@@ -83,7 +83,7 @@ def test_groups_are_exact(kind, scale, tally) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("granularity", ["row", "block"])
-def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
+def test_a_layer_and_its_derivatives(granularity, mesh, scale, tally) -> None:
     """As near to the layer in float32 as XLA's in 8 bits, and no row of tokens far from XLA's.
 
     What rounds otherwise is quantised to a neighbour here and there. On a CPU, products off by 3e-3
@@ -91,9 +91,9 @@ def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
     """
     tokens, d, f, experts = (4, 128, 128, 4) if scale.rehearsed else (512, 2048, 768, 16)
     keys = jax.random.split(jax.random.key(0), 6)
-    index = jax.random.randint(keys[0], (2 * tokens, 4), -1, experts)
-    weights = jax.random.uniform(keys[1], (2 * tokens, 4))
-    x, bar = (jax.random.normal(key, (2 * tokens, d), BF16) for key in keys[2:4])
+    index = jax.random.randint(keys[0], (mesh.size * tokens, 4), -1, experts)
+    weights = jax.random.uniform(keys[1], (mesh.size * tokens, 4))
+    x, bar = (jax.random.normal(key, (mesh.size * tokens, d), BF16) for key in keys[2:4])
     w_in = (jax.random.normal(keys[4], (experts, d, 2 * f)) * d**-0.5).astype(BF16)
     w_out = (jax.random.normal(keys[5], (experts, f, d)) * f**-0.5).astype(BF16)
     recipe = st.fp8.Recipe(granularity=granularity)
@@ -109,7 +109,7 @@ def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
 
     def results(backend, layer, *operands):
         mapped = functools.partial(body, backend=backend, layer=layer)
-        found = spread(mapped, 2 + len(operands), ALONG)(index, bar, *operands)
+        found = spread(mapped, mesh, 2 + len(operands), ALONG)(index, bar, *operands)
         return [np.asarray(one, np.float32) for one in found]
 
     operands = x, weights, w_in, w_out
@@ -126,13 +126,13 @@ def test_a_layer_and_its_derivatives(granularity, scale, tally) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
-def test_a_layer_of_which_no_derivative_is_wanted(granularity, scale, tally) -> None:
+def test_a_layer_of_which_no_derivative_is_wanted(granularity, mesh, scale, tally) -> None:
     """Weights are quantised once; of rows the activation is in the first product's kernel."""
     tokens, d, f, experts = (4, 128, 128, 4) if scale.rehearsed else (512, 2048, 768, 16)
     keys = jax.random.split(jax.random.key(0), 5)
-    index = jax.random.randint(keys[0], (2 * tokens, 4), -1, experts)
-    weights = jax.random.uniform(keys[1], (2 * tokens, 4))
-    x = jax.random.normal(keys[2], (2 * tokens, d), BF16)
+    index = jax.random.randint(keys[0], (mesh.size * tokens, 4), -1, experts)
+    weights = jax.random.uniform(keys[1], (mesh.size * tokens, 4))
+    x = jax.random.normal(keys[2], (mesh.size * tokens, d), BF16)
     w_in = jax.random.normal(keys[3], (experts, d, 2 * f)) * d**-0.5
     w_out = jax.random.normal(keys[4], (experts, f, d)) * f**-0.5
     recipe = st.fp8.Recipe(granularity=granularity)
@@ -147,14 +147,14 @@ def test_a_layer_of_which_no_derivative_is_wanted(granularity, scale, tally) -> 
 
     ours, theirs = (
         np.asarray(
-            spread(functools.partial(in_8_bits, backend=backend), 5, ALONG)(
+            spread(functools.partial(in_8_bits, backend=backend), mesh, 5, ALONG)(
                 x, index, weights, w_in, w_out
             ),
             np.float32,
         )
         for backend in (scale.backend, "xla")
     )
-    want = np.asarray(spread(exact, 5, ALONG)(x.astype(F32), index, weights, w_in, w_out))
+    want = np.asarray(spread(exact, mesh, 5, ALONG)(x.astype(F32), index, weights, w_in, w_out))
     tally.checks(1)
     assert distance(ours, want) < 1.1 * distance(theirs, want)
     assert rows_apart(ours, theirs) < 0.25

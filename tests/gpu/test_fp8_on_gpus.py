@@ -42,16 +42,17 @@ def test_values_are_rounded_in_the_program_that_reads_them(kind, tally) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_whole_numbers_are_exact(name, scale, tally) -> None:
-    """Rows that fill no tile; of each device 200 of k, which is no multiple of a block."""
-    shape = (72, 200, 72) if scale.rehearsed else (520, 1000, 712)
+def test_whole_numbers_are_exact(name, mesh, scale, tally) -> None:
+    """Rows that fill no tile; and of k what is no multiple of a block."""
+    shape = (36, 100, 36) if scale.rehearsed else (260, 500, 356)
+    shape = [mesh.size * size for size in shape]
     wrong = 0
     for kind in KINDS:
         m, k, n = shape
         if kind == "block":  # Blocks are cut where the operand is.
-            k, n = -(-k // 128) * 128, -(-n // 128) * 128
+            k, n = (-(-size // (128 * mesh.size)) * 128 * mesh.size for size in (k, n))
         out, want = scaled_cases.run(
-            name, kind, 2, (m, k, n), dtypes=(E4M3, E5M2), backend=scale.backend
+            name, kind, mesh.size, (m, k, n), dtypes=(E4M3, E5M2), backend=scale.backend
         )
         wrong += int(np.sum(out != want))
     tally.checks(len(KINDS))
@@ -60,27 +61,31 @@ def test_whole_numbers_are_exact(name, scale, tally) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_blocks_by_three_warpgroups_are_exact(name, scale, tally) -> None:
+def test_blocks_by_three_warpgroups_are_exact(name, mesh, scale, tally) -> None:
     """Whole numbers; the last tile of each device's rows, or of all, has edges."""
-    shape = (200, 256, 128) if scale.rehearsed else (2200, 1024, 640)
+    shape = (100, 128, 128) if scale.rehearsed else (1100, 512, 384)
+    shape = [mesh.size * size for size in shape]
     config = dataclasses.replace(CONFIGS[name], tiles=BLOCKS_BY_THREE)
-    out, want = scaled_cases.run(name, "block", 2, shape, backend=scale.backend, config=config)
+    out, want = scaled_cases.run(
+        name, "block", mesh.size, shape, backend=scale.backend, config=config
+    )
     tally.checks(1)
     np.testing.assert_array_equal(out, want)
 
 
 @pytest.mark.gpu(2)
-def test_columns_are_gathered_exactly(scale, tally) -> None:
+def test_columns_are_gathered_exactly(mesh, scale, tally) -> None:
     """`gather_axis="n"`, of whole numbers with scales of rows and columns."""
     m, k, n = (40, 256, 72) if scale.rehearsed else (520, 1000, 712)
-    lhs, rhs = cases.whole_numbers(0, 2 * m, k), cases.whole_numbers(1, 2 * n, k)
-    of_lhs, of_rhs = scaled_cases.scales("row", 2 * m, k, 2 * n)
+    m, n = m * mesh.size, n * mesh.size
+    lhs, rhs = cases.whole_numbers(0, m, k), cases.whole_numbers(1, n, k)
+    of_lhs, of_rhs = scaled_cases.scales("row", m, k, n)
 
     def call(x, y, s, t):
         given = dict(lhs_scale=s, rhs_scale=t, out_dtype=F32, backend=scale.backend)
         return st.all_gather_matmul(x, y, "x", gather_axis="n", rhs_transposed=True, **given)
 
-    mesh, rows = cases.mesh_of(2), P("x")
+    rows = P("x")
     program = jax.shard_map(call, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, check_vma=False)
     values = jnp.asarray(lhs, E4M3), jnp.asarray(rhs, E5M2)
     out = jax.jit(program)(*values, jnp.asarray(of_lhs, F32), jnp.asarray(of_rhs, F32))
@@ -90,10 +95,9 @@ def test_columns_are_gathered_exactly(scale, tally) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("kind", ["row", "block"])
-def test_errors_are_at_most_a_tenth_above_those_of_xla(kind, scale, tally) -> None:
+def test_errors_are_at_most_a_tenth_above_those_of_xla(kind, mesh, scale, tally) -> None:
     """Beside float32's product of the same values and scales."""
-    m, k, n = (64, 256, 256) if scale.rehearsed else (1024, 4096, 1024)
-    mesh = cases.mesh_of(2)
+    m, k, n = (64, 256, 512) if scale.rehearsed else (1024, 4096, 1024)
     in_specs, _ = scaled_cases.specs("all_gather_matmul", kind)
     x, w = (jax.random.normal(jax.random.key(i), (rows, k)) for i, rows in enumerate((m, n)))
     of_weight = dict(block_scaling_dim=2) if kind == "block" else {}

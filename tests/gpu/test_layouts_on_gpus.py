@@ -1,4 +1,4 @@
-"""One process for all GPUs and one process per GPU: the same checks, the same bits (B26)."""
+"""One process for all GPUs, one per GPU, and several on each: the same checks (B26)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import tally as tallies
 from patience import shared
 
-from stretto.launch.doctor.nccl import why_no_process_per_gpu
+from stretto.launch.doctor.nccl import why_no_process_per_gpu, why_no_shared_gpu
 
 LIMIT_S = shared(200)
 
 
+@pytest.mark.one_process
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(2 * (LIMIT_S + 60), method="thread")
 def test_both_layouts_give_the_same(mesh, rehearsing, tally, pytestconfig, record_property) -> None:
@@ -38,3 +39,28 @@ def test_both_layouts_give_the_same(mesh, rehearsing, tally, pytestconfig, recor
             record_property(tallies.RATIO, ratio)
         tally.none(f"a process per {per}: {flaw}" for flaw in found[per]["flaws"])
     assert found["gpu"]["bits"] == found["node"]["bits"]
+
+
+@pytest.mark.one_process
+@pytest.mark.real
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.timeout(LIMIT_S + 60, method="thread")
+def test_devices_that_share_a_gpu(devices, tally, pytestconfig, record_property) -> None:
+    """More devices than the machine may have, in processes that take turns on its GPUs."""
+    nccl = pytestconfig.getoption("--nccl")
+    environ = {**os.environ, **({"LD_PRELOAD": nccl} if nccl else {})}
+    if reason := why_no_shared_gpu(environ):
+        pytest.skip(f"{reason}; or pass --nccl FILE")
+    found = jobs.run(
+        "layout_job.py",
+        "pallas",
+        "briefly",
+        options=("-n", str(devices), "--devices-per-gpu", str(devices)),
+        limit_s=LIMIT_S,
+        nccl=nccl,
+    )
+    assert found["processes"] == devices
+    tally.checks(found["checks"])
+    for ratio in found["ratios"]:
+        record_property(tallies.RATIO, ratio)
+    tally.none(found["flaws"])

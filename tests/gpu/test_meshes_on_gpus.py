@@ -42,6 +42,7 @@ def test_axes_of_a_mesh(shape, axis, scale, tally) -> None:
     tally.outcomes(verification.verify(mesh, problems))
 
 
+@pytest.mark.one_process
 @pytest.mark.gpu(4)
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1], [1, 2, 3]], ids=str)
 def test_other_orders_are_refused_before_anything_is_launched(order, scale, tally) -> None:

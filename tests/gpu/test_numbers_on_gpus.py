@@ -85,6 +85,7 @@ def _results(devices: list[jax.Device], arguments: dict[str, list[np.ndarray]], 
     return {name: np.asarray(out, np.float32) for name, out in outs.items()}
 
 
+@pytest.mark.one_process
 @pytest.mark.gpu(2)
 def test_the_simulator_gives_the_same(mesh, rehearsing, tally) -> None:
     """Every operation, on the same operands, to a rounding of bfloat16."""

@@ -11,7 +11,7 @@ import transformer_checks as checks
 from config import Execution, Sizes
 from parallel import make_mesh
 
-pytestmark = [pytest.mark.gpu(2)]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.one_process]
 
 SIZES = Sizes(layers=2, hidden=512, heads=8, kv_heads=4, feed_forward=1024, sequence=256)
 REHEARSAL = Sizes(layers=1, hidden=32, heads=4, kv_heads=4, feed_forward=32, sequence=16)

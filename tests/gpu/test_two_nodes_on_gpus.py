@@ -14,6 +14,7 @@ from stretto.launch.doctor.nccl import why_no_process_per_gpu
 LIMIT_S = shared(400)
 
 
+@pytest.mark.one_process
 @pytest.mark.gpu(4)
 @pytest.mark.timeout(LIMIT_S + 90)
 @pytest.mark.parametrize("processes_per", ["2", "node", "gpu"])

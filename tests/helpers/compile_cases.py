@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import settings
+from stretto.distributed import settings, xla_flags
 from stretto.distributed.devices import clique
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
@@ -282,6 +282,24 @@ def a_process_a_gpu() -> Iterator[Program]:
     mesh = aot.mesh_of_gpus((4,), ("x",), processes=4)
     for name in cases.OPERATIONS:
         yield name, *fused(name, mesh)
+
+
+def layers_of_a_process_a_gpu() -> Iterator[Program]:
+    """A scan over layers, as `stretto.initialize` has XLA compile it in such a job."""
+    xla_flags.share_memory_of_kernels()
+    mesh = aot.mesh_of_gpus((2,), ("x",), processes=2)
+
+    def body(lhs, rhs):
+        layer = lambda x, w: (2 * x, st.all_gather_matmul(x, w, "x", backend="pallas"))  # noqa: E731
+        return lax.scan(layer, lhs, rhs)[1]
+
+    specs = P("x"), P(None, None, "x")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(256, 512), (3, 512, 512)], specs, strict=True)
+    ]
+    yield "layers", mapped, structs
 
 
 def two_nodes(process: int, processes: int) -> Iterator[Program]:
@@ -933,6 +951,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "stacked": stacked,
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
+    "layers of a process a GPU": layers_of_a_process_a_gpu,
     "other parts": parts,
     # The all-reduce is the reduce-scatter's code, with more stores.
     "Blackwell": functools.partial(blackwell, "all_gather_matmul", "matmul_reduce_scatter"),

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
+import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -37,8 +39,14 @@ AWKWARD = [(1, 8, 8), (63, 72, 136), (65, 8, 200), (65, 72, 136)]
 
 
 def mesh_of(*shape: int, axes: tuple[str, ...] = ("x", "y")) -> Mesh:
-    """A mesh of the first devices, with the first axes of `axes`."""
+    """A mesh of the first devices, with the first axes of `axes`.
+
+    In a job of several processes, each of which has one device and must take part, a test of fewer
+    devices is skipped.
+    """
     count = int(np.prod(shape))
+    if processes.COUNT not in (1, count):
+        pytest.skip(f"takes {count} devices, and this job has {processes.COUNT}")
     names = axes[: len(shape)]
     devices = np.array(jax.devices()[:count]).reshape(shape)
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))

@@ -2,6 +2,7 @@
 
     stretto run -n 4 --processes-per gpu layout_job.py pallas
     stretto run -n 4 --processes-per node layout_job.py pallas
+    stretto run -n 4 --devices-per-gpu 4 layout_job.py pallas briefly
 
 Every process checks all that it can see. Process 0 says at the end, as a line of JSON, what came of
 it: flaws, counts, the errors over XLA's, and checksums of the results, which all layouts share.
@@ -53,7 +54,7 @@ def unequal_histories(
     return []
 
 
-def main(backend: str) -> int:
+def main(backend: str, briefly: str = "") -> int:
     process = stretto.launch.initialize()
     mesh = cases.mesh_of(len(jax.devices()))
     rehearsed = backend != "pallas"
@@ -62,9 +63,11 @@ def main(backend: str) -> int:
     flaws = [f"{o.label}: {flaw}" for o in outcomes for flaw in o.flaws]
     if not rehearsed:
         plan = stress.Plan(seed=1, sizes=2, rounds=10, unverified=40)
+        if briefly:  # Where processes take turns on a GPU, a launch takes milliseconds.
+            plan = stress.Plan(seed=1, sizes=1, rounds=3, unverified=10)
         for name in SUBJECTS:
             flaws += stress.stress(name, mesh, plan).flaws
-    calls = 5 if rehearsed else 100
+    calls = 5 if rehearsed or briefly else 100
     flaws += unequal_histories(process, mesh, backend, calls)
     for flaw in flaws:
         print(flaw, file=sys.stderr, flush=True)

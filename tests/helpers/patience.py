@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 
-PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-"""How many processes of this run share the GPUs: the workers of pytest-xdist."""
+import processes
+
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) * processes.COUNT
+"""How many processes of this run share the GPUs: the workers of pytest-xdist, or those of a job."""
 TEST_S = 180
 
 

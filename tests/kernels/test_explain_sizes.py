@@ -39,6 +39,23 @@ def test_what_was_not(one_entry):
     assert str(found).endswith("measured: nothing near it")
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("h200", "NVIDIA H200"),
+        ("nvidia h200", "NVIDIA H200"),
+        ("H100 80GB", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H20", "NVIDIA H20"),
+        ("H20", "H20"),
+        ("NVIDIA", "NVIDIA"),
+    ],
+)
+def test_a_kind_is_whole_words_of_the_driver_s_name(one_entry, given, found):
+    """A card whose name begins another's has none of its times."""
+    choice = st.explain_sizes("all_gather_matmul", **SIZES, devices=4, kind=given).choice
+    assert choice.problem.machine.kind == found
+
+
 def test_other_operations_types_and_machines(one_entry):
     small = st.explain_sizes("all_reduce", m=8, n=8, devices=4, kind="H200")
     assert small.choice.backend == "xla" and small.estimated_us is None

@@ -185,6 +185,17 @@ def test_a_call_inside_shard_map_is_told_so():
     )
     with pytest.raises(ValueError, match=r"takes whole arrays, and inside jax\.shard_map"):
         jax.jit(body)(x, w)
+    call = st.sharded(st.all_gather_matmul, mesh=mesh, in_specs=(P("tp"), P()))
+    with pytest.raises(ValueError, match="over 'tp' encloses it; call the operation itself there"):
+        jax.jit(body)(x, w)
+
+
+def test_an_axis_that_the_mesh_lacks_is_named():
+    mesh = mesh_of(AxisType.Auto)
+    x, w = operands(mesh, P("tp"), P())
+    call = st.sharded(st.all_gather_matmul, mesh=mesh, in_specs=(P("tp"), P()))
+    with pytest.raises(ValueError, match=r"'model' is not among the mesh's axes \('dp', 'tp'\)"):
+        call(x, w, "model")
 
 
 GATHER, SCATTER, SUM = st.all_gather_matmul, st.matmul_reduce_scatter, st.matmul_all_reduce

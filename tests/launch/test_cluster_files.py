@@ -18,6 +18,7 @@ interface = "ib0"
 [environment]
 NCCL_SOCKET_IFNAME = "ib0"
 """
+LEAST = "hosts = ['a']\ndevices_per_host = 1\n"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -43,7 +44,15 @@ def test_there_are_examples():
         ("hosts = []\ndevices_per_host = 1", "hosts is empty"),
         ("hosts = ['a']\ndevices_per_host = 0", "must be at least 1"),
         ("hosts = ['a']\ndevices_per_host = 'x'", r"Expected `int`, got `str` - at `\$.devices"),
-        ("hosts = ['a']\ndevices_per_host = 1\ngpus = 4", "unknown field `gpus`"),
+        (
+            "hosts = ['a']\ndevices_per_host = 1\ngpus = 4",
+            "unknown field `gpus`; there are host",
+        ),
+        ("hosts = ['a']\ndevices = 1", "unknown field `devices`; did you mean devices_per_host"),
+        ("hosts = ['a']", "`devices_per_host`; write devices_per_host = 8"),
+        ("devices_per_host = 1", r"`hosts`; write hosts = \["),
+        (f"{LEAST}platform = 'cuda'", '\'cuda\' - at .*platform.; it must be "gpu" or "cpu"'),
+        (f"{LEAST}processes_per = 'host'", 'it must be "node", "gpu" or a number'),
     ],
 )
 def test_errors_name_file_and_field(tmp_path, text, words):

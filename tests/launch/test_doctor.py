@@ -341,7 +341,9 @@ def test_nccl_is_looked_for_in_the_loaders_order(tmp_path):
     assert nccl.find_nccl({"LD_LIBRARY_PATH": str(tmp_path)})[1] != str(library)
 
 
-def test_run_refuses_one_process_per_gpu_with_an_old_nccl(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def machine_of_two_gpus(tmp_path, monkeypatch) -> str:
+    """Two GPUs and NCCL 2.28, or by `LD_PRELOAD` the version in the file's name; gives a script."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text('#!/bin/sh\nfor i in 0 1; do echo "GPU $i: H100 (UUID: GPU-$i)"; done\n')
     smi.chmod(0o755)
@@ -349,20 +351,48 @@ def test_run_refuses_one_process_per_gpu_with_an_old_nccl(tmp_path, monkeypatch,
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(
-        nccl,
-        "find_nccl",
-        lambda environ: ((2, 29 if "LD_PRELOAD" in environ else 28, 9), "/x/libnccl.so.2"),
-    )
-    script = str(tmp_path / "script.py")
+
+    def find_nccl(environ):
+        path = environ.get("LD_PRELOAD", "/x/libnccl.so.2.28.9")
+        return tuple(map(int, path.partition(".so.")[2].split("."))), path
+
+    monkeypatch.setattr(nccl, "find_nccl", find_nccl)
+    return str(tmp_path / "script.py")
+
+
+def test_run_refuses_one_process_per_gpu_with_an_old_nccl(machine_of_two_gpus, capfd):
+    script = machine_of_two_gpus
     assert cli.main(["run", "--processes-per", "gpu", script]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "NCCL 2.28.9" in line
     assert "nvidia-nccl-cu13>=2.29" in line
-    preload = ["--env", "LD_PRELOAD=/y/libnccl.so.2"]
+    preload = ["--env", "LD_PRELOAD=/y/libnccl.so.2.29.9"]
     assert cli.main(["run", "--dry-run", "--processes-per", "gpu", *preload, script]) == 0
-    assert "LD_PRELOAD='/y/libnccl.so.2'" in capfd.readouterr().out
+    assert "LD_PRELOAD='/y/libnccl.so.2.29.9'" in capfd.readouterr().out
     assert cli.main(["run", "--dry-run", script]) == 0
     shown = capfd.readouterr().out
     assert "process 0 on localhost: GPU 0, 1" in shown
     assert "JAX_PLATFORMS='cuda,cpu'" in shown
+
+
+def test_run_shares_gpus_between_processes(machine_of_two_gpus, capfd):
+    options = ["--dry-run", "-n", "3", "--devices-per-gpu", "2"]
+    preload = ["--env", "LD_PRELOAD=/y/libnccl.so.2.29.9"]
+    assert cli.main(["run", *options, *preload, machine_of_two_gpus]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--devices-per-gpu cannot work here: it needs NCCL 2.30" in line
+    assert "2.29.9 (/y/libnccl.so.2.29.9)" in line
+    preload = ["--env", "LD_PRELOAD=/y/libnccl.so.2.30.3"]
+    assert cli.main(["run", *options, *preload, machine_of_two_gpus]) == 0
+    shown = capfd.readouterr()
+    for process, number in enumerate([0, 0, 1]):
+        assert f"process {process} on localhost: GPU {number}\n" in shown.out
+    assert "NCCL_MULTI_RANK_GPU_ENABLE='1'" in shown.out
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE='false'" in shown.out
+    # A choice of the user's own comes first.
+    own = ["--env", "XLA_PYTHON_CLIENT_PREALLOCATE=true"]
+    assert cli.main(["run", *options, *preload, *own, machine_of_two_gpus]) == 0
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE='true'" in capfd.readouterr().out
+    named = ["--dry-run", "--hosts", "localhost:5", "--devices-per-gpu", "2"]
+    assert cli.main(["run", *named, *preload, machine_of_two_gpus]) == 2
+    assert "offers 4 devices, 2 on each GPU, and not 5" in capfd.readouterr().err

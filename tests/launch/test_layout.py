@@ -37,6 +37,32 @@ def test_processes_that_share_a_node():
         plan([HostDevices("a", 4)], "gpu", 3)
 
 
+def test_devices_that_take_turns_on_a_gpu():
+    layout = plan([HostDevices("a", 3), HostDevices("b", 2)], "gpu", None, devices_per_gpu=2)
+    assert rows(layout) == [
+        *((0, "a", 0, 3, (0,)), (1, "a", 1, 3, (0,)), (2, "a", 2, 3, (1,))),
+        *((3, "b", 0, 2, (0,)), (4, "b", 1, 2, (0,))),
+    ]
+    assert layout.num_devices == 5
+    assert layout.num_gpus == 3
+    assert layout.processes_per == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("count", "platform", "per", "words"),
+    [
+        (2, "cpu", None, "--devices-per-gpu 2 is for jobs on GPUs"),
+        (2, "gpu", "node", "drop --processes-per node"),
+        (2, "gpu", 1, "drop --processes-per 1"),
+        (0, "gpu", None, "--devices-per-gpu 0 must be at least 1"),
+        (-1, "cpu", None, "--devices-per-gpu -1 must be at least 1"),
+    ],
+)
+def test_devices_cannot_share_a_gpu(count, platform, per, words):
+    with pytest.raises(LaunchError, match=words):
+        plan([HostDevices("a", 4)], platform, per, devices_per_gpu=count)
+
+
 def test_cpu_devices_are_processes_by_default():
     assert len(plan([HostDevices("localhost", 4)], "cpu", None).processes) == 4
     assert len(plan([HostDevices("localhost", 4)], "cpu", "node").processes) == 1
@@ -72,3 +98,12 @@ def test_one_host(n, num_gpus, devices):
 def test_one_host_has_too_few_gpus():
     with pytest.raises(LaunchError, match=r"-n 5 is more than the 4 GPUs .*pass -n 4"):
         one_host(5, 4, None)
+    with pytest.raises(LaunchError, match=r"the 4 GPUs .*for tests, --devices-per-gpu 2"):
+        one_host(5, 4, None)
+    with pytest.raises(LaunchError, match=r"-n 9 is more than 4 on each of the 2 GPUs .*-n 8"):
+        one_host(9, 2, None, devices_per_gpu=4)
+
+
+def test_one_host_whose_gpus_are_shared():
+    assert one_host(3, 1, None, devices_per_gpu=4) == HostDevices("localhost", 3)
+    assert one_host(None, 2, None, devices_per_gpu=4) == HostDevices("localhost", 8)

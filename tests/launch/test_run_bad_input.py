@@ -54,6 +54,22 @@ def test_missing_script(capfd):
     assert "no/such.py does not exist" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--platform gpu", "--platform gpu must be cuda or cpu"),
+        ("--launcher=ssh", "--launcher ssh must be auto, mpirun, srun or local"),
+        ("--bind core", "--bind core must be auto, numa or none"),
+        ("--stdin all", "--stdin all must be first or none"),
+        ("--processes-per host", "--processes-per host must be node, gpu or a whole number"),
+        ("--processes-per 1.5", "--processes-per 1.5 must be node, gpu or a whole number"),
+        ("-n 2 --min-devices 5", "--min-devices 5 must be from 1 to the 2 devices of the job"),
+    ],
+)
+def test_options_of_some_words(capfd, script, words, said):
+    assert refused(capfd, *words.split(), script) == f"stretto run: {said}"
+
+
 def test_a_folder_is_no_script(capfd, tmp_path):
     assert "is no file; give the path" in refused(capfd, "-n", "2", str(tmp_path))
 
@@ -135,7 +151,7 @@ def test_more_devices_than_gpus(capfd, script, two_gpus):
 def test_more_devices_than_visible_gpus(capfd, script, two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     line = refused(capfd, "-n", "2", script)
-    assert "the 1 GPUs of this machine under CUDA_VISIBLE_DEVICES=1" in line
+    assert "the 1 GPU of this machine under CUDA_VISIBLE_DEVICES=1" in line
 
 
 def test_taken_port(capfd, script):

@@ -57,6 +57,10 @@ def ours(kind: str, **options):
     return sf.FeedForward(16, 32, activation=jax.nn.silu, gated=gated, rngs=nnx.Rngs(0), **options)
 
 
+def feed_forward(**options):
+    return sf.FeedForward(16, 32, rngs=nnx.Rngs(0), **options)
+
+
 def loss(model, x):
     return jnp.mean(model(x, **called(model)) ** 2)
 
@@ -273,6 +277,9 @@ def test_without_a_mesh_it_is_a_layer_of_one_device():
         (lambda: ours("attention")(X[0], sequence=3), "sequence=3 must divide the 8 rows"),
         (lambda: ours("attention")(X[0], sequence=0), "sequence=0 must be at least 1"),
         (lambda: ours("attention")(X[0], sequence=4.0), "sequence=4.0 is of type float"),
+        (lambda: ours("plain", parallel="tp"), "parallel='tp' is of type str; pass a stretto"),
+        (lambda: ours("attention", parallel="tp"), "parallel='tp' is of type str"),
+        (lambda: feed_forward(activation="gelu"), "activation='gelu' is of type str; pass a func"),
         (lambda: sf.Attention(4, 16, num_kv_heads=3, rngs=nnx.Rngs(0)), "num_heads=4 must be"),
         (lambda: sf.Attention(3, 16, rngs=nnx.Rngs(0)), "qkv_features=16 must be"),
         (lambda: sf.Attention(4, 16, num_kv_heads=1, rngs=nnx.Rngs(0))(X), "num_kv_heads=1 must"),
@@ -281,6 +288,21 @@ def test_without_a_mesh_it_is_a_layer_of_one_device():
 def test_errors(call, words):
     with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_an_activation_that_mixes_elements_is_refused(gated, use_bias):
+    """A device would apply it to its own hidden features, and the result depend on the mesh."""
+    layer = functools.partial(feed_forward, gated=gated, use_bias=use_bias)
+    mixing = pytest.raises(ValueError, match="=softmax must be elementwise, and reduce_max is not")
+    with jax.set_mesh(mesh_of()):
+        for sequence_parallel in (True, False):
+            how = sf.Parallel("tp", sequence_parallel=sequence_parallel)
+            with mixing:
+                layer(activation=jax.nn.softmax, parallel=how)(X)
+        slopes = jnp.full(32 // DEVICES[1], 0.5)  # An array from outside fits no other shape.
+        layer(activation=lambda y: jnp.where(y > 0, y, slopes * y))(X)
 
 
 def test_flax_is_needed_for_the_layers_alone():
