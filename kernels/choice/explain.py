@@ -26,7 +26,11 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     Raises:
       ValueError: what the operation would raise, or it is none of Stretto's.
     """
-    refusal = f"{operation!r} is not an operation of Stretto that chooses a backend."
+    refusal = (
+        f"{operation!r} is not an operation of Stretto that chooses a backend; pass a public one,"
+        " such as stretto.all_gather_matmul, and its arguments after it: explain(operation, x, w,"
+        ' "x").'
+    )
     with choose.recorded() as choices:
         arrays = [x for x in operands if hasattr(x, "shape")]
         rest = operands[len(arrays) :]
