@@ -176,8 +176,8 @@ def _uses_traced_values(options: Options, rows: int, sides: tuple[Any, ...]) -> 
         )
     if mixing := epilogues.mixing(options.activation, struct.shape, *[jnp.float32] * count):
         raise ValueError(
-            f"{OP}: the activation {name} must be elementwise, and {mixing}; it is applied to pieces"
-            " of the hidden features."
+            f"{OP}: the activation {name} must be elementwise, and {mixing}; it is applied to"
+            " pieces of the hidden features."
         )
     return any(isinstance(const, Tracer) for const in epilogues.constants(traced))
 

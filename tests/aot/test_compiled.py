@@ -323,6 +323,16 @@ def test_layers_of_a_process_a_gpu(tmp_path):
     assert made.partition("} ")[0].endswith("S(1)"), made
 
 
+def test_what_is_copied_out_of_shared_memory(tmp_path):
+    """Between a kernel and what reads its result is a fusion, whose own result is not shared."""
+    (program,) = compile_case("memory of one process", tmp_path)
+    copies = [line for line in program["hlo"].splitlines() if "fusion(%mpmd_map" in line]
+    assert len(copies) == 1, program["hlo"]
+    assert "xor" in copies[0] and "S(1)" not in copies[0].partition(" fusion(")[0], copies[0]
+    (kernel,) = [x for x in program["hlo"].splitlines() if "mosaic_gpu_v2" in x]
+    assert "S(1)" in kernel.partition(" custom-call(")[0]
+
+
 MEMBERS = re.compile(r'xla_replica_ids = "([\d,]+)"')
 
 

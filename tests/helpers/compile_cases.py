@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import settings, xla_flags
 from stretto.distributed.devices import clique
+from stretto.distributed.private_jax import cudnn_attention
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
@@ -300,6 +301,23 @@ def layers_of_a_process_a_gpu() -> Iterator[Program]:
         for shape, spec in zip([(256, 512), (3, 512, 512)], specs, strict=True)
     ]
     yield "layers", mapped, structs
+
+
+def memory_of_one_process() -> Iterator[Program]:
+    """What is read out of memory that processes share, as cuDNN's attention has it."""
+    mesh = aot.mesh_of_gpus((2,), ("x",), processes=2)
+    jax.process_count = lambda: 2  # Of the job that is compiled for.
+    jax.local_device_count = lambda: 1
+
+    def body(x):
+        return lax.sort(cudnn_attention.in_own_memory(st.all_gather(x, "x", backend="pallas")))
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    yield (
+        "sorted",
+        mapped,
+        [jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=NamedSharding(mesh, P("x")))],
+    )
 
 
 def two_nodes(process: int, processes: int) -> Iterator[Program]:
@@ -952,6 +970,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "layers of a process a GPU": layers_of_a_process_a_gpu,
+    "memory of one process": memory_of_one_process,
     "other parts": parts,
     # The all-reduce is the reduce-scatter's code, with more stores.
     "Blackwell": functools.partial(blackwell, "all_gather_matmul", "matmul_reduce_scatter"),
