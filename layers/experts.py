@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from stretto.kernels.operations import fp8
 from stretto.kernels.operations.mixture import mixture_of_experts
+from stretto.kernels.problem import activations
 from stretto.layers import products
 from stretto.layers.linear import NOTHING, Initializer, parameter
 from stretto.layers.parallel import DEFAULT, Parallel, check_parallel
@@ -48,7 +49,7 @@ class MixtureOfExperts(nnx.Module):
       num_experts: over all devices.
       in_features, hidden_features: of an expert.
       top_k: experts of a token.
-      activation: of float32 arrays, elementwise.
+      activation: of float32 arrays, elementwise; or a name: "gelu", "silu", "relu", "tanh".
       gated: whether experts have a gate, as in SwiGLU.
       normalised: whether the weights of a token's experts are scaled to sum to 1.
       capacity: the largest number of rows on a device, as in `stretto.expert_dispatch`; by
@@ -76,7 +77,7 @@ class MixtureOfExperts(nnx.Module):
         hidden_features: int,
         *,
         top_k: int,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        activation: Callable[[jax.Array], jax.Array] | str = jax.nn.silu,
         gated: bool = True,
         normalised: bool = True,
         capacity: int | None = None,
@@ -99,7 +100,7 @@ class MixtureOfExperts(nnx.Module):
             )
         self.num_experts = num_experts
         self.top_k = top_k
-        self.activation = activation
+        self.activation = activations.of_experts("MixtureOfExperts", activation, gated=False)
         self.normalised = normalised
         self.capacity = capacity
         self.parallel = parallel

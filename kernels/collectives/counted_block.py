@@ -57,13 +57,14 @@ class Block:
         """Makes the tables of the block's chunks, and moves the tokens of this device's experts."""
         how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
         pl.when(is_first)(lambda: self._count(tables))
+        # Before any token is asked for: signals that follow loads over the links come late.
+        pl.when(is_first)(self._tell)
         for offset in range(how.team.size):
             self._see(offset)
         sources = everyones(self.x, how.team)
         total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        pl.when(is_first)(self._tell)
         self._each(tables.rank)
 
         @pl.when(is_first)

@@ -8,7 +8,6 @@ chunk through shared memory: of every device's tokens, on every device.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -195,11 +194,19 @@ class Chunks:
 
     def table_bytes(self, top_k: int) -> int:
         """Shared memory for the chunks of a padded table of `top_k` choices, of 4 bytes each."""
-        return 4 * math.prod(self._table_shape(self.padded_width(top_k)))
+        return self.warpgroups * table_bytes(self.tokens, top_k)
 
     def _table_shape(self, width: int) -> tuple[int, int, int]:
-        tokens = schedule.ceil_div(self.tokens, ALIGNED_TOKENS) * ALIGNED_TOKENS
-        return self.warpgroups * TABLE_SLOTS, tokens, width
+        return self.warpgroups * TABLE_SLOTS, _aligned(self.tokens), width
+
+
+def table_bytes(tokens: int, top_k: int) -> int:
+    """Shared memory of a warpgroup for chunks of so many tokens of a padded table."""
+    return 4 * TABLE_SLOTS * _aligned(tokens) * Chunks.padded_width(top_k)
+
+
+def _aligned(tokens: int) -> int:
+    return ceil_div(tokens, ALIGNED_TOKENS) * ALIGNED_TOKENS
 
 
 def check_chunk(chunk: int) -> None:

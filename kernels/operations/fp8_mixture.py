@@ -14,8 +14,7 @@ from stretto.kernels.operations.fp8_products import HYBRID, Recipe
 from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.scaled import alike
-from stretto.kernels.problem import checks
-from stretto.kernels.problem.activations import swiglu
+from stretto.kernels.problem import activations, checks
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.routing import route
@@ -33,7 +32,7 @@ def mixture_of_experts(
     axis_name: AxisNames,
     *,
     recipe: Recipe = HYBRID,
-    activation: Callable[..., jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | str | None = None,
     b_in: Any = None,
     b_out: jax.Array | None = None,
     capacity: int | None = None,
@@ -61,7 +60,8 @@ def mixture_of_experts(
       (out, routing), as there; out is of x's type.
 
     Raises:
-      ValueError: as `stretto.mixture_of_experts`; some weights are in 8 bits and others not.
+      ValueError, TypeError: as `stretto.mixture_of_experts`.
+      ValueError: some weights are in 8 bits and others not.
 
     Memory: rows are kept for the backward pass in 8 bits, with their scales. With
     `recipe.bwd_qtype=None` they are not: the backward pass sends x again, in its own type.
@@ -87,7 +87,7 @@ def mixture_of_experts(
         num_experts=num_experts,
         dtype=x.dtype,
         wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
-        activation=activation or (swiglu if gated else jax.nn.gelu),
+        activation=activations.of_experts(OP, activation, gated=gated),
         gated=gated,
         backend=backend,
     )
