@@ -138,15 +138,54 @@ def is_found(cores: int = 2) -> bool:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (counted_block, "wait_smem_to_gmem"),
         (counted_block, "commit_smem_to_gmem_group"),
-        (counted_block, "barrier_wait"),
         (chunk_tables, "barrier_wait"),
         (chunk_tables, "commit_smem"),
     ],
 )
-def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
+def test_each_step_is_needed(monkeypatch, traces_apart, module, name):
     monkeypatch.setattr(module, "plgpu", Without(module.plgpu, name))
+    assert is_found()
+
+
+class Instead:
+    """`plgpu` with another function in place of one of its own."""
+
+    def __init__(self, module, **others):
+        self.module, self.others = module, others
+
+    def __getattr__(self, name):
+        return self.others.get(name) or getattr(self.module, name)
+
+
+@pytest.mark.parametrize("name", ["entries_arrived", "found", "arrived"])
+def test_each_wait_at_a_barrier_is_needed(monkeypatch, traces_apart, name):
+    """Of the table's barriers one at a time is not waited for."""
+    plgpu, run, left_out = counted_block.plgpu, counted_block.Block.run, []
+
+    def noted(block):
+        def wait(barrier):
+            if getattr(barrier, "ref", barrier) is getattr(block, name):
+                left_out.append(barrier)
+            else:
+                plgpu.barrier_wait(barrier)
+
+        monkeypatch.setattr(counted_block, "plgpu", Instead(plgpu, barrier_wait=wait))
+        run(block)
+
+    monkeypatch.setattr(counted_block.Block, "run", noted)
+    assert is_found()
+    assert left_out
+
+
+def test_slots_are_filled_again_after_their_stores(monkeypatch, traces_apart):
+    plgpu = counted_block.plgpu
+
+    def wait(stores, *, wait_read_only):
+        if stores == 0:
+            plgpu.wait_smem_to_gmem(stores, wait_read_only=wait_read_only)
+
+    monkeypatch.setattr(counted_block, "plgpu", Instead(plgpu, wait_smem_to_gmem=wait))
     assert is_found()
 
 
