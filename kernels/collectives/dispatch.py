@@ -133,11 +133,12 @@ def dispatch(
     chunks = Chunks.of(team, tokens, chunk, config.num_blocks, flat=config.flat)
     slots = max(2, min(config.slots, chunks.tokens, _room(chunks.tokens, top_k) // row_bytes))
     stores = min(config.stores, slots - 1)
-    table = chunks.padded(positions, NONE)
+    table = chunks.table(top_k).of_table(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
         tables = Tables(
             chunks=chunks,
+            top_k=top_k,
             sources=[everyones(positions_ref, team)],
             slots=[table],
             arrived=table_arrived,
@@ -212,7 +213,7 @@ def dispatch(
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
         num_blocks=chunks.num_blocks,
         scratch=dict(
-            table=chunks.scratch(table.shape[1], jnp.int32),
+            table=chunks.scratch(top_k, jnp.int32),
             table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
             buffers=plgpu.SMEM((slots, row.padded, row.columns), x.dtype),
             arrived=plgpu.Barrier(num_barriers=slots),

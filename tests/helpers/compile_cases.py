@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import expert_programs
 import field_cases
 import fused_cases as cases
 import jax
@@ -494,6 +495,13 @@ def many_tokens_of_experts() -> Iterator[Program]:
 
         name = f"combine by {warpgroups} warpgroups" + ", with totals" * totals
         yield name, *on_one(combined, mesh, [rows, (entries, jnp.float32), index])
+
+
+def experts_of_a_model(programs: Callable, model: str, tokens: int) -> Iterator[Program]:
+    """Some `expert_programs` on two devices."""
+    mesh = aot.mesh_of_gpus((2,), ("x",))
+    for name, call, shapes in programs(model, tokens):
+        yield name, *on_one(call, mesh, shapes)
 
 
 def dispatch_under_a_product() -> Iterator[Program]:
@@ -1004,8 +1012,20 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
+    **{
+        f"derivatives of {name}": functools.partial(example, name, derivatives=True)
+        for name in EXPERTS
+    },
     "few tokens of experts": few_tokens_of_experts,
     "many tokens of experts": many_tokens_of_experts,
+    **{
+        f"{what} of experts, {model}, {tokens}": functools.partial(
+            experts_of_a_model, programs, model, tokens
+        )
+        for what, programs in (("calls", expert_programs.calls), ("layer", expert_programs.layer))
+        for model in expert_programs.SIZES
+        for tokens in (64, 8192)
+    },
     "dispatch under a product": dispatch_under_a_product,
     "activation in a product": activation_in_a_product,
     "combine under a product": combine_under_a_product,

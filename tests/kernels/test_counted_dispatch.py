@@ -52,7 +52,7 @@ def as_numpy(devices: int, out) -> tuple[list[np.ndarray], Routing]:
 
 @pytest.mark.parametrize(
     ("devices", "experts", "cores", "seed", "stores"),
-    [(2, 8, 3, 0, 1), (4, 8, 2, 1, 3), slow(2, 256, 1, 2, 2)]
+    [(2, 8, 3, 0, 1), (2, 8, 4, 0, 2), (4, 8, 2, 1, 3), slow(2, 256, 1, 2, 2)]
     + [slow(devices, 16, 3, seed, 1) for devices in (2, 4, 8) for seed in range(20)],
 )
 def test_rows_and_tables(devices, experts, cores, seed, stores):
