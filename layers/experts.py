@@ -65,9 +65,9 @@ class MixtureOfExperts(nnx.Module):
       rngs: for the initialisers, of `gate`, `up` and `down`.
 
     Raises:
-      ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` does not split
-        tokens; in calls, the team cannot split the experts or the tokens, or `scores` do not
-        match x.
+      ValueError: `activation` is neither a function nor a known name, `top_k` is not between 1 and
+        `num_experts`, or `parallel` does not split tokens; in calls, the team cannot split the
+        experts or the tokens, or `scores` do not match x.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class MixtureOfExperts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_parallel(parallel)
-        products.check_callable(activation)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}.")
         if not parallel.sequence_parallel:

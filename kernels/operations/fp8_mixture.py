@@ -60,8 +60,7 @@ def mixture_of_experts(
       (out, routing), as there; out is of x's type.
 
     Raises:
-      ValueError, TypeError: as `stretto.mixture_of_experts`.
-      ValueError: some weights are in 8 bits and others not.
+      ValueError: as `stretto.mixture_of_experts`; some weights are in 8 bits and others not.
 
     Memory: rows are kept for the backward pass in 8 bits, with their scales. With
     `recipe.bwd_qtype=None` they are not: the backward pass sends x again, in its own type.

@@ -82,9 +82,8 @@ def mixture_of_experts(
       `routing.dropped` counts the rows that did not fit the capacity.
 
     Raises:
-      ValueError: operands that do not fit each other, an activation whose name is unknown or of
-        the other kind of experts, and as for `expert_dispatch`.
-      TypeError: an activation that is neither a function nor a name.
+      ValueError: operands that do not fit each other; an activation that is neither a function nor
+        the name of one of such experts; and as for `expert_dispatch`.
 
     Memory: for R = capacity rows (by default D * tokens * top_k) and w_in's n columns, the forward
     pass keeps `R * d` elements of dispatched rows and `R * n` of the first product for the backward

@@ -53,15 +53,14 @@ def of_experts(
     """What a caller gave as `activation=`; by default "swiglu" of gated experts, and else "gelu".
 
     Raises:
-      ValueError: an unknown name, or one of the other kind of experts.
-      TypeError: it is no function.
+      ValueError: an unknown name, or one of the other kind of experts; or it is no function.
     """
     if given is None:
         return swiglu if gated else jax.nn.gelu
     if not isinstance(given, str):
         if callable(given):
             return given
-        raise TypeError(
+        raise ValueError(
             f"{op}: activation={given!r:.60} is of type {type(given).__name__}; pass a function or"
             f" a name: {_names(PLAIN)}, of gated experts {_names(GATED)}."
         )

@@ -173,11 +173,11 @@ def test_names_of_activations(name, gated, function):
 
 
 def test_names_that_no_activation_has():
-    for wrong, error, message in (
-        ("gelu", ValueError, "'gelu' is not one of 'swiglu', 'geglu', the activations of gated"),
-        (3, TypeError, "activation=3 is of type int; pass a function or a name: 'gelu', 'silu'"),
+    for wrong, message in (
+        ("gelu", "'gelu' is not one of 'swiglu', 'geglu', the activations of gated"),
+        (3, "activation=3 is of type int; pass a function or a name: 'gelu', 'silu'"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             layer_with(wrong, gated=True)
 
 
