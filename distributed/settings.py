@@ -15,6 +15,8 @@ DEFAULT_WAIT_LIMIT_S = 30.0
 HEAP_VARIABLE = "STRETTO_HEAP"
 START_LIMIT_VARIABLE = "STRETTO_START_LIMIT_S"
 DEFAULT_START_LIMIT_S = 1800.0
+LONGEST_LIMIT_S = 1e9
+"""Of limits: kernels count nanoseconds in 64 bits."""
 DEVICES_PER_NODE_VARIABLE = "STRETTO_DEVICES_PER_NODE"
 FREE_MULTIPROCESSORS_VARIABLE = "STRETTO_FREE_MULTIPROCESSORS"
 
@@ -34,7 +36,7 @@ def wait_limit_s() -> float:
     the job without a report.
 
     Raises:
-      ValueError: the variable holds anything but a number of seconds that is not negative.
+      ValueError: the variable holds anything but a number of seconds from 0 to 1e9.
     """
     chosen = _wait_limit_s.value
     if chosen is not None:
@@ -50,7 +52,7 @@ def start_limit_s() -> float:
     Processes on CPUs wait as long before their first collective (`jax_first_runs`).
 
     Raises:
-      ValueError: the variable holds anything but a number of seconds that is not negative.
+      ValueError: the variable holds anything but a number of seconds from 0 to 1e9.
     """
     return _seconds(START_LIMIT_VARIABLE, DEFAULT_START_LIMIT_S, "a device that never starts one")
 
@@ -63,10 +65,10 @@ def _seconds(variable: str, default: float, danger: str) -> float:
         limit = float(text)
     except ValueError:
         limit = math.nan
-    if not 0 <= limit < math.inf:
+    if not 0 <= limit <= LONGEST_LIMIT_S:
         raise ValueError(
-            f"{variable}={text!r} must be a number of seconds, 0 for no limit;"
-            f" unset it for the default of {default:g}."
+            f"{variable}={text!r} must be a number of seconds to {LONGEST_LIMIT_S:.0f}, 0 for"
+            f" no limit; unset it for the default of {default:g}."
         )
     if limit == 0:
         warnings.warn(
@@ -83,8 +85,10 @@ def wait_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
     It must be the same on every process. For measurements and tests. Waits for peers to start have
     a limit of their own.
     """
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"seconds={seconds} must be a number of seconds, 0 for no limit.")
+    if not 0 <= seconds <= LONGEST_LIMIT_S:
+        raise ValueError(
+            f"seconds={seconds} must be a number to {LONGEST_LIMIT_S:.0f}, 0 for no limit."
+        )
     return _wait_limit_s(float(seconds))
 
 

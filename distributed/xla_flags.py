@@ -7,16 +7,13 @@ from collections.abc import Mapping, MutableMapping
 
 VARIABLE = "XLA_FLAGS"
 NO_RECORDED_KERNELS = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
-BETWEEN_PROCESSES = (
-    "--xla_gpu_enable_dynamic_slice_fusion=false",
-    "--xla_gpu_cudnn_gemm_fusion_level=0",
-)
+NO_SLICES_IN_CALLS = "--xla_gpu_enable_dynamic_slice_fusion=false"
 """What kernels need whose devices belong to several processes (`share_memory_of_kernels`)."""
 
 
 def given(environ: Mapping[str, str] = os.environ) -> str:
     """The flags of the user, without those that are set here."""
-    own = (NO_RECORDED_KERNELS, *BETWEEN_PROCESSES)
+    own = (NO_RECORDED_KERNELS, NO_SLICES_IN_CALLS)
     return " ".join(x for x in environ.get(VARIABLE, "").split() if x not in own)
 
 
@@ -37,26 +34,18 @@ def share_memory_of_kernels(environ: MutableMapping[str, str] = os.environ) -> N
     """Has XLA put all that kernels read and write into memory that processes share.
 
     A kernel between processes reaches a peer's memory by a window of NCCL, and XLA allocates such
-    memory for a kernel's operands and results. Two of its passes do not go together with that
-    (XLA of JAX 0.11.2, seen on an H200):
-
-    - A slice that only a kernel reads becomes part of the kernel's call, as do the weights of a
-      layer in a scan. The whole array that it is a slice of is then no shared memory: NCCL
-      refuses it where it begins at no page ("Window address must be suitably aligned").
-    - A product that reads a kernel's result and that cuDNN makes is not found again once the
-      result was moved to shared memory (`IndexError: absl::...raw_hash_map<>::at`).
+    memory for a kernel's operands and results. But a slice that only a kernel reads, such as the
+    weights of a layer in a scan, becomes part of the kernel's call. The array that it is a slice of
+    is then no shared memory: NCCL refuses it where it begins at no page ("Window address must be
+    suitably aligned"; XLA of JAX 0.11.2, seen on an H200).
 
     A flag that the user has set is left as it is.
     """
-    flags = environ.get(VARIABLE, "").split()
-    environ[VARIABLE] = " ".join([*flags, *missing_between_processes(environ)])
+    if not decides_on_slices(environ):
+        environ[VARIABLE] = f"{environ.get(VARIABLE, '')} {NO_SLICES_IN_CALLS}".strip()
 
 
-def missing_between_processes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Those of `BETWEEN_PROCESSES` that the environment does not decide on."""
-    names = {_name(flag) for flag in environ.get(VARIABLE, "").split()}
-    return [flag for flag in BETWEEN_PROCESSES if _name(flag) not in names]
-
-
-def _name(flag: str) -> str:
-    return flag.partition("=")[0]
+def decides_on_slices(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment says whether slices become part of calls."""
+    name = NO_SLICES_IN_CALLS.partition("=")[0]
+    return any(flag.partition("=")[0] == name for flag in environ.get(VARIABLE, "").split())

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from stretto.kernels.operations import fp8
 from stretto.kernels.operations.mixture import mixture_of_experts
+from stretto.kernels.problem import activations
 from stretto.layers import products
 from stretto.layers.linear import NOTHING, Initializer, parameter
 from stretto.layers.parallel import DEFAULT, Parallel, check_parallel
@@ -48,7 +49,7 @@ class MixtureOfExperts(nnx.Module):
       num_experts: over all devices.
       in_features, hidden_features: of an expert.
       top_k: experts of a token.
-      activation: of float32 arrays, elementwise.
+      activation: of float32 arrays, elementwise; or a name: "gelu", "silu", "relu", "tanh".
       gated: whether experts have a gate, as in SwiGLU.
       normalised: whether the weights of a token's experts are scaled to sum to 1.
       capacity: the largest number of rows on a device, as in `stretto.expert_dispatch`; by
@@ -64,9 +65,9 @@ class MixtureOfExperts(nnx.Module):
       rngs: for the initialisers, of `gate`, `up` and `down`.
 
     Raises:
-      ValueError: `top_k` is not between 1 and `num_experts`, or `parallel` does not split
-        tokens; in calls, the team cannot split the experts or the tokens, or `scores` do not
-        match x.
+      ValueError: `activation` is neither a function nor a known name, `top_k` is not between 1 and
+        `num_experts`, or `parallel` does not split tokens; in calls, the team cannot split the
+        experts or the tokens, or `scores` do not match x.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MixtureOfExperts(nnx.Module):
         hidden_features: int,
         *,
         top_k: int,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        activation: Callable[[jax.Array], jax.Array] | str = jax.nn.silu,
         gated: bool = True,
         normalised: bool = True,
         capacity: int | None = None,
@@ -89,7 +90,6 @@ class MixtureOfExperts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_parallel(parallel)
-        products.check_callable(activation)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}.")
         if not parallel.sequence_parallel:
@@ -99,7 +99,7 @@ class MixtureOfExperts(nnx.Module):
             )
         self.num_experts = num_experts
         self.top_k = top_k
-        self.activation = activation
+        self.activation = activations.of_experts("MixtureOfExperts", activation, gated=False)
         self.normalised = normalised
         self.capacity = capacity
         self.parallel = parallel

@@ -97,9 +97,7 @@ def is_fused(case: Case, target: Target) -> bool:
 
 def _machine_of(card: str) -> Machine:
     """A GPU by its name alone; it starts no backend of JAX's, as `Machine.of_kind` does."""
-    kinds = machine.ARCHITECTURES.items()
-    known = [kind for kind, names in kinds if any(name in card for name in names)]
-    return Machine(platform="gpu", kind=card, architecture=known[0] if known else "")
+    return Machine(platform="gpu", kind=card, architecture=machine.architecture_by_name(card))
 
 
 def _on_one_device(model: Model, case: Case, target: Target, implementation: str) -> CallTime:

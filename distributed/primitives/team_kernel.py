@@ -207,14 +207,14 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
 def _warn_of_unshared_memory(
     clique: Clique, context: mlir.ModuleContext, info: TeamKernelInfo
 ) -> None:
-    """Where a kernel's devices belong to several processes, XLA needs flags (`xla_flags`)."""
+    """Where a kernel's devices belong to several processes, XLA needs a flag (`xla_flags`)."""
     if len(set(clique.processes)) == 1 or "cuda" not in context.platforms:
         return
-    if missing := xla_flags.missing_between_processes():
+    if not xla_flags.decides_on_slices():
         warnings.warn(
             f"kernel {info.name} joins several processes, and XLA may fail to share its memory"
-            f" between them without {' '.join(missing)}. stretto.initialize(), called before JAX is"
-            " first used, adds that to XLA_FLAGS.",
+            f" between them without {xla_flags.NO_SLICES_IN_CALLS}. stretto.initialize(), called"
+            " before JAX is first used, adds that to XLA_FLAGS.",
             RuntimeWarning,
             stacklevel=2,
         )

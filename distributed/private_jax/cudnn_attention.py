@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 TWICE = (
     "attention by cuDNN, or by the kernel of method='fused', has no second derivative; cast q, k"
@@ -125,6 +126,7 @@ def forward(
         )
 
     lengths = [x for x in _lengths(q, keys) if x is not None]
+    q, k, v = map(in_own_memory, (q, k, v))
     out, lse = derived_once(attend)(q, k, v, *lengths)
     return out, lse
 
@@ -165,9 +167,28 @@ def backward(
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
+    q, k, v, lse, out, out_bar = map(in_own_memory, (q, k, v, lse, out, out_bar))
     given = q, k, v, nothing, *lengths, nothing, nothing, nothing, nothing, lse, out, out_bar
     q_bar, k_bar, v_bar = derived_once(derive)(*given)
     return q_bar, k_bar, v_bar
+
+
+def in_own_memory(x: jax.Array) -> jax.Array:
+    """The same bits, in memory of this process alone where kernels' results are in another.
+
+    With a process per GPU XLA keeps what kernels read and write in memory that processes share. It
+    compiles cuDNN's attention before it moves results there, and looks it up by its operands'
+    memory after that: `IndexError: absl::...raw_hash_map<>::at` (JAX 0.11.2, seen on an H200).
+
+    XLA removes a copy that it sees through. This one adds a zero, bit by bit, that XLA does not
+    know: the highest bit of the device's place.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes or jax.process_count() == 1 or jax.local_device_count() > 1:
+        return x
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    zero = (lax.axis_index(axes).astype(jnp.uint32) >> 31).astype(bits)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ zero, x.dtype)
 
 
 def derived_once[Result](function: Callable[..., Result]) -> Callable[..., Result]:

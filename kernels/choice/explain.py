@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from stretto.kernels.choice import choose
 from stretto.kernels.choice.choice import Choice
@@ -20,22 +21,31 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     Args:
       operation: a public operation, for example `stretto.all_gather_matmul`; or, with whole arrays,
         a function of `stretto.sharded` or a layer of `stretto.flax`.
-      *operands: arrays, or `jax.ShapeDtypeStruct`s of their shapes per device, and the mesh axis.
-      **arguments: as for the operation; arrays among them may be `jax.ShapeDtypeStruct`s, too.
+      *operands: arrays, or `jax.ShapeDtypeStruct`s of their shapes per device, also in tuples and
+        other trees, and the mesh axis.
+      **arguments: as for the operation; arrays in them may be `jax.ShapeDtypeStruct`s, too.
 
     Raises:
       ValueError: what the operation would raise, or it is none of Stretto's.
     """
-    refusal = f"{operation!r} is not an operation of Stretto that chooses a backend."
+    refusal = (
+        f"{operation!r} is not an operation of Stretto that chooses a backend; pass a public one,"
+        " such as stretto.all_gather_matmul, and its arguments after it: explain(operation, x, w,"
+        ' "x").'
+    )
+    leaves, tree = jax.tree.flatten((operands, arguments))
+    described = [place for place, leaf in enumerate(leaves) if _describes_an_array(leaf)]
+
+    def call(arrays: Sequence[jax.Array]) -> Any:
+        filled = dict(zip(described, arrays, strict=True))
+        whole = [filled.get(place, leaf) for place, leaf in enumerate(leaves)]
+        operands, arguments = jax.tree.unflatten(tree, whole)
+        return operation(*operands, **arguments)
+
     with choose.recorded() as choices:
-        arrays = [x for x in operands if hasattr(x, "shape")]
-        rest = operands[len(arrays) :]
-        named = {name: x for name, x in arguments.items() if _has_arrays(x)}
-        plain = {name: x for name, x in arguments.items() if name not in named}
         try:
-            jax.eval_shape(
-                lambda *xs, **named: operation(*xs, *rest, **plain, **named), *arrays, **named
-            )
+            # Arrays stay what they are: where they lie, or their number, may decide.
+            jax.eval_shape(call, [leaves[place] for place in described])
         except TypeError as error:  # Another function takes no name of an axis.
             if choices or _is_own(operation):
                 raise
@@ -45,10 +55,10 @@ def explain(operation: Callable[..., jax.Array], *operands: Any, **arguments: An
     return choices[0]
 
 
-def _has_arrays(argument: Any) -> bool:
-    """Whether an argument is an array or describes one, or is a tuple of such, as scales may be."""
-    leaves = argument if isinstance(argument, tuple | list) else (argument,)
-    return bool(leaves) and all(isinstance(x, jax.Array | jax.ShapeDtypeStruct) for x in leaves)
+def _describes_an_array(leaf: Any) -> bool:
+    """Whether `leaf` has the shape and the type of an array, and no values."""
+    has_both = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return has_both and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def _is_own(operation: Callable) -> bool:

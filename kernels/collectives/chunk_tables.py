@@ -28,61 +28,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
+from stretto.kernels.collectives.chunk_shape import LANES, UNROLLED, Shape
 from stretto.kernels.collectives.token_tables import load
 from stretto.kernels.problem.routing import NONE
 
-LANES = 128
-"""A warpgroup has as many threads."""
-UNROLLED = 8
 HALF = 16
 """Bits of a count."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of the tables.
-
-    Attributes:
-      devices: of the team.
-      tokens: of a chunk.
-      vectors: that a chunk's entries fill.
-      expert_vectors: that a number for each expert fills.
-    """
-
-    devices: int
-    tokens: int
-    top_k: int
-    num_experts: int
-    vectors: int
-    expert_vectors: int
-
-    @classmethod
-    def of(cls, devices: int, tokens: int, top_k: int, num_experts: int) -> Shape:
-        """Of chunks of so many tokens."""
-        return cls(
-            devices=devices,
-            tokens=tokens,
-            top_k=top_k,
-            num_experts=num_experts,
-            vectors=ceil_div(tokens * top_k, LANES),
-            expert_vectors=ceil_div(num_experts, LANES),
-        )
-
-    @property
-    def entries(self) -> int:
-        """Of a chunk, without those that fill up vectors."""
-        return self.tokens * self.top_k
-
-    @property
-    def smem_bytes(self) -> int:
-        """Of all tables but the counts of all chunks."""
-        of_entries = (2 * self.devices + 1) * self.vectors
-        return 4 * LANES * (of_entries + (self.devices + 3) * self.expert_vectors)
-
-    def chunks_within(self, chunks: int, room: int) -> int:
-        """Of `chunks` those whose counts fit into `room` bytes at once; a divisor of them."""
-        most = max(1, room // (4 * LANES * self.expert_vectors))
-        return max(n for n in range(1, min(chunks, most) + 1) if chunks % n == 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,10 +41,11 @@ class Tables:
     """The tables of one block's chunks, one of each device, in a kernel.
 
     Attributes:
-      tokens: of this block's chunks, of which the last one may have fewer.
-      entries: `[devices, vectors, LANES]`, by the offset of the device on the ring.
+      tokens: of this block's chunks; their entries are a multiple of `UNROLLED`.
+      entries: `[devices, vectors * LANES]`, by the offset of the device on the ring. Some of the
+        next chunk may follow, and then none (`clear_ends`).
       places: likewise: the place of each in its chunk (`rank`), then its row here (`place`), or none.
-      own_positions: `[vectors, LANES]`, those of this device's tokens as `Routing.positions` has them.
+      own_positions: `[vectors * LANES]`, those of this device's tokens as `Routing.positions` has them.
       own_counts: `[expert_vectors, LANES]`, of this device's chunk (`count`).
       sums: `[2, expert_vectors, LANES]`: entries of each expert; first in the other half, and zeros,
         those that are out of range.
@@ -113,16 +65,24 @@ class Tables:
     counts_of: Any
     counts_arrived: Any
 
+    def clear_ends(self) -> None:
+        """Writes none to what fills up the last vectors, before entries are loaded."""
+        if self.shape.entries % LANES:
+            for offset in range(self.shape.devices):
+                self.entries[offset, _of_vector(self.shape.vectors - 1)] = _zeros() + NONE
+            plgpu.commit_smem()
+
     def count(self) -> None:
         """Counts this device's chunk."""
         lane, chosen = _lanes(), self._loaded(self.entries, 0)
         stray = sum(
-            jnp.sum(jnp.where((x >= self.shape.num_experts) | (x < NONE), 1, 0)) for x in chosen
+            jnp.sum(jnp.where(self._is_stray(x) & (lane < self._filled(v)), 1, 0))
+            for v, x in enumerate(chosen)
         )
 
         def step(i: jax.Array, counts: tuple[jax.Array, ...], vector: int) -> tuple:
             for j in range(UNROLLED):
-                entry = self.entries[0, vector, i * UNROLLED + j]
+                entry = self.entries[0, vector * LANES + i * UNROLLED + j]
                 counts = tuple(
                     count + jnp.where(lane == entry - w * LANES, 1, 0)
                     for w, count in enumerate(counts)
@@ -146,7 +106,7 @@ class Tables:
         def step(i: jax.Array, found: tuple[jax.Array, ...], v: int) -> tuple:
             for j in range(UNROLLED):
                 number = i * UNROLLED + j
-                entry = self.entries[offset, v, number]
+                entry = self.entries[offset, v * LANES + number]
                 first, *others = (x == entry for x in chosen[v:])
                 alike = (first & (lane > number), *others)
                 found = tuple(x + jnp.where(y, 1, 0) for x, y in zip(found, alike, strict=True))
@@ -158,15 +118,21 @@ class Tables:
             )
             ranks[v:] = found
         for v, rank in enumerate(ranks):
-            self.places[offset, v] = rank
+            self.places[offset, _of_vector(v)] = rank
+
+    def _is_stray(self, entry: jax.Array) -> jax.Array:
+        return (entry >= self.shape.num_experts) | (entry < NONE)
+
+    def _filled(self, vector: int) -> Int:
+        """How many entries of a vector are the tokens', a multiple of `UNROLLED`."""
+        return jnp.clip(self.tokens * self.shape.top_k - vector * LANES, 0, LANES)
 
     def _steps(self, vector: int) -> Int:
-        """For all entries of a vector that do not only fill it up.
+        """For all entries of a vector.
 
         Were it a constant, the compiler would unroll the whole loop, for half a minute.
         """
-        filled = self.tokens * self.shape.top_k - vector * LANES
-        return schedule.div(jnp.clip(filled, 0, LANES) + (UNROLLED - 1), UNROLLED)
+        return schedule.div(self._filled(vector), UNROLLED)
 
     def find_first_rows(self, counts: Any, chunk: Int) -> None:
         """Sums counts `[devices, chunks, expert_vectors, LANES]` of all, and of those before."""
@@ -279,18 +245,23 @@ class Tables:
         places = lax.fori_loop(0, count, step, tuple(places), unroll=unroll)
         for v, (place, entry) in enumerate(zip(places, chosen, strict=True)):
             here = (entry >= first_expert) & (entry < first_expert + own)
-            self.places[offset, v] = jnp.where(here, place, NONE)
+            self.places[offset, _of_vector(v)] = jnp.where(here, place, NONE)
             if offset == 0:
                 goes = (entry >= 0) & (entry < shape.num_experts)
                 where = lax.div(jnp.maximum(entry, 0), jnp.full_like(entry, own))
-                self.own_positions[v] = jnp.where(goes, place * shape.devices + where, NONE)
+                position = jnp.where(goes, place * shape.devices + where, NONE)
+                self.own_positions[_of_vector(v)] = position
         plgpu.commit_smem()
 
     def _loaded(self, ref: Any, offset: int) -> list[jax.Array]:
-        return [self._vector(ref.at[offset, v]) for v in range(self.shape.vectors)]
+        return [self._vector(ref.at[offset, _of_vector(v)]) for v in range(self.shape.vectors)]
 
     def _vector(self, ref: Any) -> jax.Array:
         return plgpu.layout_cast(ref[...], _layout())
+
+
+def _of_vector(number: int) -> Any:
+    return pl.ds(number * LANES, LANES)
 
 
 def _layout() -> Any:

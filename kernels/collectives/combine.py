@@ -150,12 +150,12 @@ class _Given(NamedTuple):
 
 def _launch(how: Summing, given: _Given, body: Any, **options: Any) -> jax.Array:
     """The only result of the kernel."""
-    chunks = how.chunks
+    chunks, table = how.chunks, how.chunks.table(how.top_k)
     (found,) = kernel.launch(
         body,
         given.rows,
-        chunks.padded(given.positions, NONE),
-        chunks.padded(given.weights.astype(jnp.float32), 0),
+        table.of_table(given.positions, NONE),
+        table.of_table(given.weights.astype(jnp.float32), 0),
         name="expert_combine",
         team=chunks.team,
         num_blocks=chunks.num_blocks,

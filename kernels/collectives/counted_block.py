@@ -14,8 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import kernel, schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import Semaphore
-from stretto.kernels.collectives.chunk_tables import LANES, Tables
+from stretto.kernels.collectives.chunk_shape import LANES
+from stretto.kernels.collectives.chunk_tables import Tables
 from stretto.kernels.collectives.counted_layout import Layout
+from stretto.kernels.collectives.table_results import TableResults
 from stretto.kernels.collectives.token_tables import everyones, load, of_device
 from stretto.kernels.problem.routing import NONE
 
@@ -26,18 +28,16 @@ class Block:
 
     Attributes:
       warpgroup: its number.
-      first_expert: of this device, read once: in a loop with barriers it would be read from memory
-        each time.
+      results: of which `first_expert` is read once: in a loop with barriers it would be read from
+        memory each time.
     """
 
     how: Layout
     warpgroup: Int
-    first_expert: Int
     x: Any
     index: Any
     rows: Any
-    positions: Any
-    totals: Any
+    results: TableResults
     counts: Any
     counted: Semaphore
     entries: Any
@@ -57,13 +57,14 @@ class Block:
         """Makes the tables of the block's chunks, and moves the tokens of this device's experts."""
         how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
         pl.when(is_first)(lambda: self._count(tables))
+        # Before any token is asked for: signals that follow loads over the links come late.
+        pl.when(is_first)(self._tell)
         for offset in range(how.team.size):
             self._see(offset)
         sources = everyones(self.x, how.team)
         total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        pl.when(is_first)(self._tell)
         self._each(tables.rank)
 
         @pl.when(is_first)
@@ -72,7 +73,7 @@ class Block:
             tables.find_first_rows(self.counts, kernel.block_id())
 
         self._meet()
-        self._each(lambda offset: tables.place(offset, self.first_expert))
+        self._each(lambda offset: tables.place(offset, self.results.first_expert))
         self._meet()
         pl.when(is_first)(self._store_tables)
         lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
@@ -81,9 +82,11 @@ class Block:
 
     def _count(self, tables: Tables) -> None:
         """Loads the entries of all devices' chunks, counts the own ones, and starts to tell."""
+        tables.clear_ends()
+        most, first = self.how.tables.entries, self._first_token() * self.how.tables.top_k
         for offset, ref in enumerate(everyones(self.index, self.how.team)):
-            target, arrived = self.entries.at[offset], self.entries_arrived.at[offset]
-            load(ref.at[kernel.block_id()], target, arrived, flat=True)
+            target = self.entries.at[offset, pl.ds(0, most)]
+            load(ref.at[pl.ds(first, most)], target, self.entries_arrived.at[offset], flat=True)
         plgpu.barrier_wait(self.entries_arrived.at[0])
         tables.count()
         self._publish_counts()
@@ -124,8 +127,10 @@ class Block:
 
     def _tokens(self) -> Int:
         """Of each device, in this block's chunk."""
-        each = self.how.tables.tokens
-        return jnp.clip(self.how.tokens - kernel.block_id() * each, 0, each)
+        return self.how.first_token(kernel.block_id() + 1) - self._first_token()
+
+    def _first_token(self) -> Int:
+        return self.how.first_token(kernel.block_id())
 
     def _publish_counts(self) -> None:
         """Starts to store the own counts on every device."""
@@ -143,16 +148,31 @@ class Block:
             self.counted.signal(peer_id=self.how.team.neighbour(offset))
 
     def _store_tables(self) -> None:
-        """Starts to store the positions of the own chunk, and in one block the totals."""
-        plgpu.copy_smem_to_gmem(
-            self.own_positions, self.positions.at[kernel.block_id()], commit_group=False
-        )
+        """Starts to store the positions of the own chunk, and stores what some experts have."""
+        how, top_k = self.how, self.how.tables.top_k
+        for size in filter(None, how.sizes):
 
-        @pl.when(kernel.block_id() == 0)
-        def _():
-            plgpu.copy_smem_to_gmem(self.sums, self.totals, commit_group=False)
+            @pl.when(self._tokens() * top_k == size)
+            def _(size=size):
+                plgpu.copy_smem_to_gmem(
+                    self.own_positions.at[pl.ds(0, size)],
+                    self.results.positions.at[pl.ds(self._first_token() * top_k, size)],
+                    commit_group=False,
+                )
 
         plgpu.commit_smem_to_gmem_group()
+        experts = how.tables.num_experts
+
+        def store(i: Any, _: None) -> None:
+            expert = kernel.block_id() + i * how.num_blocks
+            vector = schedule.div(expert, LANES)
+            self.results.store_count(expert, self.sums[0, vector, expert - vector * LANES])
+
+        lax.fori_loop(0, schedule.share(experts, kernel.block_id(), how.num_blocks), store, None)
+
+        @pl.when(kernel.block_id() == how.num_blocks - 1)  # It has no more experts than others.
+        def _():
+            self.results.store_count(jnp.int32(experts), self.sums[1, 0, 0])
 
     def _place(self, i: Int) -> tuple[Int, Int]:
         """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset.
@@ -173,13 +193,14 @@ class Block:
         offset, token = self._place(i)
         slot = self._slot(i)
         own, wanted = how.tables.num_experts // how.team.size, jnp.bool_(False)
+        low = self.results.first_expert
         for j in range(how.tables.top_k):
             entry = self.entries[self._entry(offset, token, j)]
-            wanted |= (entry >= self.first_expert) & (entry < self.first_expert + own)
+            wanted |= (entry >= low) & (entry < low + own)
 
         @pl.when(wanted)
         def _():
-            number = kernel.block_id() * how.tables.tokens + token
+            number = self._first_token() + token
             target = self.buffers.at[slot, pl.ds(0, how.row.parts)]
             of_device(
                 sources,
@@ -189,13 +210,7 @@ class Block:
 
     def _entry(self, offset: Int, token: Int, choice: int) -> tuple[Int, ...]:
         """Where the tables have a choice of a token."""
-        top_k = self.how.tables.top_k
-        if LANES % top_k == 0:  # Of a token they lie side by side, which the compiler sees so.
-            vector = schedule.div(token, LANES // top_k)
-            return offset, vector, (token - vector * (LANES // top_k)) * top_k + choice
-        number = token * top_k + choice
-        vector = schedule.div(number, LANES)
-        return offset, vector, number - vector * LANES
+        return offset, token * self.how.tables.top_k + choice
 
     def _step(self, sources: list[Any], i: Int, total: Int) -> None:
         """Stores token `i` to its rows, and loads another one into a slot that is free."""

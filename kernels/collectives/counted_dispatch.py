@@ -28,13 +28,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed import kernel, residency
-from stretto.distributed.schedule import ceil_div
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_tables import LANES, Shape
+from stretto.kernels.collectives.chunk_shape import LANES, Shape
 from stretto.kernels.collectives.counted_block import Block
-from stretto.kernels.collectives.counted_layout import COUNTS_BYTES, COUNTS_SLOTS, Layout
+from stretto.kernels.collectives.counted_layout import (
+    COUNTS_BYTES,
+    COUNTS_SLOTS,
+    Layout,
+)
+from stretto.kernels.collectives.table_results import TableResults, as_routing
 from stretto.kernels.collectives.token_tables import Row
+from stretto.kernels.problem.routing import Routing
 
 MOST_VECTORS = 16
 """Of `LANES` entries of a chunk: a thread holds an entry of each, and its place, in registers."""
@@ -57,7 +62,7 @@ def obstacle(
 ) -> str | None:
     """Why a kernel for the tokens of a device cannot make the tables too, None if it can."""
     blocks = min(num_blocks, residency.most_blocks_beside_others())
-    shape = Shape.of(devices, ceil_div(tokens, blocks), top_k, num_experts)
+    shape = Shape.of(devices, tokens, top_k, num_experts, blocks)
     if shape.vectors > MOST_VECTORS:
         return f"a chunk has {MOST_VECTORS * LANES} entries at most, not {shape.entries}."
     if num_experts > MOST_EXPERTS:
@@ -86,10 +91,9 @@ def dispatch(
     slots: int,
     stores: int,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`[tokens, d]`, int32 `[tokens, top_k]` -> rows, positions, and how many chose what.
+) -> tuple[jax.Array, Routing]:
+    """`[tokens, d]`, int32 `[tokens, top_k]` -> rows and tables.
 
-    The last is int32 `[num_experts + 1]`, of all devices: each expert, and what is out of range.
     Rows of no token are not written.
     """
     (tokens, width), top_k = x.shape, expert_index.shape[1]
@@ -97,7 +101,7 @@ def dispatch(
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     blocks = min(num_blocks, residency.most_blocks_beside_others())
-    shape = Shape.of(team.size, ceil_div(tokens, blocks), top_k, num_experts)
+    shape = Shape.of(team.size, tokens, top_k, num_experts, blocks)
     most = _slots(shape, row.padded_bytes(x.dtype.itemsize))
     slots = max(2, min(slots, most, team.size * shape.tokens) // WARPGROUPS)
     how = Layout(
@@ -111,38 +115,35 @@ def dispatch(
         tables=shape,
     )
 
-    def body(x_ref, index_ref, rows_ref, positions_ref, totals_ref, counts_ref, **scratch):
-        results = dict(rows=rows_ref, positions=positions_ref, totals=totals_ref)
-        refs = dict(x=x_ref, index=index_ref, counts=counts_ref)
-        Block(
-            how=how,
-            warpgroup=lax.axis_index(kernel.THREAD_AXIS),
+    def body(
+        x, index, rows, positions, group_sizes, tokens_per_expert, out_of_range, counts, **scratch
+    ):
+        results = TableResults(
+            positions=positions,
+            group_sizes=group_sizes,
+            tokens_per_expert=tokens_per_expert,
+            out_of_range=out_of_range,
             first_expert=team.device_id() * (num_experts // team.size),
-            **results,
-            **refs,
-            **scratch,
-        ).run()
+        )
+        warpgroup, refs = lax.axis_index(kernel.THREAD_AXIS), dict(x=x, index=index, rows=rows)
+        Block(how=how, warpgroup=warpgroup, results=results, counts=counts, **refs, **scratch).run()
 
-    chunks = (blocks, shape.vectors, LANES)
-    experts = (shape.expert_vectors, LANES)
-    out, positions, totals = kernel.launch(
+    counts = (team.size, blocks, shape.expert_vectors, LANES)
+    out, *tables = kernel.launch(
         body,
         x.reshape(tokens, row.parts, row.columns),
-        how.in_chunks(expert_index),
+        how.flat(expert_index),
         name="expert_dispatch_counted",
         team=team,
         out_type=[
             jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype),
-            jax.ShapeDtypeStruct(chunks, jnp.int32),
-            jax.ShapeDtypeStruct((2, *experts), jnp.int32),
+            *TableResults.types(how.entries, num_experts, team.size),
         ],
-        symmetric=[jax.ShapeDtypeStruct((team.size, blocks, *experts), jnp.int32)],
+        symmetric=[jax.ShapeDtypeStruct(counts, jnp.int32)],
         semaphore_arrays=dict(counted=SemaphoreArray()),
         num_blocks=blocks,
         num_threads=WARPGROUPS,
         scratch=how.scratch(x.dtype),
         interpret=interpret,
     )
-    totals = totals.reshape(2, -1)
-    counts = jnp.concatenate([totals[0, :num_experts], totals[1, :1]])
-    return out.reshape(rows, width), how.of_chunks(positions), counts
+    return out.reshape(rows, width), as_routing(tables, expert_index.shape)

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed import schedule
+from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_tables import LANES, Shape
+from stretto.kernels.collectives.chunk_shape import LANES, Shape
 from stretto.kernels.collectives.token_tables import Row
 from stretto.kernels.problem.routing import NONE
 
@@ -22,6 +24,10 @@ COUNTS_SLOTS = 2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """What is known before there is any memory.
+
+    A device's entries lie as the caller has them. Blocks share them out in pieces of a few tokens,
+    as evenly as these allow, in their order. All load as many entries as the largest chunk has:
+    some of the next one, too, which nobody reads.
 
     Attributes:
       warpgroups: of a block, which share out its tokens.
@@ -39,24 +45,38 @@ class Layout:
     stores: int
     tables: Shape
 
-    def in_chunks(self, expert_index: jax.Array) -> jax.Array:
-        """`[tokens, top_k]` -> `[num_blocks, vectors, LANES]`."""
-        missing = self.num_blocks * self.tables.tokens - self.tokens
-        index = jnp.pad(expert_index, ((0, missing), (0, 0)), constant_values=NONE)
-        index = index.reshape(self.num_blocks, self.tables.entries)
-        missing = self.tables.vectors * LANES - self.tables.entries
-        index = jnp.pad(index, ((0, 0), (0, missing)), constant_values=NONE)
-        return index.reshape(self.num_blocks, self.tables.vectors, LANES)
+    @property
+    def _pieces(self) -> int:
+        return ceil_div(self.tokens, self.tables.together)
 
-    def of_chunks(self, positions: jax.Array) -> jax.Array:
-        """`[num_blocks, vectors, LANES]` -> `[tokens, top_k]`."""
-        flat = positions.reshape(self.num_blocks, -1)[:, : self.tables.entries]
-        return flat.reshape(-1, self.tables.top_k)[: self.tokens]
+    @property
+    def entries(self) -> int:
+        """Of a device, with those that fill up the last piece."""
+        return self._pieces * self.tables.together * self.tables.top_k
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many entries chunks have."""
+        most = self.tables.entries
+        if self._pieces % self.num_blocks == 0:
+            return [most]
+        return [most - self.tables.together * self.tables.top_k, most]
+
+    def first_token(self, block: Int) -> Int:
+        """Of a block's chunk."""
+        first = schedule.div(block * self._pieces, self.num_blocks)
+        return first * self.tables.together
+
+    def flat(self, expert_index: jax.Array) -> jax.Array:
+        """`[tokens, top_k]` -> `[entries]`."""
+        index = expert_index.reshape(-1)
+        missing = self.entries - index.size
+        return jnp.pad(index, (0, missing), constant_values=NONE) if missing else index
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
         shape, experts = self.tables, (self.tables.expert_vectors, LANES)
-        entries = (self.team.size, shape.vectors, LANES)
+        entries = (self.team.size, shape.vectors * LANES)
         together = shape.chunks_within(self.num_blocks, COUNTS_BYTES)
         slots = self.warpgroups * self.slots
         return dict(

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import kernel, schedule
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.token_tables import (
+    ALIGNED_TOKENS,
     TABLE_SLOTS,
     Chunks,
     Row,
@@ -37,6 +38,7 @@ from stretto.kernels.collectives.token_tables import (
     everyones,
     load,
     of_device,
+    table_bytes,
 )
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -57,7 +59,7 @@ class Config:
     Attributes:
       num_blocks: blocks that pull; as many as the device has multiprocessors at most.
       chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
-        that more blocks have some.
+        that more blocks have some. Fewer are where tables would leave no room for two tokens.
       slots: tokens of a block on their way at once, where they fit into shared memory.
       stores: tokens of a block whose stores may be unfinished when the next one's begin.
       flat: tokens and tables are loaded by flat copies (`token_tables.load`).
@@ -126,16 +128,17 @@ def dispatch(
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
     top_k = positions.shape[1]
-    chunks = Chunks.of(team, tokens, config.chunk, config.num_blocks, flat=config.flat)
-    room = min(SMEM_BYTES, MOST_SMEM_BYTES - chunks.table_bytes(top_k))
-    room //= row.padded_bytes(x.dtype.itemsize)
-    slots = max(2, min(config.slots, chunks.tokens, room))
+    row_bytes = row.padded_bytes(x.dtype.itemsize)
+    chunk = next(n for n in _chunks(config.chunk) if _room(n, top_k) >= 2 * row_bytes)
+    chunks = Chunks.of(team, tokens, chunk, config.num_blocks, flat=config.flat)
+    slots = max(2, min(config.slots, chunks.tokens, _room(chunks.tokens, top_k) // row_bytes))
     stores = min(config.stores, slots - 1)
-    table = chunks.padded(positions, NONE)
+    table = chunks.table(top_k).of_table(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
         tables = Tables(
             chunks=chunks,
+            top_k=top_k,
             sources=[everyones(positions_ref, team)],
             slots=[table],
             arrived=table_arrived,
@@ -210,7 +213,7 @@ def dispatch(
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
         num_blocks=chunks.num_blocks,
         scratch=dict(
-            table=chunks.scratch(table.shape[1], jnp.int32),
+            table=chunks.scratch(top_k, jnp.int32),
             table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),
             buffers=plgpu.SMEM((slots, row.padded, row.columns), x.dtype),
             arrived=plgpu.Barrier(num_barriers=slots),
@@ -218,6 +221,17 @@ def dispatch(
         interpret=interpret,
     )
     return out.reshape(rows, width)
+
+
+def _chunks(most: int) -> Iterator[int]:
+    """Tokens of a chunk, `most` or fewer, as `check_chunk` allows them."""
+    yield most
+    yield from range(most // ALIGNED_TOKENS * ALIGNED_TOKENS - ALIGNED_TOKENS, 0, -ALIGNED_TOKENS)
+
+
+def _room(chunk: int, top_k: int) -> int:
+    """Bytes for tokens in the shared memory of a block, beside tables of so many tokens."""
+    return min(SMEM_BYTES, MOST_SMEM_BYTES - table_bytes(chunk, top_k))
 
 
 def _any(found: list) -> jax.Array:
@@ -252,8 +266,12 @@ def obstacle(problem: Problem, dtypes: tuple[str, ...]) -> str | None:
             f"rows of d={width} {problem.types.lhs} are no multiple of 16 bytes, or have a large"
             " prime factor, and the kernel cannot copy them; pad d to a multiple of 64."
         )
-    if 2 * row.padded_bytes(itemsize) > SMEM_BYTES:
-        return f"two rows of d={width} do not fit into the shared memory of a block."
+    top_k = problem.sizes["top_k"]
+    if 2 * row.padded_bytes(itemsize) > _room(ALIGNED_TOKENS, top_k):
+        return (
+            f"two rows of d={width} {problem.types.lhs} and tables of top_k={top_k} do not fit into"
+            " the shared memory of a block."
+        )
     return None
 
 

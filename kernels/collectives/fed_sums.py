@@ -141,9 +141,7 @@ class FedSums(Sums):
         how, tables = self.how, self.tables
         n, token, _part = self._place(i)
         rows = [tables.row(n, token, j)[0] for j in range(how.top_k)]
-        weights = [
-            tables.slots[1][how.chunks.slot(n, TABLE_SLOTS), token, j] for j in range(how.top_k)
-        ]
+        weights = [tables.number(1, n, token, j) for j in range(how.top_k)]
         found = plgpu.layout_cast(jnp.zeros(how.shape, jnp.float32), how.layout), used
         wanted = False
         for here, weight in zip(rows, weights, strict=True):

@@ -26,15 +26,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import kernel, residency, schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.token_tables import Chunks, Row, everyones, load, of_device
-from stretto.kernels.problem.routing import NONE
+from stretto.kernels.collectives.table_results import TableResults, as_routing
+from stretto.kernels.collectives.token_tables import Row, everyones, load, of_device
+from stretto.kernels.problem.routing import NONE, Routing
 
 MOST_ENTRIES = 4096
 """Of all devices: each thread holds 32 of them in registers."""
 SMEM_BYTES = 180_000
 LANES = 128
-COUNTS = 4
-"""Of entries of an expert that one store writes: the copy engine's 16 bytes."""
+ALIGNED_ENTRIES = 4
+"""Of the copy engine."""
 
 
 def obstacle(
@@ -52,7 +53,7 @@ def obstacle(
     if entries > MOST_ENTRIES:
         return f"it compares {MOST_ENTRIES} choices of all devices at most, not {entries}."
     if top_k > LANES:
-        return f"it stores {LANES} positions of a token at most, not top_k={top_k}."
+        return f"it takes {LANES} choices of a token at most, not top_k={top_k}."
     if (num_experts + 1) * entries >= 2**31:
         return f"its keys count experts times choices, and num_experts={num_experts} is too many."
     if rows < devices * tokens * top_k:
@@ -74,10 +75,9 @@ def dispatch(
     rows: int,
     num_blocks: int,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`[tokens, d]`, int32 `[tokens, top_k]` -> rows, positions, and how many chose what.
+) -> tuple[jax.Array, Routing]:
+    """`[tokens, d]`, int32 `[tokens, top_k]` -> rows and tables.
 
-    The last is int32 `[num_experts + 1]`, of all devices: each expert, and what is out of range.
     Rows of no token are not written.
     """
     tokens, width = x.shape
@@ -91,101 +91,98 @@ def dispatch(
         row=row,
         tokens=tokens,
         top_k=top_k,
-        parts=ceil_div(tokens * top_k, LANES),
         num_experts=num_experts,
         num_blocks=blocks,
     )
 
-    def body(x_ref, index_ref, rows_ref, positions_ref, counts_ref, **scratch):
-        results = dict(rows=rows_ref, positions=positions_ref, counts=counts_ref)
-        _Block(how=how, x=x_ref, index=index_ref, **results, **scratch).run()
+    def body(x, index, rows, positions, group_sizes, tokens_per_expert, out_of_range, **scratch):
+        results = TableResults(
+            positions=positions,
+            group_sizes=group_sizes,
+            tokens_per_expert=tokens_per_expert,
+            out_of_range=out_of_range,
+            first_expert=team.device_id() * (num_experts // team.size),
+        )
+        _Block(how=how, x=x, index=index, rows=rows, results=results, **scratch).run()
 
     index = expert_index.reshape(-1)
-    index = jnp.pad(index, (0, how.parts * LANES - index.size), constant_values=NONE)
-    out, positions, counts = kernel.launch(
+    if how.loaded > index.size:
+        index = jnp.pad(index, (0, how.loaded - index.size), constant_values=NONE)
+    out, *tables = kernel.launch(
         body,
         x.reshape(tokens, row.parts, row.columns),
-        index.reshape(how.parts, LANES),
+        index,
         name="expert_dispatch_with_tables",
         team=team,
         out_type=[
             jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype),
-            jax.ShapeDtypeStruct((tokens, Chunks.padded_width(top_k)), jnp.int32),
-            jax.ShapeDtypeStruct((how.stores_of_counts, COUNTS), jnp.int32),
+            *TableResults.types(tokens * top_k, num_experts, team.size),
         ],
         num_blocks=blocks,
         scratch=how.scratch(x.dtype),
         interpret=interpret,
     )
-    return out.reshape(rows, width), positions[:, :top_k], counts.reshape(-1)[: num_experts + 1]
+    return out.reshape(rows, width), as_routing(tables, expert_index.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _How:
-    """What is known before there is any memory.
-
-    Attributes:
-      parts: of `LANES` entries, that the choices of a device's tokens fill.
-    """
+    """What is known before there is any memory."""
 
     team: Team
     row: Row
     tokens: int
     top_k: int
-    parts: int
     num_experts: int
     num_blocks: int
 
     @property
-    def entries(self) -> int:
-        """Of all devices, with those that fill up parts."""
-        return self.team.size * self.parts * LANES
+    def loaded(self) -> int:
+        """Entries of a device, with those that fill up what the copy engine takes."""
+        return ceil_div(self.tokens * self.top_k, ALIGNED_ENTRIES) * ALIGNED_ENTRIES
 
     @property
-    def stores_of_counts(self) -> int:
-        return ceil_div(self.num_experts + 1, COUNTS)
+    def room(self) -> int:
+        """For those of a device; each thread holds as many."""
+        return ceil_div(self.loaded, LANES) * LANES
+
+    @property
+    def entries(self) -> int:
+        """Of all devices, with the room that is left."""
+        return self.team.size * self.room
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
         own = ceil_div(self.team.size * self.tokens, self.num_blocks)
-        stores = ceil_div(self.stores_of_counts, self.num_blocks)
         return dict(
-            entries=plgpu.SMEM((self.team.size * self.parts, LANES), jnp.int32),
+            entries=plgpu.SMEM((self.entries,), jnp.int32),
             entries_arrived=plgpu.Barrier(num_arrivals=self.team.size),
             buffers=plgpu.SMEM((own, self.row.padded, self.row.columns), dtype),
             arrived=plgpu.Barrier(num_barriers=own),
-            numbers=plgpu.SMEM((own + stores, LANES), jnp.int32),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A block, in the kernel.
-
-    Attributes:
-      numbers: shared memory of what it stores: a token's positions, some counts, each in a slot of
-        its own.
-    """
+    """A block, in the kernel."""
 
     how: _How
     x: Any
     index: Any
     rows: Any
-    positions: Any
-    counts: Any
+    results: TableResults
     entries: Any
     entries_arrived: Any
     buffers: Any
     arrived: Any
-    numbers: Any
 
     def run(self) -> None:
         how = self.how
         block, own = kernel.block_id(), self.buffers.shape[0]
         total = how.team.size * how.tokens
+        self._clear_ends()
         for offset, ref in enumerate(everyones(self.index, how.team)):
-            first = how.team.neighbour(offset) * how.parts
-            target = self.entries.at[pl.ds(first, how.parts)]
+            target = self.entries.at[pl.ds(how.team.neighbour(offset) * how.room, how.loaded)]
             load(ref, target, self.entries_arrived, flat=True)
         sources = everyones(self.x, how.team)
         for i in range(own):
@@ -194,10 +191,20 @@ class _Block:
         keys = self._keys()
         tokens = schedule.share(total, block, how.num_blocks)
         lax.fori_loop(0, tokens, lambda i, _: self._send(keys, i), None)
-        stores = schedule.share(how.stores_of_counts, block, how.num_blocks)
-        lax.fori_loop(0, stores, lambda i, _: self._count(keys, i, own + i), None)
+        counts = schedule.share(how.num_experts + 1, block, how.num_blocks)
+        lax.fori_loop(0, counts, lambda i, _: self._count(keys, i), None)
         # Nothing else waits for the last stores where there are no peers to part from.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _clear_ends(self) -> None:
+        """Writes none to the room that is left, before entries are loaded."""
+        how = self.how
+        if how.loaded < how.room:
+            layout = plgpu.Layout.WG_STRIDED((LANES,), 1)
+            nothing = plgpu.layout_cast(jnp.full((LANES,), NONE, jnp.int32), layout)
+            for device in range(how.team.size):
+                self.entries[pl.ds((device + 1) * how.room - LANES, LANES)] = nothing
+            plgpu.commit_smem()
 
     def _place(self, i: Int) -> tuple[Int, Int]:
         """(whose, which) the block's token `i` is; whose as an offset on the ring."""
@@ -216,15 +223,13 @@ class _Block:
 
     def _keys(self) -> jax.Array:
         """Of each entry `expert * entries + number`, in the order of rows; of none -1."""
-        layout = plgpu.Layout.WG_STRIDED(self.entries.shape, 1)
+        how, shape = self.how, self.entries.shape
+        layout = plgpu.Layout.WG_STRIDED(shape, 1)
         entry = plgpu.layout_cast(self.entries[...], layout)
-        part, lane = (
-            plgpu.broadcasted_iota(jnp.int32, self.entries.shape, axis, layout=layout)
-            for axis in range(2)
-        )
-        stray = self.how.num_experts
+        number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        stray = how.num_experts
         kind = jnp.where(entry >= 0, jnp.where(entry < stray, entry, stray), stray)
-        return jnp.where(entry == NONE, -1, kind * self.how.entries + part * LANES + lane)
+        return jnp.where(entry == NONE, -1, kind * how.entries + number)
 
     def _between(self, keys: jax.Array, low: Int, high: Int) -> jax.Array:
         """How many keys are at least `low` and below `high`, which is not below `low`."""
@@ -235,12 +240,11 @@ class _Block:
         how, me = self.how, self.how.team.device_id()
         offset, token = self._place(i)
         whose = schedule.rem(me + offset, how.team.size)
-        first = whose * (how.parts * LANES) + token * how.top_k
+        first = whose * how.room + token * how.top_k
         own, found, positions = how.num_experts // how.team.size, [], []
         for j in range(how.top_k):
             number = first + j
-            part = schedule.div(number, LANES)
-            entry = self.entries[part, number - part * LANES]
+            entry = self.entries[number]
             goes = (entry >= 0) & (entry < how.num_experts)
             device = schedule.div(entry, own)
             low = device * (own * how.entries)
@@ -248,9 +252,11 @@ class _Block:
             found.append((goes & (device == me), row))
             positions.append(lax.select(goes, row * how.team.size + device, jnp.int32(NONE)))
 
-        columns = self.positions.shape[1]
-        store = lambda: self._store(i, positions, self.positions.at[token], columns)  # noqa: E731
-        pl.when(offset == 0)(store)
+        @pl.when(offset == 0)
+        def _():
+            for j, position in enumerate(positions):
+                self.results.positions[token * how.top_k + j] = position
+
         plgpu.barrier_wait(self.arrived.at[i])
         for here, row in found:
 
@@ -264,28 +270,8 @@ class _Block:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _count(self, keys: jax.Array, i: Int, slot: Int) -> None:
-        """Stores how many entries each of some experts has."""
-        number = kernel.block_id() + i * self.how.num_blocks
-        expert = number * COUNTS
-        counts = [
-            self._between(
-                keys, (expert + j) * self.how.entries, (expert + j + 1) * self.how.entries
-            )
-            for j in range(COUNTS)
-        ]
-        self._store(slot, counts, self.counts.at[number], COUNTS)
-        plgpu.commit_smem_to_gmem_group()
-
-    def _store(self, slot: Int, numbers: list[jax.Array], target: Any, columns: int) -> None:
-        """Starts to store numbers, and 0 beyond them."""
-        layout = plgpu.Layout.WG_STRIDED((LANES,), 1)
-        lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout)
-        row = plgpu.layout_cast(jnp.zeros((LANES,), jnp.int32), layout)
-        for j, number in enumerate(numbers):
-            row = jnp.where(lane == j, number, row)
-        self.numbers[slot] = row
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            self.numbers.at[slot, pl.ds(0, columns)], target, commit_group=False
-        )
+    def _count(self, keys: jax.Array, i: Int) -> None:
+        """Stores how many entries an expert has, or how many are out of range."""
+        expert = kernel.block_id() + i * self.how.num_blocks
+        low = expert * self.how.entries
+        self.results.store_count(expert, self._between(keys, low, low + self.how.entries))

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.kernels.collectives.dispatch import MOST_SLOTS, MOST_SMEM_BYTES, SMEM_BYTES
-from stretto.kernels.collectives.token_tables import REGISTER_BYTES, TABLE_SLOTS, Chunks, Row
+from stretto.kernels.collectives.token_tables import (
+    REGISTER_BYTES,
+    TABLE_SLOTS,
+    Chunks,
+    Row,
+)
 
 THREADS = 128  # Of a warpgroup.
 MOST_ELEMENTS = 4096  # Of a sum, 32 registers of each thread.
@@ -84,14 +89,13 @@ class Summing:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name, for `kernel.launch`."""
-        width = self.chunks.padded_width(self.top_k)
         each = self.chunks.warpgroups
         stages = each * self.stages
         buffers = self._ring(each) if self.ring else self._buffers(stages)
         return dict(
             **buffers,
-            token_table=self.chunks.scratch(width, jnp.int32),
-            factors=self.chunks.scratch(width, jnp.float32),
+            token_table=self.chunks.scratch(self.top_k, jnp.int32),
+            factors=self.chunks.scratch(self.top_k, jnp.float32),
             token_table_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=each * TABLE_SLOTS),
             sums=plgpu.SMEM((each * 2, *self.shape), self.wire_dtype),
         )

@@ -35,7 +35,6 @@ from stretto.distributed import schedule
 from stretto.distributed.schedule import Int
 from stretto.kernels.collectives.summing import Summing
 from stretto.kernels.collectives.token_tables import (
-    TABLE_SLOTS,
     Tables,
     everyones,
     load,
@@ -97,6 +96,7 @@ class Sums:
             rows=rows,
             tables=Tables(
                 chunks=how.chunks,
+                top_k=how.top_k,
                 sources=[[x] if only_own else everyones(x, team) for x in tables],
                 slots=[scratch["token_table"], scratch["factors"]],
                 arrived=scratch["token_table_arrived"],
@@ -213,7 +213,7 @@ class Sums:
 
             def added(sum_: jax.Array, j: int = j) -> jax.Array:
                 plgpu.barrier_wait(self.loaded[j].at[stage])
-                weight = tables.slots[1][how.chunks.slot(n, TABLE_SLOTS), token, j]
+                weight = tables.number(1, n, token, j)
                 return sum_ + weight * self.buffers[stage, j].astype(jnp.float32)
 
             sum_ = lax.cond(here, added, lambda sum_: sum_, sum_)

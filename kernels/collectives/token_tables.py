@@ -1,14 +1,13 @@
 """What the kernels that move tokens have in common: how a row is cut up, and who reads which table.
 
 A row of `d` elements is seen as `[parts, columns]`, since the copy engine takes at most 256 elements
-along a dimension. `positions` (`kernels/xla/routing.py`) and weights are padded, and read chunk by
-chunk through shared memory: of every device's tokens, on every device.
+along a dimension. `positions` (`kernels/xla/routing.py`) and weights are read chunk by chunk through
+shared memory (`table_shape`): of every device's tokens, on every device.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -21,13 +20,13 @@ from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
+from stretto.kernels.collectives.table_shape import TableShape
 from stretto.kernels.problem.routing import NONE
 
 MAX_COLUMNS = 256  # of the copy engine
 ALIGNED_BYTES = 16  # of the copy engine
+ALIGNED_TOKENS = 8  # Of chunks, where there are enough tokens.
 REGISTER_BYTES = 1024  # that a warpgroup loads at once, 8 bytes a thread
-ALIGNED_TOKENS = 8
-"""Of a chunk in shared memory, so that the next one begins where the copy engine writes."""
 TABLE_SLOTS = 3
 """One is filled while rows of a second are fetched and rows of a third are still in use."""
 
@@ -177,29 +176,23 @@ class Chunks:
             whose = schedule.rem(whose + self._warpgroup + n * self.warpgroups, size)
         return whose + self.offsets.start, chunk * self.tokens
 
-    def padded(self, table: jax.Array, fill: float) -> jax.Array:
-        """`[tokens, top_k]` with whole chunks of rows, of the width that the copy engine needs."""
-        tokens, top_k = table.shape
-        rows = self.number * self.tokens - tokens
-        columns = self.padded_width(top_k) - top_k
-        return jnp.pad(table, ((0, rows), (0, columns)), constant_values=fill)
+    def table(self, top_k: int) -> TableShape:
+        """How a table of `top_k` choices lies in memory."""
+        return TableShape(self.tokens, top_k)
 
-    @staticmethod
-    def padded_width(top_k: int) -> int:
-        """Columns of a padded table, of 4 bytes each."""
-        return -(-top_k // 4) * 4
-
-    def scratch(self, width: int, dtype: Any) -> Any:
-        """Shared memory for the chunks of a padded table."""
-        return plgpu.SMEM(self._table_shape(width), dtype)
+    def scratch(self, top_k: int, dtype: Any) -> Any:
+        """Shared memory for the chunks of such a table."""
+        slots = self.warpgroups * TABLE_SLOTS
+        return plgpu.SMEM((slots, *self.table(top_k).in_memory), dtype)
 
     def table_bytes(self, top_k: int) -> int:
-        """Shared memory for the chunks of a padded table of `top_k` choices, of 4 bytes each."""
-        return 4 * math.prod(self._table_shape(self.padded_width(top_k)))
+        """The same in bytes."""
+        return self.warpgroups * table_bytes(self.tokens, top_k)
 
-    def _table_shape(self, width: int) -> tuple[int, int, int]:
-        tokens = schedule.ceil_div(self.tokens, ALIGNED_TOKENS) * ALIGNED_TOKENS
-        return self.warpgroups * TABLE_SLOTS, tokens, width
+
+def table_bytes(tokens: int, top_k: int) -> int:
+    """Shared memory of a warpgroup for chunks of so many tokens of a table."""
+    return TABLE_SLOTS * TableShape(tokens, top_k).num_bytes
 
 
 def check_chunk(chunk: int) -> None:
@@ -234,10 +227,11 @@ def of_device(refs: list[Any], offset: Int, fun: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
-    """Padded tables of all devices, chunk by chunk in shared memory.
+    """Tables of all devices, chunk by chunk in shared memory.
 
     Attributes:
       chunks: which ones this block has.
+      top_k: choices of a token.
       sources: of each table, what `everyones` gives.
       slots: of each table, its shared memory (`Chunks.scratch`).
       arrived: a barrier a slot, with an arrival for each table.
@@ -245,6 +239,7 @@ class Tables:
     """
 
     chunks: Chunks
+    top_k: int
     sources: list[list[Any]]
     slots: list[Any]
     arrived: Any
@@ -257,7 +252,8 @@ class Tables:
         def _():
             offset, first = self.chunks.place(n)
             slot = self.chunks.slot(n, TABLE_SLOTS)
-            window = pl.ds(first, self.chunks.tokens)
+            rows = self._shape.rows
+            window = pl.ds(rows(first), rows(self.chunks.tokens))
             for refs, target in zip(self.sources, self.slots, strict=True):
                 of_device(
                     refs,
@@ -270,9 +266,13 @@ class Tables:
                     ),
                 )
 
+    @property
+    def _shape(self) -> TableShape:
+        return self.chunks.table(self.top_k)
+
     def _of_chunk(self, slot: Any) -> Any:
-        tokens = self.chunks.tokens
-        return slot if tokens % ALIGNED_TOKENS == 0 else slot.at[pl.ds(0, tokens)]
+        rows = self._shape.rows(self.chunks.tokens)
+        return slot if rows == slot.shape[0] else slot.at[pl.ds(0, rows)]
 
     def enter(self, n: Int) -> None:
         """Returns once chunk `n` is loaded, and starts the next load; called once for each."""
@@ -288,15 +288,20 @@ class Tables:
         value = self._entry(n, token, choice)
         return self._is_on(value, self.me), schedule.div(value, self.chunks.team.size)
 
+    def number(self, table: int, n: Int, token: Int, choice: int) -> jax.Array:
+        """What a table has for a token's choice."""
+        slot = self.chunks.slot(n, TABLE_SLOTS)
+        return self.slots[table][slot, *self._shape.place(token, choice)]
+
     def reaches(self, n: Int, token: Int, device: Int) -> jax.Array:
         """Whether any choice of a token is on a device."""
         found = jnp.bool_(False)
-        for choice in range(self.slots[0].shape[2]):
+        for choice in range(self.top_k):
             found |= self._is_on(self._entry(n, token, choice), device)
         return found
 
     def _entry(self, n: Int, token: Int, choice: int) -> jax.Array:
-        return self.slots[0][self.chunks.slot(n, TABLE_SLOTS), token, choice]
+        return self.number(0, n, token, choice)
 
     def _is_on(self, entry: jax.Array, device: Int) -> jax.Array:
         found = entry != NONE

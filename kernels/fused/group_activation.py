@@ -45,7 +45,7 @@ from stretto.kernels.engine.parts import (
     elementwise,
 )
 from stretto.kernels.engine.scales import Scaling
-from stretto.kernels.fused.group_tables import row_tiles
+from stretto.kernels.fused.group_tables import cut_off, row_tiles
 from stretto.kernels.fused.grouped_matmul import GroupedRows
 from stretto.kernels.fused.scaled_groups import scaling_of_groups
 from stretto.kernels.problem import epilogues, lowered
@@ -287,6 +287,7 @@ def activated_product(
     The result is of lhs's type, or of `out_dtype`. Rows of no expert are not written.
     """
     m, tiles, out = lhs.shape[0], activated.tiles, jnp.dtype(out_dtype or lhs.dtype)
+    sizes = cut_off(sizes, m)  # As of the next product, so that XLA makes their tables once.
     lhs = padding.pad_to_tiles(lhs, padding.ROWS)
     rows = len(lhs)
     grouped = activated.rows(rows)

@@ -35,7 +35,7 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.summing import Summing
 from stretto.kernels.collectives.token_sums import Sums, added_up
-from stretto.kernels.collectives.token_tables import TABLE_SLOTS, Chunks
+from stretto.kernels.collectives.token_tables import Chunks, table_bytes
 from stretto.kernels.engine import padding, streams
 from stretto.kernels.engine.architectures import TileConfig, check_tiles, mainloop_of
 from stretto.kernels.engine.fuse import Refs, fuse
@@ -110,7 +110,7 @@ def _stages(width: int, top_k: int, config: Config) -> int:
         return 0
     row, piece = found
     elements = piece.padded * row.columns
-    tables = 2 * TABLE_SLOTS * config.chunk * Chunks.padded_width(top_k) * 4
+    tables = 2 * table_bytes(config.chunk, top_k)
     used = config.tiles.smem_bytes(2) + tables + 2 * 4 * elements
     return min(config.stages, (SMEM_BYTES - used) // (top_k * elements * 2))
 
@@ -168,6 +168,7 @@ def matmul_combine(
     grouped = GroupedRows.of(rows, rhs[0], tiles, rhs_transposed)
     blocks = residency.num_blocks_for(grouped.num_tiles, tiles.blocks)
     chunks = Chunks.of(team, tokens, config.chunk, blocks)
+    table = chunks.table(positions.shape[1])
     how = Summing(
         row=row,
         piece=piece,
@@ -191,8 +192,8 @@ def matmul_combine(
             lhs=lhs,
             rhs=rhs,
             table=row_tiles(sizes, rows, tiles.tile_m, grouped.most, of_groups=True),
-            positions=chunks.padded(positions, NONE),
-            weights=chunks.padded(weights.astype(jnp.float32), 0),
+            positions=table.of_table(positions, NONE),
+            weights=table.of_table(weights.astype(jnp.float32), 0),
         ),
         outs=dict(
             product=jax.ShapeDtypeStruct((rows, *shape), dtype),

@@ -14,8 +14,7 @@ from stretto.kernels.operations.fp8_products import HYBRID, Recipe
 from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.scaled import alike
-from stretto.kernels.problem import checks
-from stretto.kernels.problem.activations import swiglu
+from stretto.kernels.problem import activations, checks
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.routing import route
@@ -33,7 +32,7 @@ def mixture_of_experts(
     axis_name: AxisNames,
     *,
     recipe: Recipe = HYBRID,
-    activation: Callable[..., jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | str | None = None,
     b_in: Any = None,
     b_out: jax.Array | None = None,
     capacity: int | None = None,
@@ -87,7 +86,7 @@ def mixture_of_experts(
         num_experts=num_experts,
         dtype=x.dtype,
         wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
-        activation=activation or (swiglu if gated else jax.nn.gelu),
+        activation=activations.of_experts(OP, activation, gated=gated),
         gated=gated,
         backend=backend,
     )

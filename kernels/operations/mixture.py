@@ -17,8 +17,7 @@ from stretto.kernels.operations import expert_examples as examples
 from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations.mixture_steps import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
-from stretto.kernels.problem import checks, epilogues
-from stretto.kernels.problem.activations import swiglu
+from stretto.kernels.problem import activations, checks, epilogues
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
@@ -37,7 +36,7 @@ def mixture_of_experts(
     w_out: jax.Array,
     axis_name: AxisNames,
     *,
-    activation: Callable[..., jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | str | None = None,
     b_in: Matrices | None = None,
     b_out: jax.Array | None = None,
     capacity: int | None = None,
@@ -69,8 +68,9 @@ def mixture_of_experts(
       x, expert_index, weights: the device's own tokens.
       w_in, w_out: of the device's own experts.
       axis_name: mesh axis, or tuple of axes, that the experts lie along.
-      activation: elementwise function of float32 arrays: `activation(z)`, by default
-        `jax.nn.gelu`; of gated experts `activation(gate, up)`, by default `silu(gate) * up`.
+      activation: elementwise function of float32 arrays: `activation(z)`, or of gated experts
+        `activation(gate, up)`. Or a name: "gelu" (the default), "silu", "relu", "tanh"; of gated
+        experts "swiglu" (the default, `silu(gate) * up`), "geglu".
         `ClampedSwiglu` (`stretto.kernels.problem.activations`) is the activation of gpt-oss.
       b_in, b_out: biases; none by default.
       capacity, backend: as of `expert_dispatch`.
@@ -82,7 +82,8 @@ def mixture_of_experts(
       `routing.dropped` counts the rows that did not fit the capacity.
 
     Raises:
-      ValueError: operands that do not fit each other, and as for `expert_dispatch`.
+      ValueError: operands that do not fit each other; an activation that is neither a function nor
+        the name of one of such experts; and as for `expert_dispatch`.
 
     Memory: for R = capacity rows (by default D * tokens * top_k) and w_in's n columns, the forward
     pass keeps `R * d` elements of dispatched rows and `R * n` of the first product for the backward
@@ -102,7 +103,7 @@ def mixture_of_experts(
     options = Options(
         rows=rows,
         wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
-        activation=activation or (swiglu if gated else jax.nn.gelu),
+        activation=activations.of_experts(OP, activation, gated=gated),
         gated=gated,
         matmuls=backend,
     )
@@ -173,6 +174,11 @@ def _uses_traced_values(options: Options, rows: int, sides: tuple[Any, ...]) -> 
         raise ValueError(
             f"{OP}: the activation {name} makes {found} of {list(struct.shape)}; it must be"
             " elementwise."
+        )
+    if mixing := epilogues.mixing(options.activation, struct.shape, *[jnp.float32] * count):
+        raise ValueError(
+            f"{OP}: the activation {name} must be elementwise, and {mixing}; it is applied to"
+            " pieces of the hidden features."
         )
     return any(isinstance(const, Tracer) for const in epilogues.constants(traced))
 

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.devices.axes import axis_size, varying_axes
@@ -74,7 +73,7 @@ def made(
     `call` is of an operation whose options have `rows`.
     """
 
-    def by(operands: Any, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def by(operands: Any, call: Call) -> tuple[jax.Array, Routing]:
         x, index = operands
         rows, team = call.options.rows, Team.along(call.axes)
         how = dict(num_experts=num_experts, rows=rows, num_blocks=config.num_blocks)
@@ -85,17 +84,7 @@ def made(
         return counted_dispatch.dispatch(x, index, team, **how, interpret=call.interpret)
 
     operands = lax.stop_gradient(x), as_int32(expert_index, num_experts)
-    rows, positions, counts = perform(operands, call, by)
-    devices = axis_size(call.axes)
-    own = num_experts // devices
-    me = lax.axis_index(call.axes) if devices > 1 else 0
-    return rows, Routing(
-        positions=positions,
-        group_sizes=lax.dynamic_slice_in_dim(counts, me * own, own),
-        tokens_per_expert=counts[:num_experts],
-        dropped=jnp.int32(0),
-        out_of_range=counts[num_experts],
-    )
+    return perform(operands, call, by)
 
 
 def of_x(combine: Operation, operands: Any, call: Call) -> jax.Array:

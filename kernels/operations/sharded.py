@@ -115,15 +115,21 @@ def _specs_of_scales(operand: Any, spec: Any, scale: Any) -> Any:
     if isinstance(operand, tuple | list):
         each = zip(operand, spec, scale, strict=True)
         return type(scale)(_specs_of_scales(*one) for one in each)
-    if scale.ndim == 0:
+    if scale is None or np.ndim(scale) == 0:  # A missing one is 1.
         return P()
     return P(*(None if size == 1 else x for size, x in zip(scale.shape, spec, strict=True)))
 
 
 def _are_arrays(x: Any) -> bool:
-    """Whether a keyword argument is an array or a tuple of some, such as biases."""
+    """Whether a keyword argument is an array or a tuple of some, such as biases.
+
+    A scalar of NumPy is a number, which an operation may have to know when it is traced.
+    """
     parts = x if isinstance(x, tuple | list) else (x,)
-    return bool(parts) and all(isinstance(part, jax.Array) for part in parts)
+    return bool(parts) and all(
+        isinstance(part, jax.Array) or (isinstance(part, np.ndarray) and part.ndim > 0)
+        for part in parts
+    )
 
 
 def _layout(record: Operation, specs: list, axes: tuple, options: dict) -> Any:

@@ -120,15 +120,16 @@ def _check(op: str, epilogue: Function, traced: Any, shape: tuple[int, ...]) -> 
         )
 
 
-def mixing(function: Function, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str:
-    """What in a function of one array mixes elements, in words; "" if each is mapped on its own.
+def mixing(function: Function, shape: tuple[int, ...], *dtypes: jax.typing.DTypeLike) -> str:
+    """What in a function mixes elements, in words; "" if each is mapped on its own.
 
-    It is traced for another shape than `shape`, unless it fits that one only.
+    It takes an array for each of `dtypes`, all of one shape, and is traced for another one than
+    `shape`, unless it fits that one only.
     """
     try:
-        return _mixing(_trace(function, EXAMPLE, [dtype]), EXAMPLE)
+        return _mixing(_trace(function, EXAMPLE, dtypes), EXAMPLE)
     except (TypeError, ValueError, IndexError):
-        return _mixing(_trace(function, shape, [dtype]), shape)
+        return _mixing(_trace(function, shape, dtypes), shape)
 
 
 def _mixing(traced: Any, shape: tuple[int, ...]) -> str:

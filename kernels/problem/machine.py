@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -88,7 +89,10 @@ def _architecture_of(kind: str) -> str:
         capability = getattr(device, "compute_capability", None)
         if device.device_kind == kind and capability:
             return "sm_" + capability.replace(".", "")
-    for architecture, names in ARCHITECTURES.items():
-        if any(name in kind for name in names):
-            return architecture
-    return ""
+    return architecture_by_name(kind)
+
+
+def architecture_by_name(kind: str) -> str:
+    """That of a GPU which has one of the names of `ARCHITECTURES` as a word of its own, or ""."""
+    words = set(re.split(r"[\s-]+", kind.upper()))
+    return next((found for found, names in ARCHITECTURES.items() if words & {*names}), "")

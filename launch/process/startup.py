@@ -46,7 +46,7 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
 
     Calls ``jax.distributed.initialize`` if the job has more than one process, and otherwise
     only limits JAX to the job's GPUs where it does not use all. In a job on GPUs it starts JAX's
-    platform, to see that it is theirs. Where each process has one GPU it adds the flags of XLA to
+    platform, to see that it is theirs. Where each process has one GPU it adds the flag of XLA to
     ``XLA_FLAGS`` that kernels between processes need. Calling it again does nothing more.
 
     Args:

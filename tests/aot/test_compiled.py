@@ -198,7 +198,9 @@ def test_operations_of_which_only_an_example_is_compiled(case, name, tmp_path):
 
 @pytest.mark.slow
 def test_few_tokens_of_experts(tmp_path):
-    check(compile_case("few tokens of experts", tmp_path), warpgroups=1, local=True)
+    """Threads store the tables."""
+    compiled = compile_case("few tokens of experts", tmp_path)
+    check(compiled, warpgroups=1, local=True, plain_stores=True)
 
 
 @pytest.mark.slow
@@ -321,6 +323,16 @@ def test_layers_of_a_process_a_gpu(tmp_path):
     assert weights is not None
     (made,) = [x for x in layers["hlo"].splitlines() if f"{weights[1]} = " in x]
     assert made.partition("} ")[0].endswith("S(1)"), made
+
+
+def test_what_is_copied_out_of_shared_memory(tmp_path):
+    """Between a kernel and what reads its result is a fusion, whose own result is not shared."""
+    (program,) = compile_case("memory of one process", tmp_path)
+    copies = [line for line in program["hlo"].splitlines() if "fusion(%mpmd_map" in line]
+    assert len(copies) == 1, program["hlo"]
+    assert "xor" in copies[0] and "S(1)" not in copies[0].partition(" fusion(")[0], copies[0]
+    (kernel,) = [x for x in program["hlo"].splitlines() if "mosaic_gpu_v2" in x]
+    assert "S(1)" in kernel.partition(" custom-call(")[0]
 
 
 MEMBERS = re.compile(r'xla_replica_ids = "([\d,]+)"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
 import pytest
@@ -30,10 +31,10 @@ def test_a_limit(monkeypatch, variable, text, seconds):
 
 
 @each_limit
-@pytest.mark.parametrize("text", ["", "-1", "inf", "nan", "30s"])
+@pytest.mark.parametrize("text", ["", "-1", "inf", "nan", "30s", "1e20"])
 def test_anything_else_is_an_error(monkeypatch, variable, text):
     monkeypatch.setenv(variable, text)
-    with pytest.raises(ValueError, match=rf"{variable}=.* must be a number of seconds, 0"):
+    with pytest.raises(ValueError, match=rf"{variable}=.* number of seconds to 1000000000"):
         LIMITS[variable]()
 
 
@@ -62,8 +63,9 @@ def test_a_limit_for_what_is_traced_inside(monkeypatch):
         with settings.wait_limit(0):
             assert settings.wait_limit_s() == math.inf
     assert traced(0) == 7  # Not what was traced before.
-    with pytest.raises(ValueError, match="seconds=-1"):
-        settings.wait_limit(-1)
+    for beyond in (-1, 1e20):
+        with pytest.raises(ValueError, match=re.escape(f"seconds={beyond}")):
+            settings.wait_limit(beyond)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two"])

@@ -98,16 +98,19 @@ def test_other_flags_are_kept() -> None:
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {NO_RECORDED_KERNELS}"
 
 
-def test_flags_for_kernels_between_processes() -> None:
-    sliced, by_cudnn = xla_flags.BETWEEN_PROCESSES
-    environ = {"XLA_FLAGS": f"--xla_dump_to=here {by_cudnn.replace('0', '2')}"}
-    assert xla_flags.missing_between_processes(environ) == [sliced]
+def test_the_flag_for_kernels_between_processes() -> None:
+    flag = xla_flags.NO_SLICES_IN_CALLS
+    environ = {"XLA_FLAGS": "--xla_dump_to=here"}
+    assert not xla_flags.decides_on_slices(environ)
     xla_flags.share_memory_of_kernels(environ)
-    assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {by_cudnn.replace('0', '2')} {sliced}"
-    assert xla_flags.missing_between_processes(environ) == []
-    assert xla_flags.given(environ) == f"--xla_dump_to=here {by_cudnn.replace('0', '2')}"
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {flag}"
+    assert xla_flags.decides_on_slices(environ)
+    assert xla_flags.given(environ) == "--xla_dump_to=here"
     xla_flags.share_memory_of_kernels(environ := {})
-    assert environ["XLA_FLAGS"].split() == [sliced, by_cudnn]
+    assert environ["XLA_FLAGS"] == flag
+    own = flag.replace("false", "true")
+    xla_flags.share_memory_of_kernels(environ := {"XLA_FLAGS": own})
+    assert environ["XLA_FLAGS"] == own
 
 
 def test_what_is_no_function_is_refused() -> None:

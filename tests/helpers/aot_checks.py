@@ -58,12 +58,19 @@ def _run(module: str, case: str, file: str, log: str) -> None:
 
 
 def flaws(
-    kernel: dict, *, warpgroups: int, local: bool, target: str = "sm_90a", most_spilled: int = 0
+    kernel: dict,
+    *,
+    warpgroups: int,
+    local: bool,
+    target: str = "sm_90a",
+    most_spilled: int = 0,
+    plain_stores: bool = False,
 ) -> Iterator[str]:
     """What is wrong with a kernel.
 
     `local` says whether it has semaphores within a device, `most_spilled` how many bytes of
-    registers may be stored to memory, and loaded.
+    registers may be stored to memory, and loaded, `plain_stores` whether threads may store results,
+    which nobody reads before the kernel has ended.
     """
     if f".target {target}" not in kernel["ptx"]:
         yield f"it is not compiled for {target}"
@@ -75,6 +82,8 @@ def flaws(
     if kernel["registers"] * 128 * warpgroups > REGISTERS:
         yield f"{kernel['registers']} registers do not fit {warpgroups} warpgroups"
     scoped = CompiledKernel(**kernel).accesses
+    if plain_stores:
+        scoped = [a for a in scoped if not re.fullmatch(r"st\.global(\.v\d)?\.b32", a)]
     within = [a for a in scoped if scope_of(a) == "gpu"]
     for access in scoped:
         if scope_of(access) != "sys" and not (local and access in within):

@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import expert_programs
 import field_cases
 import fused_cases as cases
 import jax
@@ -35,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import settings, xla_flags
 from stretto.distributed.devices import clique
+from stretto.distributed.private_jax import cudnn_attention
 from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
@@ -302,6 +304,23 @@ def layers_of_a_process_a_gpu() -> Iterator[Program]:
     yield "layers", mapped, structs
 
 
+def memory_of_one_process() -> Iterator[Program]:
+    """What is read out of memory that processes share, as cuDNN's attention has it."""
+    mesh = aot.mesh_of_gpus((2,), ("x",), processes=2)
+    jax.process_count = lambda: 2  # Of the job that is compiled for.
+    jax.local_device_count = lambda: 1
+
+    def body(x):
+        return lax.sort(cudnn_attention.in_own_memory(st.all_gather(x, "x", backend="pallas")))
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    yield (
+        "sorted",
+        mapped,
+        [jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=NamedSharding(mesh, P("x")))],
+    )
+
+
 def two_nodes(process: int, processes: int) -> Iterator[Program]:
     """A fused matmul over the devices of a node, seen from one of the processes of two nodes."""
     clique.this_process = lambda mesh: process
@@ -476,6 +495,13 @@ def many_tokens_of_experts() -> Iterator[Program]:
 
         name = f"combine by {warpgroups} warpgroups" + ", with totals" * totals
         yield name, *on_one(combined, mesh, [rows, (entries, jnp.float32), index])
+
+
+def experts_of_a_model(programs: Callable, model: str, tokens: int) -> Iterator[Program]:
+    """Some `expert_programs` on two devices."""
+    mesh = aot.mesh_of_gpus((2,), ("x",))
+    for name, call, shapes in programs(model, tokens):
+        yield name, *on_one(call, mesh, shapes)
 
 
 def dispatch_under_a_product() -> Iterator[Program]:
@@ -952,6 +978,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "tests on GPUs": gpu_tests,
     "a process a GPU": a_process_a_gpu,
     "layers of a process a GPU": layers_of_a_process_a_gpu,
+    "memory of one process": memory_of_one_process,
     "other parts": parts,
     # The all-reduce is the reduce-scatter's code, with more stores.
     "Blackwell": functools.partial(blackwell, "all_gather_matmul", "matmul_reduce_scatter"),
@@ -985,8 +1012,20 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     "example of grouped_matmul": functools.partial(example, "grouped_matmul"),
     "derivatives of grouped_matmul": functools.partial(example, "grouped_matmul", derivatives=True),
     **{f"example of {name}": functools.partial(example, name) for name in EXPERTS},
+    **{
+        f"derivatives of {name}": functools.partial(example, name, derivatives=True)
+        for name in EXPERTS
+    },
     "few tokens of experts": few_tokens_of_experts,
     "many tokens of experts": many_tokens_of_experts,
+    **{
+        f"{what} of experts, {model}, {tokens}": functools.partial(
+            experts_of_a_model, programs, model, tokens
+        )
+        for what, programs in (("calls", expert_programs.calls), ("layer", expert_programs.layer))
+        for model in expert_programs.SIZES
+        for tokens in (64, 8192)
+    },
     "dispatch under a product": dispatch_under_a_product,
     "activation in a product": activation_in_a_product,
     "combine under a product": combine_under_a_product,

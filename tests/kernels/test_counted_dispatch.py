@@ -52,7 +52,7 @@ def as_numpy(devices: int, out) -> tuple[list[np.ndarray], Routing]:
 
 @pytest.mark.parametrize(
     ("devices", "experts", "cores", "seed", "stores"),
-    [(2, 8, 3, 0, 1), (4, 8, 2, 1, 3), slow(2, 256, 1, 2, 2)]
+    [(2, 8, 3, 0, 1), (2, 8, 4, 0, 2), (4, 8, 2, 1, 3), slow(2, 256, 1, 2, 2)]
     + [slow(devices, 16, 3, seed, 1) for devices in (2, 4, 8) for seed in range(20)],
 )
 def test_rows_and_tables(devices, experts, cores, seed, stores):
@@ -138,15 +138,54 @@ def is_found(cores: int = 2) -> bool:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (counted_block, "wait_smem_to_gmem"),
         (counted_block, "commit_smem_to_gmem_group"),
-        (counted_block, "barrier_wait"),
         (chunk_tables, "barrier_wait"),
         (chunk_tables, "commit_smem"),
     ],
 )
-def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):
+def test_each_step_is_needed(monkeypatch, traces_apart, module, name):
     monkeypatch.setattr(module, "plgpu", Without(module.plgpu, name))
+    assert is_found()
+
+
+class Instead:
+    """`plgpu` with another function in place of one of its own."""
+
+    def __init__(self, module, **others):
+        self.module, self.others = module, others
+
+    def __getattr__(self, name):
+        return self.others.get(name) or getattr(self.module, name)
+
+
+@pytest.mark.parametrize("name", ["entries_arrived", "found", "arrived"])
+def test_each_wait_at_a_barrier_is_needed(monkeypatch, traces_apart, name):
+    """Of the table's barriers one at a time is not waited for."""
+    plgpu, run, left_out = counted_block.plgpu, counted_block.Block.run, []
+
+    def noted(block):
+        def wait(barrier):
+            if getattr(barrier, "ref", barrier) is getattr(block, name):
+                left_out.append(barrier)
+            else:
+                plgpu.barrier_wait(barrier)
+
+        monkeypatch.setattr(counted_block, "plgpu", Instead(plgpu, barrier_wait=wait))
+        run(block)
+
+    monkeypatch.setattr(counted_block.Block, "run", noted)
+    assert is_found()
+    assert left_out
+
+
+def test_slots_are_filled_again_after_their_stores(monkeypatch, traces_apart):
+    plgpu = counted_block.plgpu
+
+    def wait(stores, *, wait_read_only):
+        if stores == 0:
+            plgpu.wait_smem_to_gmem(stores, wait_read_only=wait_read_only)
+
+    monkeypatch.setattr(counted_block, "plgpu", Instead(plgpu, wait_smem_to_gmem=wait))
     assert is_found()
 
 
@@ -173,3 +212,18 @@ def test_counts_are_told_when_they_are_in_place(monkeypatch, traces_apart):
 
     monkeypatch.setattr(counted_block.Block, "_tell", too_early)
     assert is_found()
+
+
+def test_counts_are_told_before_tokens_are_asked_for(monkeypatch, traces_apart):
+    """Signals that follow loads over the links come late."""
+    order = []
+    for name in ("_tell", "_fetch"):
+        done = getattr(counted_block.Block, name)
+
+        def noted(self, *args, name=name, done=done):
+            order.append(name)
+            return done(self, *args)
+
+        monkeypatch.setattr(counted_block.Block, name, noted)
+    assert kernels()
+    assert order[:2] == ["_tell", "_fetch"]

@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_cases import on_devices
 from fused_cases import BF16, F32
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import residency
+from stretto.distributed.team import Team
 from stretto.kernels.collectives import dispatch, routed_dispatch
 from stretto.kernels.operations import mixture_rules
+from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.problem.routing import Routing
 
 TABLES = dispatch.Config(tables=True)
@@ -129,3 +133,62 @@ def test_derivatives_of_a_layer_with_tables_are_differentiated():
     with st.simulate(core_count=2):
         found = second(backend="simulator", config=mixture_rules.Config(dispatch=TABLES))
     np.testing.assert_allclose(found, want, rtol=0.05, atol=0.02 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("top_k", "fits"), [(16, True), (4096, False)])
+def test_tables_leave_room_for_wide_rows(top_k, fits):
+    """Two rows fit, and tables of whole chunks do not fit beside them."""
+    width, tokens, devices = 49_152, 1024, 2
+    sizes = dict(t=tokens, d=width, top_k=top_k)
+    problem = Problem(
+        operation="expert_dispatch",
+        sizes=sizes,
+        types=Types(lhs="bfloat16", rhs="int32", out="bfloat16"),
+        devices=devices,
+        machine=Machine.of_mesh(),
+    )
+    found = dispatch.KERNEL.obstacle(problem)
+    assert (found is None) == fits, found
+    if not fits:
+        assert found and "tables of top_k=4096 do not fit" in found
+        return
+
+    def shared(x, positions):
+        config = dispatch.Config(chunk=256)
+        return dispatch.dispatch(x, positions, Team.along("x"), rows=64, config=config)
+
+    x = jax.ShapeDtypeStruct((tokens, width), BF16)
+    positions = jax.ShapeDtypeStruct((tokens, top_k), jnp.int32)
+    with st.simulate(core_count=2):
+        text = str(jax.make_jaxpr(on_devices(shared, devices, 2))(x, positions))
+    assert "i32[3,168,16]" in text, "chunks of fewer tokens"
+
+
+@pytest.mark.parametrize(
+    ("name", "gated", "function"),
+    [("relu", False, jax.nn.relu), ("geglu", True, lambda gate, up: jax.nn.gelu(gate) * up)],
+)
+def test_names_of_activations(name, gated, function):
+    np.testing.assert_array_equal(layer_with(name, gated), layer_with(function, gated))
+
+
+def test_names_that_no_activation_has():
+    for wrong, message in (
+        ("gelu", "'gelu' is not one of 'swiglu', 'geglu', the activations of gated"),
+        (3, "activation=3 is of type int; pass a function or a name: 'gelu', 'silu'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer_with(wrong, gated=True)
+
+
+def layer_with(activation, gated):
+    """A layer of four experts on two devices."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (8, 16), (8, 2), (4, 16, 32 if gated else 16), (4, 16, 16)
+    given = [jax.random.normal(k, s, F32) for k, s in zip(keys, shapes, strict=True)]
+    index = jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 2)), jnp.int32)
+
+    def layer(index, x, *others):
+        return st.mixture_of_experts(x, index, *others, "x", activation=activation)[0]
+
+    return on_devices(layer, 2, 5)(index, *given)

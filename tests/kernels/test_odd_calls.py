@@ -223,6 +223,11 @@ def traced(x):
         (lambda x: layer(x, INDEX, activation="gelu"), X, "the activation 'gelu' cannot be"),
         (lambda x: layer(x, INDEX, activation=jnp.add), X, "cannot be applied to 1 float32"),
         (lambda x: layer(x, INDEX, activation=lambda z: z[:, :4]), X, "it must be elementwise"),
+        (
+            lambda x: layer(x, INDEX, activation=jax.nn.softmax),
+            X,
+            "activation softmax must be elementwise, and reduce_max is not",
+        ),
         (lambda x: layer(x, INDEX, b_out=1.0), X, "b_out=1.0 is of type float"),
         (lambda x: st.matmul_all_reduce(x, x.T, "x", out_dtype="bf16"), X, "out_dtype=.* is no t"),
     ],

@@ -260,3 +260,30 @@ def test_arguments_that_the_operation_lacks(keywords, message):
     x, w = operands(mesh_of(AxisType.Auto), P("dp", "tp"), P(None, "tp"))
     with pytest.raises(TypeError, match=message):
         st.sharded(GATHER)(x, w, **keywords)
+
+
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_arrays_of_numpy_that_are_passed_by_name(asarray):
+    """They are split as others are; a missing scale of several is one."""
+    mesh = cases.mesh_of(2)
+    q = asarray(cases.whole_numbers(0, 1, 8, 2, 4))
+    documents = asarray(np.arange(8, dtype=np.int32).reshape(1, 8) // 3)
+    attend = st.sharded(
+        st.context_parallel_attention,
+        mesh=mesh,
+        in_specs=(P(None, "x"),) * 4,
+        out_specs=P(None, "x"),
+    )
+    same = documents[0, :, None] == documents[0]
+    np.testing.assert_allclose(
+        attend(q, q, q, "x", segment_ids=documents),
+        jax.nn.dot_product_attention(jnp.asarray(q), q, q, mask=same[None, None]),
+        atol=1e-5,
+    )
+    rows = jnp.asarray(cases.whole_numbers(1, 8, 16), jnp.float8_e4m3fn)
+    gather = st.sharded(st.all_gather_matmul, mesh=mesh, in_specs=(P("x"), (P("x"), P("x"))))
+    scales = asarray(np.full((8, 1), 2, np.float32))
+    doubled, plain = gather(
+        *(rows, (rows, rows), "x"), rhs_transposed=True, rhs_scale=(scales, None)
+    )
+    np.testing.assert_array_equal(np.float32(doubled), 2 * np.float32(plain))

@@ -135,3 +135,11 @@ def test_experts_in_8_bits(alone):
         want = alone[3][0][name]
         error = float(jnp.linalg.norm(bar - want) / jnp.linalg.norm(want))
         assert 1e-4 < error < 0.15, name
+
+
+def test_names_of_activations():
+    with nnx.use_eager_sharding(False):
+        assert ours(activation="gelu").activation is jax.nn.gelu
+        for wrong in ("swiglu", 3):
+            with pytest.raises(ValueError, match=f"MixtureOfExperts: activation={wrong!r} is"):
+                ours(activation=wrong)
