@@ -1,12 +1,12 @@
 """A right operand of `plgpu.wgmma` that lies in shared memory one column of tiles after another.
 
-Tensor cores take tiles of 8 x 64 at any two distances from each other, down and across. JAX's lowering
-of `plgpu.wgmma` takes them in one order, that of `plgpu.TilingTransform`: all tiles of 8 rows, then
-those of the next 8. The copy engine fills consecutive memory, so in that order each tile of an array
-that is not made of whole ones takes a copy of its own; column by column a copy fills all rows of one.
-Such an operand is lowered here, and any other by JAX's own rule. Private JAX, checked on 0.11.2 and
-0.12.0.1.
-"""  # noqa: E501
+Tensor cores take tiles of 8 x 64 at any two distances from each other, down and across. JAX's
+lowering of `plgpu.wgmma` takes them in one order, that of `plgpu.TilingTransform`: all tiles of 8
+rows, then those of the next 8. The copy engine fills consecutive memory, so in that order each tile
+of an array that is not made of whole ones takes a copy of its own; column by column a copy fills
+all rows of one. Such an operand is lowered here, and any other by JAX's own rule. Private JAX,
+checked on 0.11.2 and 0.12.0.1.
+"""
 
 from __future__ import annotations
 
