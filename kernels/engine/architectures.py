@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
       scattering: for results that are scattered, too: of the last wave blocks share the tiles.
       narrow_fills: whether `narrow` is chosen where it fills the multiprocessors best; it was timed
         in 16 bits alone.
-      gathering: what all-gather matmuls choose among beside those of large ones.
+      gathering: what all-gather matmuls choose among beside large ones.
       sharing: those of all matmuls where rows of rhs begin within a line of the L2: blocks load it
         together.
       tall, tall_adding: for many rows, which fill them: as `large`, and for results that are added
@@ -139,10 +139,13 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
                 hopper_tiles.LARGE_FP8,
                 hopper_tiles.WIDE_RESULT_FP8,
                 hopper_tiles.NARROW_FP8,
+                hopper_tiles.SHARED_FP8,
             ),
             adding_wide=hopper_tiles.WIDE_RESULT_FP8,
             adding_deep=hopper_tiles.WIDE_RESULT_FP8,
+            scattering=(hopper_tiles.SHARED_FP8,),
             narrow_fills=False,
+            gathering=(hopper_tiles.SHARED_FP8,),
         ),
         "block": Tiles(
             large=hopper_tiles.BLOCKS,

@@ -94,7 +94,7 @@ FITTED_MARGIN = 0.02
 
 def fitted[C: AddConfig](config: C, problem: Problem, default: C) -> C:
     """What was fastest at other sizes; or `default`, if its tiles are faster at these."""
-    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
+    is_known = problem.machine.architecture == HOPPER and problem.types.scales in (None, "row")
     if config.unfused or not is_known:
         return config
     given, found = (result_of(problem).time(one.tiles) for one in (config, default))

@@ -136,14 +136,17 @@ def default_config(problem: Problem) -> Config:
 def fitted(config: Config, problem: Problem) -> Config:
     """What was fastest at other sizes, but with the tiles of these where they are faster here.
 
-    And with no more waits than by default.
+    And with no more waits than by default, but in 8 bits, where these were not timed.
     """
     in_parts = config.unfused or config.gather_first
     if in_parts or _is_small(problem) or not gather_times.are_known(problem):
         return config
     best = default_config(problem)
     given, found = (gather_times.us(problem, one.tiles) for one in (config, best))
-    if found < (1 - gather_times.MARGIN) * given:
+    is_faster = found < (1 - gather_times.MARGIN) * given
+    if problem.types.scales is not None:
+        return dataclasses.replace(config, tiles=best.tiles) if is_faster else config
+    if is_faster:
         return best
     chunk = max(config.chunk_columns, best.chunk_columns)
     return dataclasses.replace(config, chunk_columns=chunk)

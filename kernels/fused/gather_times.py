@@ -47,14 +47,15 @@ def tiles_in_shards(problem: Problem) -> TileConfig:
 
 
 def gathering(problem: Problem) -> tuple[TileConfig, ...]:
-    """Tiles beside large ones."""
-    tiles = tiles_for(problem)
-    return tiles.gathering + (tiles.sharing if _result(problem).rhs_within else ())
+    """Tiles beside large ones; those whose last wave blocks would share, where they do."""
+    tiles, result = tiles_for(problem), _result(problem)
+    found = tiles.gathering + (tiles.sharing if result.rhs_within else ())
+    return tuple(tile for tile in found if tile.most_parts == 1 or result.shares(tile))
 
 
 def are_known(problem: Problem) -> bool:
     """Whether the rates are those of such a problem."""
-    return problem.machine.architecture == HOPPER and problem.types.scales is None
+    return problem.machine.architecture == HOPPER and problem.types.scales in (None, "row")
 
 
 def us(problem: Problem, tile: TileConfig) -> float:

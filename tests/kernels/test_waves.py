@@ -13,11 +13,14 @@ from stretto.kernels.choice import tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.hopper.tile_config import (
     LARGE,
+    LARGE_FP8,
     LARGE_PAIR,
     NARROW,
     PAIR,
     SHARED,
+    SHARED_FP8,
     WIDE_RESULT,
+    WIDE_RESULT_FP8,
 )
 from stretto.kernels.engine.waves import Result
 from stretto.kernels.fused import (
@@ -27,6 +30,7 @@ from stretto.kernels.fused import (
     matmul_reduce_scatter,
 )
 from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.operations import SCALED as EIGHT_BITS
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 
@@ -46,6 +50,11 @@ def problem(operation: str, *sizes: int, devices: int = 2) -> Problem:
         devices=devices,
         machine=H200,
     )
+
+
+def eight_bits(operation: str, *sizes: int, scales="row") -> Problem:
+    types = Types(lhs="float8_e4m3fn", rhs="float8_e4m3fn", out="bfloat16", scales=scales)
+    return dataclasses.replace(problem(operation, *sizes), types=types)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +125,29 @@ def test_where_a_reduce_scatter_shares_its_last_wave(sizes, shares):
     assert (found.tiles == SHARED) == shares
     tried = {config.tiles for config in matmul_reduce_scatter.Config.candidates(of_these)}
     assert (SHARED in tried) == shares
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "tiles"),
+    [
+        ("matmul_reduce_scatter_fp8", (5120, 13824, 5120), SHARED_FP8),  # 8 tiles left over
+        ("matmul_reduce_scatter_fp8", (5120, 55296, 5120), SHARED_FP8),  # by 8, so long is k
+        ("matmul_reduce_scatter_fp8", (4608, 13824, 4864), SHARED_FP8),  # 24 left over
+        ("matmul_reduce_scatter_fp8", (3584, 13824, 6144), WIDE_RESULT_FP8),  # 7 waves of 192
+        ("matmul_reduce_scatter_fp8", (8192, 8192, 8192), WIDE_RESULT_FP8),  # 68 left over
+        ("matmul_reduce_scatter_fp8", (6144, 8192, 5632), LARGE_FP8),  # none
+        ("matmul_all_reduce_fp8", (5120, 13824, 5120), WIDE_RESULT_FP8),  # was not timed
+        ("all_gather_matmul_fp8", (5120, 6912, 10240), SHARED_FP8),
+        ("all_gather_matmul_fp8", (8192, 8192, 8192), LARGE_FP8),
+        ("all_gather_matmul_fp8", (6144, 8192, 11264), LARGE_FP8),
+    ],
+)
+def test_where_products_in_8_bits_share_their_last_wave(operation, sizes, tiles):
+    asked, kernel = eight_bits(operation, *sizes), EIGHT_BITS[operation].kernels[0]
+    assert kernel.default(asked).tiles == tiles
+    tried = {config.tiles for config in kernel.candidates(asked)}
+    assert tiles in tried and (SHARED_FP8 in tried) >= (tiles == SHARED_FP8)
+    kernel.default(asked).check(asked)
 
 
 def test_in_lines_the_time_of_an_element_hardly_depends_on_the_tile():
@@ -201,13 +233,14 @@ def test_own_tiles_of_an_all_reduce_are_last_where_they_are_narrow(sizes, column
     assert (found.tiles.tile_n, found.own_last) == (columns, last)
 
 
-def near(monkeypatch, operation: str, config) -> None:
+def near(monkeypatch, operation: str, config, dtype: str = "bfloat16") -> None:
     """A table with one entry, which was measured at 5120 x 5120 x 13824 or its transposed."""
-    sizes = (5120, 5120, 13824) if operation == "all_gather_matmul" else (5120, 13824, 5120)
+    gathers = operation.startswith("all_gather_matmul")
+    sizes = (5120, 5120, 13824) if gathers else (5120, 13824, 5120)
     entry = Entry(
         op=operation,
         sizes=dict(zip("mkn", sizes, strict=True)),
-        dtype="bfloat16",
+        dtype=dtype,
         devices=2,
         fused_us=500.0,
         xla_us=700.0,
@@ -301,3 +334,26 @@ def test_pairs_of_blocks_in_other_matmuls(operation, sizes, tiles):
     found = kernel.default(asked)
     assert found.tiles == tiles
     found.check(asked)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "tiles"),
+    [
+        ("matmul_reduce_scatter_fp8", (5120, 13824, 5120), LARGE_FP8),  # As it was measured.
+        ("matmul_reduce_scatter_fp8", (5120, 14336, 5120), SHARED_FP8),
+        ("matmul_reduce_scatter_fp8", (5120, 13824, 5632), LARGE_FP8),  # 88 tiles left over
+        ("all_gather_matmul_fp8", (5120, 5120, 14080), SHARED_FP8),
+        ("all_gather_matmul_fp8", (5120, 5120, 14592), LARGE_FP8),  # 104 left over
+    ],
+)
+def test_between_entries_products_in_8_bits_share_where_that_is_faster(
+    monkeypatch, operation, sizes, tiles
+):
+    kernel = EIGHT_BITS[operation].kernels[0]
+    config = dataclasses.replace(kernel.Config(), tiles=LARGE_FP8)
+    near(monkeypatch, operation, config, dtype="float8_e4m3fn")
+    found = tables.look_up(kernel, eight_bits(operation, *sizes))
+    assert found is not None
+    # Gathers keep what was fastest but for the tiles.
+    others = config if operation == "all_gather_matmul_fp8" or tiles == LARGE_FP8 else found.config
+    assert found.config == dataclasses.replace(others, tiles=tiles)
