@@ -145,7 +145,7 @@ SCALED: dict[str, dict[Granularity, Tiles]] = {
             adding_deep=hopper_tiles.WIDE_RESULT_FP8,
             scattering=(hopper_tiles.SHARED_FP8,),
             narrow_fills=False,
-            gathering=(hopper_tiles.SHARED_FP8,),
+            gathering=(hopper_tiles.WIDE_RESULT_FP8, hopper_tiles.SHARED_FP8),
         ),
         "block": Tiles(
             large=hopper_tiles.BLOCKS,

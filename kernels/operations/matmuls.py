@@ -115,7 +115,8 @@ def all_gather_matmul(
       ValueError: operands that do not fit each other, an unknown axis or backend, a call outside
         `shard_map`, an epilogue that is not elementwise, or a backend that cannot serve the call.
 
-    Memory: the fused kernel holds the peers' shards of what is gathered, D - 1 of them.
+    Memory: the fused kernel holds the peers' shards of what is gathered, D - 1 of them; and where
+    blocks share tiles (`TileConfig.most_parts`), a tile in float32 for each block.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)

@@ -128,6 +128,26 @@ def test_where_a_reduce_scatter_shares_its_last_wave(sizes, shares):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "shared", "wide"),
+    [  # Over tiles of 256 columns that are not shared, on one H200.
+        ((5120, 6912, 5120), 0.905, 0.965),
+        ((5120, 14336, 5120), 0.912, 0.971),
+        ((5120, 27648, 5120), 0.900, 0.972),
+        ((4096, 8192, 4352), 0.901, 0.923),
+        ((4608, 6912, 4864), 0.932, 0.999),
+        ((3584, 6912, 6144), 0.899, 0.873),
+        ((6144, 3584, 5120), 0.990, 0.950),
+    ],
+)
+def test_products_in_8_bits_take_as_long_as_measured(sizes, shared, wide):
+    m, k, n = sizes
+    made = dataclasses.replace(result(1, m, n), k=k)
+    of_large = made.time(LARGE_FP8)
+    assert made.time(SHARED_FP8) / of_large == pytest.approx(shared, abs=0.04)
+    assert made.time(WIDE_RESULT_FP8) / of_large == pytest.approx(wide, abs=0.04)
+
+
+@pytest.mark.parametrize(
     ("operation", "sizes", "tiles"),
     [
         ("matmul_reduce_scatter_fp8", (5120, 13824, 5120), SHARED_FP8),  # 8 tiles left over
@@ -138,6 +158,7 @@ def test_where_a_reduce_scatter_shares_its_last_wave(sizes, shares):
         ("matmul_reduce_scatter_fp8", (6144, 8192, 5632), LARGE_FP8),  # none
         ("matmul_all_reduce_fp8", (5120, 13824, 5120), WIDE_RESULT_FP8),  # was not timed
         ("all_gather_matmul_fp8", (5120, 6912, 10240), SHARED_FP8),
+        ("all_gather_matmul_fp8", (3584, 6912, 12288), WIDE_RESULT_FP8),
         ("all_gather_matmul_fp8", (8192, 8192, 8192), LARGE_FP8),
         ("all_gather_matmul_fp8", (6144, 8192, 11264), LARGE_FP8),
     ],
