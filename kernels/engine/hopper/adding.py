@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ class Adding:
     added: Ref
     scaling: Folding | None = None
 
-    def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def total(
+        self, tile: Tile, stage: jax.Array, under: Sequence[Callable[[], None]] = ()
+    ) -> tuple[jax.Array, jax.Array]:
         """The sum of products and all addends but the last, in this warpgroup's rows.
 
         And the next stage. Under each stretch the storing warp loads the next addend. With fewer
@@ -53,7 +56,7 @@ class Adding:
         where the products are scaled (`scaling`), which addends are not.
         """
         if self.scaling is not None:
-            return self._after(self.scaling, tile, stage)
+            return self._after(self.scaling, tile, stage, under)
         k_tiles = self.block.k_tiles(tile)
         stretch = div(k_tiles, self.addends.most)
         count = self._before_last(tile)
@@ -67,7 +70,7 @@ class Adding:
                 k = first + number * stretch
                 return self.products.add(acc, k, k + stretch, stage)
 
-            following = self.products.add(acc, 0, first, stage)
+            following = self.products.add(acc, 0, first, stage, under)
             following = lax.fori_loop(0, count, add_and_multiply, following)
             return acc[...], following
 
@@ -75,9 +78,15 @@ class Adding:
         self.products.release_last(k_tiles, stage)
         return total, stage
 
-    def _after(self, scaling: Folding, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _after(
+        self,
+        scaling: Folding,
+        tile: Tile,
+        stage: jax.Array,
+        under: Sequence[Callable[[], None]],
+    ) -> tuple[jax.Array, jax.Array]:
         """The total of scaled products, and then all addends but the last."""
-        total, stage = scaling.total(tile, stage)
+        total, stage = scaling.total(tile, stage, under)
 
         def add(_: jax.Array, total: jax.Array) -> jax.Array:
             return self._sum(total)

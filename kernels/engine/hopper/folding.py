@@ -8,6 +8,7 @@ of them, or something that the storing warp brings (`adding.Adding`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -21,10 +22,13 @@ from stretto.kernels.engine.parts import Ref, Tile
 class Folding(Protocol):
     """Makes totals."""
 
-    def total(self, tile: Tile, stage: jax.Array, /) -> tuple[jax.Array, jax.Array]:
+    def total(
+        self, tile: Tile, stage: jax.Array, under: Sequence[Callable[[], None]] = (), /
+    ) -> tuple[jax.Array, jax.Array]:
         """Called in a multiplying warpgroup: its half of the tile's total, and the next stage.
 
-        It waits for each stage from `stage` on to be full, and releases each once.
+        It waits for each stage from `stage` on to be full, and releases each once. `under[k]` is
+        called once, where product `k` of the tile may hide what it does.
         """
         ...
 
@@ -40,12 +44,14 @@ class Summing:
     block: Block
     products: Products
 
-    def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def total(
+        self, tile: Tile, stage: jax.Array, under: Sequence[Callable[[], None]] = ()
+    ) -> tuple[jax.Array, jax.Array]:
         """The sum of the tile's products, in this warpgroup's rows; and the next stage."""
         k_tiles = self.block.k_tiles(tile)
 
         def multiply(acc: Ref) -> tuple[jax.Array, jax.Array]:
-            following = self.products.add(acc, 0, k_tiles, stage)
+            following = self.products.add(acc, 0, k_tiles, stage, under)
             return acc[...], following
 
         total, stage = pl.run_scoped(multiply, self.products.accumulator())

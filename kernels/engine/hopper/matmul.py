@@ -28,11 +28,11 @@ from stretto.distributed.schedule import Int
 from stretto.kernels.engine import ring
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
-from stretto.kernels.engine.hopper import adding, applying, pieces, scaling
+from stretto.kernels.engine.hopper import adding, applying, late, pieces, scaling
 from stretto.kernels.engine.hopper.adding import Adding
 from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.folding import Folding, Summing
-from stretto.kernels.engine.hopper.multiplying import multiply
+from stretto.kernels.engine.hopper.multiplying import make_tiles, multiply
 from stretto.kernels.engine.hopper.pieces import Pieces
 from stretto.kernels.engine.hopper.products import Products, first_row
 from stretto.kernels.engine.hopper.scaling import ScaledByStage, ScaledByTile, TileScales
@@ -177,9 +177,12 @@ class Matmul:
             refill = beside.load_piece if beside.beside.has_matrix and not beside.pace else None
         if isinstance(folding, Adding):
             refill = folding.bring_last
+        make = functools.partial(make_tiles, block, buffers, folding, beside)
+        if late.is_possible(self.product, block, buffers):
+            make = functools.partial(late.make_tiles, block, buffers, folding)
         return [
             Role(
-                functools.partial(multiply, block, stages, buffers, folding, beside),
+                functools.partial(multiply, stages, make),
                 warpgroups=self.config.warpgroups,
                 registers=multiplying,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,22 @@ from stretto.kernels.engine.parts import Sink, Tile
 from stretto.kernels.engine.ring import Ring
 
 
-def multiply(
-    block: Block, ring: Ring, pieces: Pieces, folding: Folding, applying: Applying | None = None
+def multiply(ring: Ring, make: Callable[[], None]) -> None:
+    """Called in each multiplying warpgroup: makes the block's tiles by `make`."""
+    for stage in range(ring.num_stages):
+        plgpu.barrier_arrive(ring.empty.at[stage])  # The whole ring is free at the start.
+    make()
+
+
+def make_tiles(
+    block: Block, pieces: Pieces, folding: Folding, applying: Applying | None = None
 ) -> None:
     """Makes the totals of tile after tile, and puts what becomes of them into the store's buffers.
 
-    `applying` is an epilogue that takes more than the total.
+    `applying` is an epilogue that takes more than the total. Each tile is handed over before the
+    next one is begun; `late` has the other way.
     """
     shared = block.joining
-    for stage in range(ring.num_stages):
-        plgpu.barrier_arrive(ring.empty.at[stage])  # The whole ring is free at the start.
 
     def make_tile(i: Int, tile: Tile, stage: jax.Array) -> jax.Array:
         del i

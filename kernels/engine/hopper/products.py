@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,10 +47,19 @@ class Products:
         """Registers for a warpgroup's share of a tile, zero at first, for `pl.run_scoped`."""
         return plgpu.WGMMAAccumulatorRef((self.rows, self.config.tile_n), jnp.float32)
 
-    def add(self, acc: Ref, first: Int, last: Int, stage: jax.Array) -> jax.Array:
+    def add(
+        self,
+        acc: Ref,
+        first: Int,
+        last: Int,
+        stage: jax.Array,
+        under: Sequence[Callable[[], None]] = (),
+    ) -> jax.Array:
         """Adds tiles `first` to `last` along the contraction to `acc`; returns the next stage.
 
-        It releases each stage but the last of a tile, which `release_last` does.
+        It releases each stage but the last of a tile, which `release_last` does. `under[k]` is
+        called while the tensor cores make product `k` of a tile: `first` is 0 then, and `last` no
+        less than there are such functions.
         """
 
         def step(k: jax.Array, stage: jax.Array) -> jax.Array:
@@ -59,6 +69,13 @@ class Products:
             return self.ring.next(stage)
 
         with jax.named_scope("multiply"):
+            for k, act in enumerate(under):
+                self.add_stage(acc, stage)
+                if k:
+                    plgpu.wgmma_wait(1)  # As in `step`.
+                    self.ring.release(self.ring.previous(stage))
+                act()
+                first, stage = k + 1, self.ring.next(stage)
             return lax.fori_loop(first, last, step, stage)
 
     def add_stage(self, acc: Ref, stage: jax.Array) -> None:

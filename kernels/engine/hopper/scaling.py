@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,10 +79,12 @@ class ScaledByTile:
     products: Products
     scales: TileScales
 
-    def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def total(
+        self, tile: Tile, stage: jax.Array, under: Sequence[Callable[[], None]] = ()
+    ) -> tuple[jax.Array, jax.Array]:
         """The scaled sum of the tile's products, in this warpgroup's rows; and the next stage."""
         plain = Summing(block=self.block, products=self.products)
-        total, stage = plain.total(tile, stage)
+        total, stage = plain.total(tile, stage, under)
         self.scales.wait()
         with jax.named_scope("scale"):
             total = self._scaled(total)
@@ -122,8 +124,12 @@ class ScaledByStage:
     block: Block
     products: Products
 
-    def total(self, tile: Tile, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def total(
+        self, tile: Tile, stage: jax.Array, under: Sequence[Callable[[], None]] = ()
+    ) -> tuple[jax.Array, jax.Array]:
         """The sum of the tile's scaled products, in this warpgroup's rows; and the next stage."""
+        for act in under:
+            act()  # Each product is waited for: none hides it.
         shape = ROWS, self.products.config.tile_n
         first_rows = range(0, self.products.rows, ROWS)
 
