@@ -52,8 +52,8 @@ def problem(operation: str, *sizes: int, devices: int = 2) -> Problem:
     )
 
 
-def eight_bits(operation: str, *sizes: int, scales="row") -> Problem:
-    types = Types(lhs="float8_e4m3fn", rhs="float8_e4m3fn", out="bfloat16", scales=scales)
+def eight_bits(operation: str, *sizes: int) -> Problem:
+    types = Types(lhs="float8_e4m3fn", rhs="float8_e4m3fn", out="bfloat16", scales="row")
     return dataclasses.replace(problem(operation, *sizes), types=types)
 
 

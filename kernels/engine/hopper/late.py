@@ -45,7 +45,7 @@ def is_possible(product: Product, block: Block, pieces: Pieces) -> bool:
 def make_tiles(block: Block, pieces: Pieces, folding: Folding) -> None:
     """Called in each multiplying warpgroup: makes tile after tile, and hands each over late."""
     indices = range(len(pieces.places))
-    shares = _shares(pieces, _products_before_addends(block, folding))
+    shares = _shares(pieces, _products(block))
 
     def make_tile(i: Int, tile: Tile, carry: Any) -> Any:
         stage, before = carry
@@ -66,13 +66,12 @@ def make_tiles(block: Block, pieces: Pieces, folding: Folding) -> None:
     pl.when(block.num_tiles > 0)(lambda: _hand_over(pieces, folding, last, indices))
 
 
-def _products_before_addends(block: Block, folding: Folding) -> int:
-    """How many products of every tile follow each other before an addend comes, at least."""
+def _products(block: Block) -> int:
+    """The products of every tile. Addends of scaled products come after all of them."""
     k_tiles = block.parts.k_tiles
     if not isinstance(k_tiles, int):
         raise ValueError("tiles are handed over late only if all have products, equally many.")
-    is_between = isinstance(folding, Adding) and folding.scaling is None
-    return max(1, k_tiles // folding.addends.most) if is_between else k_tiles
+    return k_tiles
 
 
 def _shares(pieces: Pieces, products: int) -> list[list[int]]:
