@@ -16,22 +16,19 @@ What stands between devices is the same for all kernels that pull:
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import kernel, residency, schedule
 from stretto.distributed.handshake import Handshake
-from stretto.distributed.kernel import THREAD_AXIS
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import gates, joining, registers
+from stretto.kernels.engine import assignment, gates, joining, registers
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.joining import Joining
@@ -39,8 +36,6 @@ from stretto.kernels.engine.mainloop import Mainloop, Role
 from stretto.kernels.engine.parts import Parts, Ref, Transfer
 from stretto.kernels.engine.remainder import Remainder, Sharing, remainder_of
 from stretto.kernels.engine.transfers import Scratch
-
-WARPS_OF_A_WARPGROUP = 4
 
 
 class Refs(types.SimpleNamespace):
@@ -116,7 +111,7 @@ def fuse(
     transfer_scratch = {key: x for one in each for key, x in one.scratch().items()}
     calculates = transfer_registers is not None
     warps = mainloop.warps + (team is not None and not calculates) + waits
-    of_warps = schedule.ceil_div(warps, WARPS_OF_A_WARPGROUP)
+    of_warps = schedule.ceil_div(warps, assignment.WARPS_OF_A_WARPGROUP)
     num_warpgroups = mainloop.warpgroups + calculates + of_warps
 
     def body(*refs: Any, handshake: Handshake | None = None, **rest: Any) -> None:
@@ -137,13 +132,13 @@ def fuse(
         if handshake is not None and made.transfer is not None:
             moving = _moving(made.transfer, handshake, rest["released"])
             if transfer_registers is not None:
-                roles = _with_fewer_registers(roles, transfer_registers, of_warps)
+                roles = assignment.with_fewer_registers(roles, transfer_registers, of_warps)
             roles.append(Role(moving, int(calculates), transfer_registers))
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
             roles.append(Role(functools.partial(polled.poll, before=wait)))
         registers.check(name, roles, num_warpgroups)
-        _assign(roles, num_warpgroups)
+        assignment.assign(roles, num_warpgroups)
 
     results = kernel.launch(
         body,
@@ -241,59 +236,6 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
                 handshake.wait_at_end()
 
     return run
-
-
-def _with_fewer_registers(roles: Sequence[Role], taken: int, of_warps: int) -> list[Role]:
-    """Roles of whole warpgroups leave `taken` registers of each thread of one more.
-
-    `of_warps` are the warpgroups of single warps, which keep theirs.
-    """
-    kept = registers.of_single_warps(roles) or 0
-    others = sum(role.warpgroups for role in roles)
-    warpgroups = others + 1 + of_warps
-    left = warpgroups * registers.even_share(warpgroups) - taken - kept * of_warps
-    most = left // others // 8 * 8
-    return [
-        role._replace(registers=min(role.registers, most))
-        if role.warpgroups and role.registers
-        else role
-        for role in roles
-    ]
-
-
-def _assign(roles: Sequence[Role], warpgroups: int) -> None:
-    """Gives roles their warpgroups, and four single warps each of the last ones."""
-    even_share = registers.even_share(warpgroups)
-    warpgroup = lax.axis_index(THREAD_AXIS)
-
-    def set_registers(count: int | None) -> None:
-        if count is not None:
-            action = "increase" if count > even_share else "decrease"
-            plgpu.set_max_registers(count, action=action)
-
-    first = 0
-    for role in roles:
-        if role.warpgroups:
-            last = first + role.warpgroups
-            inside = warpgroup < last if first == 0 else (warpgroup >= first) & (warpgroup < last)
-
-            @pl.when(inside)
-            def _(role=role):
-                set_registers(role.registers)
-                role.run()
-
-            first = last
-    warps = [role for role in roles if not role.warpgroups]
-    for number, batch in enumerate(itertools.batched(warps, WARPS_OF_A_WARPGROUP)):
-
-        @pl.when(warpgroup == first + number)
-        def _(batch=batch):
-            set_registers(registers.of_single_warps(roles))
-
-            @plgpu.warp_map
-            def _(warp: jax.Array) -> None:
-                for index, role in enumerate(batch):
-                    pl.when(warp == index)(role.run)
 
 
 def _check(
