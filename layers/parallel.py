@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from stretto.distributed.devices.axes import AxisNames
@@ -92,6 +94,20 @@ def check_parallel(parallel: Any) -> None:
         raise ValueError(
             f"parallel={parallel!r} is of type {type(parallel).__name__}; pass a"
             ' stretto.flax.Parallel, such as Parallel("tp").'
+        )
+
+
+def check_divides(parallel: Parallel, layer: str, name: str, features: int) -> None:
+    """Raises ValueError where the mesh, if it is known already, cannot split so many features."""
+    mesh = parallel.mesh if parallel.mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty or not {*parallel.axes} <= {*mesh.axis_names}:
+        return
+    devices = math.prod(mesh.shape[axis] for axis in parallel.axes)
+    if features % devices:
+        raise ValueError(
+            f"{layer}: {name}={features} must be a multiple of the team's {devices} devices along"
+            f" {parallel.axis_name!r}; pass {features // devices * devices or devices}, or a mesh"
+            " with other devices there."
         )
 
 

@@ -65,7 +65,14 @@ def obstacle(
                 f" matrices of one shape, the product and the arrays: {error}"
             ) from error
         for shape in products:  # It fits the shapes of these results, or none.
-            _check(op, epilogue, _trace(epilogue, shape, dtypes), shape)
+            try:
+                fitting = _trace(epilogue, shape, dtypes)
+            except (TypeError, ValueError, IndexError) as refused:
+                raise ValueError(
+                    f"{op}: the epilogue {name_of(epilogue)} cannot be applied to the product, an"
+                    f" array of shape {shape}: {refused}"
+                ) from refused
+            _check(op, epilogue, fitting, shape)
         return (
             f"the epilogue {name_of(epilogue)} fits results of shape {products[0]} only, and a"
             " kernel applies it to pieces: it uses an array from outside. Pass the array beside the"

@@ -74,6 +74,20 @@ def test_functions_that_mix_elements_are_refused(function, said):
 
 
 @pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x, y: x + y, "missing 1 required positional argument: 'y'"),
+        (lambda x: x + "a", "unsupported operand type"),
+        (lambda x: x if x.sum() > 0 else -x, "Attempted boolean conversion"),
+    ],
+)
+def test_functions_that_fit_no_product_are_refused(function, said):
+    with pytest.raises(ValueError, match=r"op: the epilogue .* applied to the product") as refused:
+        obstacle(function)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("function", "lacking"),
     [
         (jax.nn.softplus, "log1p"),

@@ -280,6 +280,13 @@ def test_without_a_mesh_it_is_a_layer_of_one_device():
         (lambda: ours("plain", parallel="tp"), "parallel='tp' is of type str; pass a stretto"),
         (lambda: ours("attention", parallel="tp"), "parallel='tp' is of type str"),
         (lambda: feed_forward(activation="gelu"), "activation='gelu' is of type str; pass a func"),
+        (
+            lambda: sf.ColumnParallelLinear(16, 33, rngs=nnx.Rngs(0)),
+            "ColumnParallelLinear: out_features=33 must be a multiple of the team's 2 devices along"
+            " 'tp'; pass 32, or",
+        ),
+        (lambda: sf.RowParallelLinear(1, 16, rngs=nnx.Rngs(0)), "in_features=1 .* pass 2, or"),
+        (lambda: sf.FeedForward(16, 31, rngs=nnx.Rngs(0)), "out_features=31 must be a multiple"),
         (lambda: sf.Attention(4, 16, num_kv_heads=3, rngs=nnx.Rngs(0)), "num_heads=4 must be"),
         (lambda: sf.Attention(3, 16, rngs=nnx.Rngs(0)), "qkv_features=16 must be"),
         (lambda: sf.Attention(4, 16, num_kv_heads=1, rngs=nnx.Rngs(0))(X), "num_kv_heads=1 must"),
