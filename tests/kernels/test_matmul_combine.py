@@ -24,7 +24,7 @@ from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import SimulationError
 from stretto.distributed.team import Team
 from stretto.kernels.engine import storing
-from stretto.kernels.engine.fuse import _with_fewer_registers
+from stretto.kernels.engine.assignment import with_fewer_registers
 from stretto.kernels.engine.hopper.tile_config import LARGE, TileConfig
 from stretto.kernels.engine.mainloop import Role
 from stretto.kernels.engine.orders import BandsOrder, RowTilesOrder
@@ -160,10 +160,10 @@ def test_pieces_of_a_row(width, pieces, filled):
 def test_registers_for_one_more_warpgroup():
     """All together no more than a block has; those of single warps stay."""
     roles = [Role(print, 2, 232), Role(print, 0, 40), Role(print, 0, 40)]
-    multiplying, *warps = _with_fewer_registers(roles, 56, 1)
+    multiplying, *warps = with_fewer_registers(roles, 56, 1)
     assert multiplying.registers == 208 and 2 * 208 + 56 + 40 == 512
     assert [role.registers for role in warps] == [40, 40]
-    assert _with_fewer_registers([Role(print, 2, 100)], 56, 1)[0].registers == 100
+    assert with_fewer_registers([Role(print, 2, 100)], 56, 1)[0].registers == 100
 
 
 BUGS = {
