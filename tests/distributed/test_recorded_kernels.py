@@ -91,6 +91,32 @@ def test_xla_knows_the_options_of_recorded_programs() -> None:
     assert "No such compile option: 'xla_gpu_graph_min_size'" in run(ACCEPTED)
 
 
+BETWEEN_PROCESSES = """
+import warnings
+import jax, jax.numpy as jnp, stretto as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+from stretto.distributed.tools import aot
+struct = lambda mesh: jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+gather = lambda x: st.all_gather(x, "x", backend="pallas")
+for processes in (1, 2):
+    mesh = aot.mesh_of_gpus((2,), ("x",), processes=processes)
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=P("x"), out_specs=P(None), check_vma=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(mapped).lower(struct(mesh))
+    print(processes, *(w.message for w in caught if "joins several processes" in str(w.message)))
+"""  # noqa: E501
+
+
+@pytest.mark.skipif(not aot.is_available(), reason="needs the compiler: `uv sync --group aot`")
+def test_a_kernel_between_processes_warns_without_the_flag() -> None:
+    one, two = run(BETWEEN_PROCESSES).splitlines()
+    assert one == "1"
+    assert two.startswith("2 kernel all_gather joins several processes")
+    assert "stretto.initialize()" in two
+    assert run(BETWEEN_PROCESSES, xla_flags.NO_SLICES_IN_CALLS) == "1\n2\n"
+
+
 def test_other_flags_are_kept() -> None:
     environ = {"XLA_FLAGS": "--xla_dump_to=here"}
     xla_flags.exclude_kernels_from_command_buffers(environ)
