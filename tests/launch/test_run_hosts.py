@@ -276,7 +276,7 @@ if attempt == 0:
     ids=["spare host", "fewer hosts"],
 )
 def test_restart_without_a_host_that_was_lost(start_on, three_hosts, tmp_path, options, second):
-    more = ("--restarts", "1", "--network-timeout", "3", "--hosts", slots(three_hosts, 1, 1, 1))
+    more = ("--restarts", "1", "--hosts", slots(three_hosts, 1, 1, 1))
     job = start_on(LOSES_ONE, *options, *more)
     job.wait_for(lambda: all((tmp_path / f"begun{i}").exists() for i in range(2)))
     three_hosts.cut(three_hosts.names[1])
