@@ -127,7 +127,7 @@ def forward(
 
     lengths = [x for x in _lengths(q, keys) if x is not None]
     q, k, v = map(in_own_memory, (q, k, v))
-    out, lse = derived_once(attend)(q, k, v, *lengths)
+    out, lse = map(in_own_memory, derived_once(attend)(q, k, v, *lengths))
     return out, lse
 
 
@@ -169,7 +169,7 @@ def backward(
     )
     q, k, v, lse, out, out_bar = map(in_own_memory, (q, k, v, lse, out, out_bar))
     given = q, k, v, nothing, *lengths, nothing, nothing, nothing, nothing, lse, out, out_bar
-    q_bar, k_bar, v_bar = derived_once(derive)(*given)
+    q_bar, k_bar, v_bar = map(in_own_memory, derived_once(derive)(*given))
     return q_bar, k_bar, v_bar
 
 
@@ -177,8 +177,9 @@ def in_own_memory(x: jax.Array) -> jax.Array:
     """The same bits, in memory of this process alone where kernels' results are in another.
 
     With a process per GPU XLA keeps what kernels read and write in memory that processes share. It
-    compiles cuDNN's attention before it moves results there, and looks it up by its operands'
-    memory after that: `IndexError: absl::...raw_hash_map<>::at` (JAX 0.11.2, seen on an H200).
+    compiles cuDNN's attention before it moves arrays there, and looks it up by the memory of its
+    operands and results after that: `IndexError: absl::...raw_hash_map<>::at` (JAX 0.11.2, seen on
+    H200s).
 
     XLA removes a copy that it sees through. This one adds a zero, bit by bit, that XLA does not
     know: the highest bit of the device's place.

@@ -326,13 +326,16 @@ def test_layers_of_a_process_a_gpu(tmp_path):
 
 
 def test_what_is_copied_out_of_shared_memory(tmp_path):
-    """Between a kernel and what reads its result is a fusion, whose own result is not shared."""
+    """Between a kernel and what reads its result, or makes its operand, is a fusion that copies."""
     (program,) = compile_case("memory of one process", tmp_path)
-    copies = [line for line in program["hlo"].splitlines() if "fusion(%mpmd_map" in line]
-    assert len(copies) == 1, program["hlo"]
-    assert "xor" in copies[0] and "S(1)" not in copies[0].partition(" fusion(")[0], copies[0]
-    (kernel,) = [x for x in program["hlo"].splitlines() if "mosaic_gpu_v2" in x]
-    assert "S(1)" in kernel.partition(" custom-call(")[0]
+    lines = program["hlo"].splitlines()
+    made, given = [x for x in lines if " fusion(" in x and "xor" in x]
+    assert "fusion(%mpmd_map" in made and "S(1)" not in made.partition(" fusion(")[0], made
+    assert "S(1)" in given.partition(" fusion(")[0], given
+    (between,) = [x for x in lines if " = (f32" in x and " fusion(" in x]
+    assert "S(1)" not in between, between
+    kernels = [x.partition(" custom-call(")[0] for x in lines if "mosaic_gpu_v2" in x]
+    assert len(kernels) == 2 and all("S(1)" in kernel for kernel in kernels)
 
 
 MEMBERS = re.compile(r'xla_replica_ids = "([\d,]+)"')

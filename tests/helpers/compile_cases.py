@@ -305,13 +305,15 @@ def layers_of_a_process_a_gpu() -> Iterator[Program]:
 
 
 def memory_of_one_process() -> Iterator[Program]:
-    """What is read out of memory that processes share, as cuDNN's attention has it."""
+    """A call between two kernels, whose operand and result processes do not share."""
     mesh = aot.mesh_of_gpus((2,), ("x",), processes=2)
     jax.process_count = lambda: 2  # Of the job that is compiled for.
     jax.local_device_count = lambda: 1
 
     def body(x):
-        return lax.sort(cudnn_attention.in_own_memory(st.all_gather(x, "x", backend="pallas")))
+        own = cudnn_attention.in_own_memory
+        found = own(lax.sort(own(st.all_gather(x, "x", backend="pallas"))))
+        return st.reduce_scatter(found, "x", backend="pallas")
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     yield (
