@@ -86,18 +86,25 @@ class Joining:
     def joined_piece(self, piece: jax.Array, tile: Tile, row: Int, column: Int) -> jax.Array:
         """A piece of the owner's sum, at (`row`, `column`) of the tile, and of all others."""
         rows, columns = piece.shape
+        takes = _part(tile).takes
 
-        def add(number: jax.Array, piece: jax.Array) -> jax.Array:
-            def taken(within: tuple[int, int]) -> jax.Array:
+        def taken(number: Int) -> jax.Array:
+            def block(within: tuple[int, int]) -> jax.Array:
                 place = _part(tile).given + number, row + within[0], column + within[1]
                 return plgpu.load(self._place(*place), layout=plgpu.Layout.WGMMA, optimized=False)
 
-            blocks = [taken(within) for within in _blocks(rows, columns)]
+            blocks = [block(within) for within in _blocks(rows, columns)]
             in_rows = itertools.batched(blocks, columns // COLUMNS)
             joined = [jnp.concatenate(one, axis=1) for one in in_rows]
-            return piece + (jnp.concatenate(joined) if len(joined) > 1 else joined[0])
+            return jnp.concatenate(joined) if len(joined) > 1 else joined[0]
 
-        return lax.fori_loop(0, _part(tile).takes, add, piece)
+        def add_two(pair: jax.Array, piece: jax.Array) -> jax.Array:
+            one, other = taken(2 * pair), taken(2 * pair + 1)  # Both on their way at once.
+            return piece + one + other
+
+        pairs = div(takes, 2)
+        piece = lax.fori_loop(0, pairs, add_two, piece)
+        return lax.fori_loop(2 * pairs, takes, lambda i, piece: piece + taken(i), piece)
 
     def _place(self, number: Int, row: Int, column: Int) -> Ref:
         """Where a block of `ROWS` x `COLUMNS` of a sum lies."""
