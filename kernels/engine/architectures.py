@@ -34,6 +34,7 @@ class Tiles(NamedTuple):
       adding_large: for other results that are added up, where `large` has no room for addends.
       adding_deep: the same with more stages, and narrower. None where an architecture has none.
       scattering: for results that are scattered, too: of the last wave blocks share the tiles.
+      summing: likewise for those of an all-reduce.
       narrow_fills: whether `narrow` is chosen where it fills the multiprocessors best; it was timed
         in 16 bits alone.
       gathering: what all-gather matmuls choose among beside large ones.
@@ -56,6 +57,7 @@ class Tiles(NamedTuple):
     adding_large: TileConfig | None = None
     adding_deep: TileConfig | None = None
     scattering: tuple[TileConfig, ...] = ()
+    summing: tuple[TileConfig, ...] = ()
     narrow_fills: bool = True
     gathering: tuple[TileConfig, ...] = ()
     sharing: tuple[TileConfig, ...] = ()
@@ -104,10 +106,12 @@ TILES = {
             hopper_tiles.LARGE,
             hopper_tiles.WIDE_RESULT,
             hopper_tiles.SHARED,
+            hopper_tiles.SHARED_WIDE,
         ),
         adding_wide=hopper_tiles.WIDE_RESULT,
         adding_deep=hopper_tiles.WIDE_RESULT,
         scattering=(hopper_tiles.SHARED,),
+        summing=(hopper_tiles.SHARED, hopper_tiles.SHARED_WIDE),
         gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW),
         sharing=(hopper_tiles.PAIR, hopper_tiles.LARGE_PAIR),
     ),

@@ -43,6 +43,7 @@ class Result:
     A tile has rows of one shard. `lhs_within`: the share of rows of lhs that are no multiples of
     128 bytes, so that most begin within a line of the L2, and `rhs_within`: that of rhs. `k`: the
     length of the contraction on a device; None for products whose tiles blocks do not share.
+    `full_waves`: blocks may share tiles of a full wave, too.
     """
 
     shards: int
@@ -52,6 +53,7 @@ class Result:
     lhs_within: float = 0.0
     rhs_within: float = 0.0
     k: int | None = None
+    full_waves: bool = True
 
     @classmethod
     def of(cls, problem: Problem, columns: int, k: int, *, own: float = 1.0) -> Result:
@@ -90,7 +92,8 @@ class Result:
     def _remainder(self, tile: TileShape) -> Remainder | None:
         if self.k is None or not self.in_lines or tile.blocks > 1:  # There it was not measured.
             return None
-        sharing = remainder.sharing_of(tile, ceil_div(self.k, tile.tile_k))
+        steps = ceil_div(self.k, tile.tile_k)
+        sharing = remainder.sharing_of(tile, steps, full_waves=self.full_waves)
         return remainder.remainder_of(self.tiles(tile), self.multiprocessors, sharing)
 
     def _waves_of_time(self, tile: TileShape) -> float:
@@ -115,6 +118,20 @@ class Result:
     def us(self, tile: TileShape, k: int) -> float:
         """Microseconds of the waves, where products are along `k`."""
         return self.time(tile) * ceil_div(k, tile.tile_k) / STEPS_IN_A_US
+
+    def us_after(self, tile: TileShape, k: int, sent: int) -> float:
+        """Microseconds for which results are on their way to peers after the last product.
+
+        A wave's results leave together when it ends, under the next wave. Of an element of a result
+        `sent` bytes leave the device.
+        """
+        blocks = self.multiprocessors // tile.blocks
+        of_a_tile = tile.tile_m * tile.tile_n * sent / SENT_IN_A_US
+        last = self.tiles(tile) % blocks or blocks
+        before = of_a_tile * blocks if self.waves(tile) > 1 else 0.0
+        waves = self._waves_of_time(tile)
+        of_last = (waves - self.waves(tile) + 1) / waves * self.us(tile, k)
+        return max(0.0, before - of_last) + of_a_tile * last
 
 
 def _begins_within(columns: int, problem: Problem) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Self
+from typing import ClassVar, Self
 
 from stretto.distributed.schedule import ceil_div
 from stretto.kernels.engine.architectures import (
@@ -41,6 +41,9 @@ class AddConfig:
         then ignored.
     """
 
+    full_waves: ClassVar[bool] = True
+    """Whether blocks may share the tiles of a full wave, too (`remainder.Sharing`)."""
+
     tiles: TileConfig = tile_config.LARGE
     pull_slots: int = 2
     own_last: bool = True
@@ -63,6 +66,13 @@ class AddConfig:
         """What `tiles.OwnersOrder` calls `lag`."""
         return None if self.own_last else OWN_LAG
 
+    @classmethod
+    def result_of(cls, problem: Problem) -> Result:
+        """The products of all rows on one device, which are tiled owner by owner."""
+        k = ceil_div(problem.sizes["k"], problem.devices)
+        result = Result.of(problem, problem.sizes["n"], k)
+        return dataclasses.replace(result, full_waves=cls.full_waves)
+
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, in bytes."""
         return self.tiles.smem_bytes(itemsize, addends=True) + self.pull_slots * PIECE_BYTES
@@ -76,9 +86,10 @@ class AddConfig:
             yield cls(unfused=True)
         options = [(2, cls.own_last)] if few else [(2, True), (2, False), (3, cls.own_last)]
         tiles = tiles_for(problem)
-        sharing = () if problem is None or not result_of(problem).rhs_within else tiles.sharing
+        result = None if problem is None else cls.result_of(problem)
+        sharing = () if result is None or not result.rhs_within else tiles.sharing
         for tile in (*tiles.adding, *sharing):
-            if problem is not None and tile.most_parts > 1 and not result_of(problem).shares(tile):
+            if result is not None and tile.most_parts > 1 and not result.shares(tile):
                 continue  # It is another one of them.
             for pull_slots, own_last in options:
                 config = cls(tiles=tile, pull_slots=pull_slots, own_last=own_last)
@@ -97,20 +108,18 @@ def fitted[C: AddConfig](config: C, problem: Problem, default: C) -> C:
     is_known = problem.machine.architecture == HOPPER and problem.types.scales in (None, "row")
     if config.unfused or not is_known:
         return config
-    given, found = (result_of(problem).time(one.tiles) for one in (config, default))
+    given, found = (config.result_of(problem).time(one.tiles) for one in (config, default))
     return default if found < (1 - FITTED_MARGIN) * given else config
 
 
-def result_of(problem: Problem) -> Result:
-    """The products of all rows on one device, which are tiled owner by owner."""
-    k = ceil_div(problem.sizes["k"], problem.devices)
-    return Result.of(problem, problem.sizes["n"], k)
+def may_share(problem: Problem) -> bool:
+    """Whether it is known how long products take whose tiles blocks share by default."""
+    return problem.machine.architecture == HOPPER and problem.types.scales is None
 
 
 def default_tiles(problem: Problem, *, scattered: bool = False) -> TileConfig:
     """The tiles for a problem that no table has."""
-    tiles, result = tiles_for(problem), result_of(problem)
-    is_known = problem.machine.architecture == HOPPER and problem.types.scales is None
-    if is_known and result.waves(tiles.adding[0]) == 1:
+    tiles, result = tiles_for(problem), AddConfig.result_of(problem)
+    if may_share(problem) and result.waves(tiles.adding[0]) == 1:
         return tiles.adding[0]
     return tiles.adding_for(result, wide=problem.types.out == "float32", scattered=scattered)

@@ -265,7 +265,9 @@ def launch(
         mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
         num_tiles=shard.num_tiles,
         # With a lag the tiles of a full wave are rotated (`OwnersOrder`).
-        sharing=sharing_of(shape, segments.total, full_waves=config.own_lag is None),
+        sharing=sharing_of(
+            shape, segments.total, full_waves=config.full_waves and config.own_lag is None
+        ),
         operands=dict(
             lhs=lhs,
             rhs=rhs,
