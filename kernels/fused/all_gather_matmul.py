@@ -183,7 +183,7 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     )
     columns = cut_to + [k] * options.return_gathered
     cut = [
-        x.reshape(team.size, padded.shape[0], -1)[:, :m_shard, :n].reshape(devices * m_shard, n)
+        padding.cut(x.reshape(team.size, padded.shape[0], -1), m_shard, n).reshape(-1, n)
         for x, n in zip(results, columns, strict=True)
     ]
     return tuple(cut[: len(cut_to)]), cut[-1] if options.return_gathered else None

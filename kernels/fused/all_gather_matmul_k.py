@@ -99,7 +99,7 @@ def run(operands: Any, call: Call) -> tuple[tuple[jax.Array, ...], jax.Array | N
     results = gathering.launch(
         gather, padded, sides, arrays, team, call, wanted=cut_to, name="all_gather_matmul_k"
     )
-    outs = tuple(out[:m, :n] for out, n in zip(results, cut_to, strict=False))
+    outs = tuple(padding.cut(out, m, n) for out, n in zip(results, cut_to, strict=False))
     if not options.return_gathered:
         return outs, None
     return outs, results[-1][:m, :, :k_shard].reshape(m, team.size * k_shard)

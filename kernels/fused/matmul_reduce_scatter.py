@@ -161,7 +161,7 @@ def _on_padded(
         residual=residual,
         interpret=call.interpret,
     )
-    return out[:, : schedule.ceil_div(m, team.size), :n]
+    return padding.cut(out, schedule.ceil_div(m, team.size), n)
 
 
 def _in_shards(
