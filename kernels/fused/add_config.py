@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 from stretto.distributed.schedule import ceil_div
@@ -103,12 +103,19 @@ FITTED_MARGIN = 0.02
 """By which tiles must be faster to serve in place of those that were fastest at near sizes."""
 
 
-def fitted[C: AddConfig](config: C, problem: Problem, default: C) -> C:
-    """What was fastest at other sizes; or `default`, if its tiles are faster at these."""
+def time(config: AddConfig, problem: Problem) -> float:
+    """Of the waves of tiles, for comparison: elements that a multiprocessor makes."""
+    return config.result_of(problem).time(config.tiles)
+
+
+def fitted[C: AddConfig](
+    config: C, problem: Problem, default: C, time: Callable[[C, Problem], float] = time
+) -> C:
+    """What was fastest at other sizes; or `default`, if it takes less `time` at these."""
     is_known = problem.machine.architecture == HOPPER and problem.types.scales in (None, "row")
     if config.unfused or not is_known:
         return config
-    given, found = (config.result_of(problem).time(one.tiles) for one in (config, default))
+    given, found = time(config, problem), time(default, problem)
     return default if found < (1 - FITTED_MARGIN) * given else config
 
 

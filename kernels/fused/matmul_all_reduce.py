@@ -5,7 +5,11 @@ a two-shot all-reduce. All devices hold bitwise the same result, since each elem
 by its owner. Protocol and device code are in `matmul_reduce_scatter.py`.
 
 Own tiles alternate with those for peers. If all own tiles were last, a device would have to send
-its whole result in the last part of its time, faster than the links allow.
+its whole result in the last part of its time, which the links allow where the contraction is long.
+
+A wave's sums leave together, when it ends. Those of the last wave have no products to hide them.
+So where few tiles are left over, blocks share these: few sums are then left to send, and the
+products of the shared tiles hide the sums of the wave before.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from stretto.kernels.engine.architectures import TileConfig, tiles_for
 from stretto.kernels.engine.hopper.tile_config import NARROW
 from stretto.kernels.engine.waves import SENT_IN_A_US
 from stretto.kernels.fused import copied, matmul_reduce_scatter, obstacles, unfused
-from stretto.kernels.fused.add_config import AddConfig, default_tiles, fitted, may_share
+from stretto.kernels.fused.add_config import AddConfig, default_tiles, fitted, may_share, time
 from stretto.kernels.fused.obstacles import obstacle
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.problem import Problem
@@ -43,11 +47,13 @@ LEAST_GAIN = 0.02
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has."""
     whole = _of_whole_tiles(problem)
+    if not may_share(problem) or problem.types.out == "float32":
+        return whole
     shares = Config.result_of(problem).shares
     shared = [
         Config(tiles=tiles, own_last=True)
         for tiles in tiles_for(problem).summing
-        if may_share(problem) and shares(tiles) and _own_are_last(problem, tiles)
+        if shares(tiles) and _own_are_last(problem, tiles)
     ]
     best = min(shared, key=lambda config: _us(config, problem), default=whole)
     return best if _us(best, problem) < (1 - LEAST_GAIN) * _us(whole, problem) else whole
@@ -73,9 +79,17 @@ def _own_are_last(problem: Problem, tiles: TileConfig) -> bool:
 
 
 def _us(config: Config, problem: Problem) -> float:
-    """Microseconds of the products, and of the sums that are still on their way after them."""
+    """Microseconds of the products, and of the sums that are still on their way after them.
+
+    All own tiles of the last wave end together, whether the others were in between or before.
+    """
     result, k = Config.result_of(problem), _contraction(problem)
     return result.us(config.tiles, k) + result.us_after(config.tiles, k, _sent(problem))
+
+
+def _fitted(config: Config, problem: Problem) -> Config:
+    """What was fastest at other sizes, or the default, if it ends sooner at these."""
+    return fitted(config, problem, default_config(problem), _us if may_share(problem) else time)
 
 
 def _contraction(problem: Problem) -> int:
@@ -101,7 +115,7 @@ KERNEL = Kernel(
     run=run,
     obstacle=obstacle,
     default=default_config,
-    fitted=lambda config, problem: fitted(config, problem, default_config(problem)),
+    fitted=_fitted,
     candidates=Config.candidates,
     copies=copied.everywhere,
     apart=unfused.by_sum(Config(unfused=True)),
