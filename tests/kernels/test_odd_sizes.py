@@ -68,6 +68,31 @@ def test_what_is_padded(shape, on_hopper, on_blackwell):
     assert padded.shape == on_hopper and padded.sum(dtype=F32) == np.prod(shape)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((17, 130), BF16, True),
+        ((2, 17, 1028), BF16, True),
+        ((17, 131), BF16, False),
+        ((17, 130), F32, False),
+    ],
+)
+def test_copies_to_other_columns_are_of_words(shape, dtype, words):
+    x = jax.random.normal(jax.random.key(0), shape, dtype)
+    padded = padding.pad(x, LARGE)
+    more = padded.shape[-1] - shape[-1]
+    np.testing.assert_array_equal(padded, jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
+    for rows in (shape[-2], 3):
+        np.testing.assert_array_equal(padding.cut(padded, rows, shape[-1]), x[..., :rows, :])
+    for copy in (
+        lambda x: padding.pad(x, LARGE),
+        lambda x: padding.cut(x, shape[-2], shape[-1] - 2),
+    ):
+        assert ("bitcast_convert" in jax.jit(copy).lower(x).as_text()) == words
+    same = jax.jit(lambda x: padding.cut(x, 3, shape[-1])).lower(x).as_text()
+    assert "bitcast_convert" not in same
+
+
 def product(m, k, n, *, seed, transposed=False, **options):
     lhs, rhs = cases.operands(m, k, n, seed=seed)
     given = jnp.asarray(rhs.T if transposed else rhs, BF16)

@@ -16,12 +16,13 @@ import pytest
 import scaled_cases
 from fused_cases import BF16, F32
 from jax.sharding import PartitionSpec as P
+from problems import problem
 from selection import slow
 
 import stretto as st
 from stretto.distributed.semaphores import Semaphore
 from stretto.distributed.simulator import DeadlockError
-from stretto.kernels.engine import gates, remainder
+from stretto.kernels.engine import fuse, gates, remainder
 from stretto.kernels.engine.hopper.tile_config import LARGE, NARROW, TileConfig
 from stretto.kernels.engine.parts import Arrival, Tile
 from stretto.kernels.engine.remainder import Part, Remainder, Sharing, remainder_of, sharing_of
@@ -187,6 +188,30 @@ def test_fused_matmuls_of_shared_tiles_are_exact(name, devices, tiles, own_last)
     assert remainder_of(devices * tiles, 3, sharing_of(SHARED, STEPS)) is not None
     for seed in range(3):
         fused(name, devices, tiles, seed, own_last=own_last)
+
+
+@pytest.mark.parametrize(
+    ("name", "own_last", "full_waves"),
+    [
+        ("matmul_reduce_scatter", True, True),
+        ("matmul_reduce_scatter", False, False),
+        ("matmul_all_reduce", True, False),
+    ],
+)
+def test_an_all_reduce_does_not_share_full_waves(
+    monkeypatch, traces_apart, name, own_last, full_waves
+):
+    """All of their sums would be sent after the last product."""
+    seen = []
+    monkeypatch.setattr(
+        fuse, "remainder_of", lambda tiles, blocks, sharing: seen.append(sharing.full_waves)
+    )
+    config = CONFIGS[name](tiles=SHARED, own_last=own_last)
+    lhs, rhs = cases.operands(*cases.whole(name, 2, 128, 64, 128))
+    with st.simulate():
+        cases.run(name, lhs, rhs, devices=2, config=config)
+    assert set(seen) == {full_waves}
+    assert config.result_of(problem(operation=name)).full_waves == config.full_waves
 
 
 @pytest.mark.parametrize("method", ["wait", "signal"])

@@ -19,10 +19,11 @@ from stretto.kernels.engine.hopper.tile_config import (
     PAIR,
     SHARED,
     SHARED_FP8,
+    SHARED_WIDE,
     WIDE_RESULT,
     WIDE_RESULT_FP8,
 )
-from stretto.kernels.engine.waves import Result
+from stretto.kernels.engine.waves import SENT_IN_A_US, Result
 from stretto.kernels.fused import (
     all_gather_matmul,
     gather_times,
@@ -243,7 +244,8 @@ def test_between_entries_a_tile_waits_no_more_often(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "columns", "last"),
     [
-        ((5120, 13824, 5120), 128, True),
+        ((4608, 13824, 4864), 128, True),
+        ((5120, 13824, 5120), 192, True),  # Shared, below.
         ((5120, 2048, 5120), 128, False),  # The sums would take longer than the own tiles.
         ((8192, 8192, 8192), 192, False),
         ((512, 8192, 1024), 128, False),  # One wave.
@@ -252,6 +254,35 @@ def test_between_entries_a_tile_waits_no_more_often(monkeypatch):
 def test_own_tiles_of_an_all_reduce_are_last_where_they_are_narrow(sizes, columns, last):
     found = matmul_all_reduce.default_config(problem("matmul_all_reduce", *sizes))
     assert (found.tiles.tile_n, found.own_last) == (columns, last)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "tiles"),
+    [
+        ((5120, 13824, 5120), 2, SHARED_WIDE),
+        ((2048, 28672, 8192), 2, SHARED_WIDE),  # They hide the sums of the wave before.
+        ((8192, 8192, 8192), 2, WIDE_RESULT),  # Too many tiles are left over.
+        ((5120, 13824, 5120), 4, NARROW),  # The sums take longer than the own tiles.
+    ],
+)
+def test_where_an_all_reduce_shares_its_last_wave(sizes, devices, tiles):
+    of_these = problem("matmul_all_reduce", *sizes, devices=devices)
+    assert matmul_all_reduce.default_config(of_these).tiles == tiles
+    tried = {config.tiles for config in matmul_all_reduce.Config.candidates(of_these)}
+    assert tiles in tried
+    wide = dataclasses.replace(of_these, types=Types(lhs="bfloat16", rhs="bfloat16", out="float32"))
+    assert matmul_all_reduce.default_config(wide).tiles == WIDE_RESULT
+
+
+def test_sums_of_the_last_waves_are_sent_after_the_products():
+    made = dataclasses.replace(result(2, 2560, 5120), k=6912, full_waves=False)
+    wave = 128 * 192 * 132 / SENT_IN_A_US
+    # 8 waves, 24 tiles that blocks share, and what is sent of an element.
+    products = made.us(SHARED_WIDE, 6912) - made.us(WIDE_RESULT, 6912) * 8 / 9
+    for sent in (1, 2, 4):
+        expected = sent * wave * 24 / 132 + max(0.0, sent * wave - products)
+        assert made.us_after(SHARED_WIDE, 6912, sent) == pytest.approx(expected)
+    assert made.us_after(WIDE_RESULT, 6912, 2) == pytest.approx(2 * wave * 24 / 132)
 
 
 def near(monkeypatch, operation: str, config, dtype: str = "bfloat16") -> None:
