@@ -42,7 +42,13 @@ from stretto.distributed.tools import aot
 from stretto.kernels.choice import choose
 from stretto.kernels.collectives import combine, dispatch, summed_norm_by_heap
 from stretto.kernels.engine.blackwell import tile_config as blackwell_tiles
-from stretto.kernels.engine.hopper.tile_config import BLOCKS, BLOCKS_BY_THREE, LARGE_FP8, SHARED
+from stretto.kernels.engine.hopper.tile_config import (
+    BLOCKS,
+    BLOCKS_BY_THREE,
+    LARGE_FP8,
+    SHARED,
+    SHARED_WIDE,
+)
 from stretto.kernels.fused import (
     attention_config,
     attention_derivative,
@@ -108,7 +114,8 @@ def more_variants(name: str) -> Iterator[Program]:
     square = aot.mesh_of_gpus((2, 2), ("x", "y"))
     two = aot.mesh_of_gpus((2,), ("x",))
     yield "two devices", *fused(name, two)
-    shared = OPERATIONS[name].kernels[0].Config(tiles=SHARED)
+    shares = SHARED_WIDE if name == "matmul_all_reduce" else SHARED
+    shared = OPERATIONS[name].kernels[0].Config(tiles=shares)
     yield "shared tiles", *fused(name, two, SHARES, config=shared)
     yield "float32 out of float16", *fused(name, four, dtype=jnp.float16, out_dtype=jnp.float32)
     yield "second axis", *fused(name, square, axis="y")
