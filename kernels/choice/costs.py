@@ -18,9 +18,12 @@ XLA_BYTES = 270e9  # per second, NCCL alone
 ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
-COPY_BESIDE_US = 1.8  # the same of a matmul
-WORD_BYTES, NOT_IN_WORDS = 4, 2  # copies of rows that are no multiples of words take so much longer
+COPIES_BESIDE_US = {0: 0.0, 2: 7.0, 3: 5.4}
+"""The same of a matmul's, by their number. Three are enough kernels in a row, with what else
+surrounds a call, for XLA to record them in a command buffer; two are launched one by one."""
+WORD_BYTES, NOT_IN_WORDS = 4, 1.8  # copies of rows of no words take a collective so much longer
 COPIED_BYTES = 3.6e12  # per second, read and written by these
+PADDED_BYTES, CUT_BYTES = 3.8e12, 1.45e12  # the same of a matmul's operands, and of its result
 FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
@@ -126,8 +129,13 @@ def copies_launches_us(work: Work, itemsize: int) -> float:
 
     Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
     """
+    return COPIES_BESIDE_US[copies(work, itemsize)]
+
+
+def copies(work: Work, itemsize: int) -> int:
+    """How many of a matmul's operands and its result are copied to aligned rows, at most."""
     is_lhs, is_rhs = (size % ROW_BYTES > 0 for size in _row_bytes(work, itemsize))
-    return COPY_BESIDE_US * (is_lhs + (is_lhs or is_rhs) + is_rhs)
+    return is_lhs + (is_lhs or is_rhs) + is_rhs
 
 
 def copies_us(copied: int, row_bytes: int) -> float:
@@ -135,12 +143,29 @@ def copies_us(copied: int, row_bytes: int) -> float:
 
     Or of their launches, if these take longer.
     """
-    return max(_copied_us(copied, (row_bytes,)), 2 * COPY_LAUNCH_US)
+    in_words = not row_bytes % WORD_BYTES
+    copied_us = 2e6 * copied / COPIED_BYTES * (1 if in_words else NOT_IN_WORDS)
+    return max(copied_us, 2 * COPY_LAUNCH_US)
 
 
 def copied_for_sizes_us(work: Work, itemsize: int, copied: int) -> float:
-    """Microseconds in which XLA copies so many bytes of a matmul to rows that are aligned."""
-    return _copied_us(copied, _row_bytes(work, itemsize))
+    """Microseconds in which XLA copies so many bytes of a matmul to rows that are aligned.
+
+    A result is cut out of aligned rows where its own are not, which takes longer.
+    """
+    cut = min(copied, _cut(work, itemsize))
+    return 2e6 * ((copied - cut) / PADDED_BYTES + cut / CUT_BYTES)
+
+
+def _cut(work: Work, itemsize: int) -> int:
+    """Bytes of a device's part of a product that is cut out of one with aligned rows."""
+    if work.product is None:
+        return 0
+    m, _, n = work.product
+    if not n * itemsize % ROW_BYTES:
+        return 0
+    is_scattered = work.traffic is not None and work.traffic.collective == "reduce_scatter"
+    return m * n * itemsize // (work.traffic.devices if is_scattered and work.traffic else 1)
 
 
 def _row_bytes(work: Work, itemsize: int) -> tuple[int, ...]:
@@ -150,12 +175,6 @@ def _row_bytes(work: Work, itemsize: int) -> tuple[int, ...]:
     _, k, n = work.product
     columns = k if work.traffic is None else min(k, work.traffic.shape[1])
     return columns * itemsize, n * itemsize
-
-
-def _copied_us(copied: int, row_bytes: tuple[int, ...]) -> float:
-    """Microseconds of copies, which take longer where some rows are no multiples of a word."""
-    in_words = not any(size % WORD_BYTES for size in row_bytes)
-    return 1e6 * 2 * copied / COPIED_BYTES * (1 if in_words else NOT_IN_WORDS)
 
 
 def moved_in_memory_us(moved: int) -> float:

@@ -115,11 +115,18 @@ def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> C
         choice = costs.by_size(kernel.fused_from, operation.work(problem))
     else:
         is_measured = kernel.stands_for is not None and _measured(operation, kernel, problem)
-        margin = 0.0 if is_measured else costs.MARGIN
-        choice = costs.compare(estimate(operation, kernel, problem), margin)
+        of_both = estimate(operation, kernel, problem)
+        margin = _margin(operation, of_both[1])
+        choice = costs.compare(of_both, 0.0 if is_measured else margin)
     return Choice(
         problem=problem, kernel=kernel, config=best_config(operation, kernel, problem), **choice
     )
+
+
+def _margin(operation: Operation, xla_us: float) -> float:
+    """The share of XLA's `xla_us` by which a kernel must be faster, nothing near being known."""
+    is_short = xla_us < tables.SHORT_US and not operation.communicates
+    return tables.MARGIN_OF_SHORT if is_short else costs.MARGIN
 
 
 def _with_copies(
@@ -148,9 +155,9 @@ def _with_copies(
     if of_sizes:
         launches_us = costs.copies_launches_us(work, itemsize)
         fused_us += launches_us
+        margin = transfers.MARGIN_BESIDE_COPIES
         if launches_us and operation.communicates:
-            is_short = xla_us < tables.SHORT_US and not transfers.is_divided(operation, problem)
-            margin = tables.MARGIN_OF_SHORT if is_short else transfers.MARGIN_OF_COPIES
+            margin = transfers.margin_of_copies(operation, problem, xla_us)
     is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
@@ -228,7 +235,7 @@ def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice 
     found = _look_up(operation, kernel, problem)
     if found is None and kernel.stands_for is not None:
         # The problem of another operation: this operation's estimate does not apply.
-        found = tables.look_up(kernel, kernel.stands_for(problem)[0])
+        found = tables.look_up(kernel, kernel.stands_for(problem)[0], asked=problem)
     return found
 
 

@@ -199,7 +199,12 @@ def table_for(device_kind: str) -> Table:
         return Table(device_kind)
 
 
-def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) -> Choice | None:
+def look_up(
+    kernel: Kernel,
+    problem: Problem,
+    estimate: Estimate | None = None,
+    asked: Problem | None = None,
+) -> Choice | None:
     """The choice by the table of the problem's GPU; None where the table does not apply.
 
     That is where no entry is within `REACH`, where the result's elements are of another width than
@@ -214,6 +219,7 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
       problem: the call.
       estimate: of the fused kernel's time and XLA's; without one the measured ratios are
         interpolated themselves.
+      asked: the problem that the kernel serves, where it `stands_for` the other one.
     """
     if problem.types.out_itemsize != problem.types.measured_out_itemsize:
         return None
@@ -248,7 +254,9 @@ def look_up(kernel: Kernel, problem: Problem, estimate: Estimate | None = None) 
         reason=f"the fused kernel should take {_percent(ratio)} of XLA's time, by the nearest"
         f" shapes in the table, {shapes}",
         kernel=kernel,
-        config=kernel.fitted(config, problem) if distance <= NEAR else kernel.default(problem),
+        config=kernel.fitted(config, problem)
+        if distance <= NEAR
+        else kernel.default(asked or problem),
     )
 
 

@@ -7,22 +7,33 @@ import math
 
 import numpy as np
 
-from stretto.kernels.choice import costs, products, tables
+from stretto.kernels.choice import costs, groups, products, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
-from stretto.kernels.problem.work import Traffic
+from stretto.kernels.problem.work import Traffic, Work
 
-MARGIN_OF_COPIES = 0.1
-"""Share by which a kernel must be faster where copies that its sizes need were estimated."""
+MARGIN_OF_COPIES, MARGIN_BESIDE_COPIES = 0.1, 0.05
+"""Share by which a collective's kernel must be faster where copies that its sizes need were
+estimated; and a matmul's, if it takes XLA no short time."""
+MARGIN_OF_THREE_COPIES = 0.08
+"""The same of a matmul that takes XLA a short time, with both operands and the result copied."""
+MARGIN_OF_PARTS = 0.1
+"""Share of XLA's time that two parts must save."""
 PART_BYTES = 16  # of which a part that NCCL moves at its full rate is a multiple
 MISALIGNED_US = dict(all_gather=2.0e-6, reduce_scatter=1.1e-6, all_to_all=4.9e-6)
 """For each byte that a device sends of one that is not, beyond what an aligned one takes."""
+SLOW_SUMS, SLOW_SUM_US = (500_000, 5_000_000), 17e-6
+"""Bytes of an all-reduce that takes XLA so much longer for each of them if they are no whole words.
+Matmuls with such sums took 36.7 in place of 25 (0.59 MB), 34 of 23 (0.56 MB) and 99 of 40 (4.1 MB),
+and with 0.46 MB and 6.2 MB as long as others: NCCL has other protocols there."""
 FEW_ROWS, LONG_CONTRACTION, MOST_COLUMNS = 1024, 2048, 1024
 FEW_ROWS_TAKE = 0.8
 """Of products of few rows: rows, contraction, columns after a gather, and what two parts take of
 XLA's time."""
+MESSAGES_TAKE = 0.89
+"""Of XLA's time, products in two parts whose sums are whole messages: 0.88, 0.90 and 0.91."""
 MOST_LAUNCHES, RECORDING_SAVES_US = 4, 9.0
 """Kernels of a product that XLA divides and whose operands it fills up, and what is saved where it
 records them."""
@@ -64,9 +75,13 @@ def misaligned_us(traffic: Traffic) -> float:
     all-reduce 231 in place of 226.
     """
     rows, columns = traffic.shape
-    of_a_part = rows * columns * traffic.itemsize // (1 if traffic.gathers else traffic.devices)
+    size = rows * columns * traffic.itemsize
+    of_a_part = size // (1 if traffic.gathers else traffic.devices)
     if traffic.devices > costs.MOST_DEVICES or not of_a_part % PART_BYTES:
         return 0.0
+    least, most = SLOW_SUMS
+    if traffic.collective == "all_reduce" and least < size < most and size % costs.WORD_BYTES:
+        return SLOW_SUM_US * size
     return MISALIGNED_US.get(traffic.collective, 0.0) * traffic.sent_bytes
 
 
@@ -80,8 +95,16 @@ def _entries(problem: Problem, name: str) -> list[Entry]:
 
 
 def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
-    """`costs.estimate`, with the times of the collective inside where a table has them."""
+    """`costs.estimate`, with the times of the collective inside where a table has them.
+
+    Of groups of rows in 16 bits on one device it is that of `groups`.
+    """
     work = operation.work(problem)
+    if work.product is not None and work.traffic is None and problem.types.scales is None:
+        sizes = *work.product, work.matrices, problem.types.itemsize
+        of_both = (groups.by_kernel, groups.by_xla)
+        fused_us, xla_us = (f(*sizes, problem.machine.multiprocessors) for f in of_both)
+        return fused_us, xla_us
     measured = None
     if work.traffic is not None and work.product is not None:
         name = work.traffic.collective
@@ -119,12 +142,12 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
 def of_few_rows(
     operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
 ) -> Choice | None:
-    """A product that XLA divides along the contraction, in two parts; None of any other.
+    """A product of few rows in two parts, where that is faster though they hide nothing, or None.
 
-    XLA launches four kernels for it, which it records in a command buffer beside a kernel of ours,
-    and not beside NCCL. So two parts are faster, though they hide nothing; and so they are for
-    few rows and a long contraction: at nine such sizes on two H200s they took 0.55 to 0.84 of
-    XLA's time.
+    That is one that XLA divides along the contraction: XLA launches four kernels for it, which it
+    records in a command buffer beside a kernel of ours, and not beside NCCL. And one of a long
+    contraction: at nine such sizes on two H200s two parts took 0.55 to 0.84 of XLA's time. And a
+    short sum of whole messages, which need no copies.
     """
     work = operation.work(problem)
     default = kernel.default(problem)
@@ -132,10 +155,18 @@ def of_few_rows(
         return None
     name = work.traffic.collective
     is_known = problem.devices <= costs.MOST_DEVICES and problem.types.scales is None
-    if not is_known or name == "all_reduce" or times(problem, name, 1) is None:
+    if not is_known or times(problem, name, 1) is None:
         return None
-    saved_us = _saved_by_recording(operation, problem, xla_us)
-    if saved_us < MARGIN_OF_COPIES * xla_us:
+    if name == "all_reduce":
+        why = "the sum is short, or no whole words"
+        saved_us = max(
+            _saved_by_messages(operation, kernel, problem, xla_us),
+            _saved_of_slow_sum(work, problem),
+        )
+    else:
+        why = "XLA divides the product along its contraction"
+        saved_us = _saved_by_recording(operation, problem, xla_us)
+    if saved_us < MARGIN_OF_PARTS * xla_us:
         return None
     config = dataclasses.replace(default, unfused=True)
     return Choice(
@@ -143,20 +174,59 @@ def of_few_rows(
         kernel=kernel,
         config=config,
         backend="pallas",
-        reason="XLA divides the product along its contraction, a kernel has the"
-        f" {name.replace('_', '-')}",
+        reason=f"{why}, a kernel has the {name.replace('_', '-')}",
         fused_us=xla_us - saved_us,
         xla_us=xla_us,
     )
 
 
+def _saved_by_messages(
+    operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
+) -> float:
+    """Microseconds that two parts save where a short sum is of whole messages; 0 elsewhere."""
+    is_whole = kernel.apart is not None and kernel.apart(problem) is not None
+    is_short = problem.sizes["m"] <= FEW_ROWS and xla_us < tables.SHORT_US
+    if not (is_whole and is_short) or _launches(operation, problem) > 1:
+        return 0.0
+    return (1 - MESSAGES_TAKE) * xla_us
+
+
+def _saved_of_slow_sum(work: Work, problem: Problem) -> float:
+    """Microseconds that two parts save where NCCL is slow, less copies to whole rows and back."""
+    if work.traffic is None or problem.sizes["m"] > FEW_ROWS:
+        return 0.0
+    slow_us, found = misaligned_us(work.traffic), times(problem, "all_reduce", _elements(work))
+    if not slow_us or found is None:
+        return 0.0
+    copied = 2e6 * work.traffic.size * (1 / costs.PADDED_BYTES + 1 / costs.CUT_BYTES)
+    return slow_us + found[1] - found[0] - costs.COPIES_BESIDE_US[2] - copied
+
+
+def _elements(work: Work) -> int:
+    """Of a device's operand of the collective inside."""
+    return 0 if work.traffic is None else math.prod(work.traffic.shape)
+
+
+def margin_of_copies(operation: Operation, problem: Problem, xla_us: float) -> float:
+    """The share by which a kernel that needs copies must be faster than XLA's `xla_us`."""
+    if xla_us >= tables.SHORT_US or is_divided(operation, problem):
+        return MARGIN_BESIDE_COPIES
+    copies = costs.copies(operation.work(problem), problem.types.itemsize)
+    return MARGIN_OF_THREE_COPIES if copies == 3 else tables.MARGIN_OF_SHORT
+
+
 def is_divided(operation: Operation, problem: Problem) -> bool:
     """Whether XLA divides the product along the contraction, and fills its operands up first."""
+    return _launches(operation, problem) == MOST_LAUNCHES
+
+
+def _launches(operation: Operation, problem: Problem) -> int:
+    """Kernels that XLA launches for the product; 0 without a product and a collective."""
     work = operation.work(problem)
     if work.product is None or work.traffic is None:
-        return False
+        return 0
     sizes = *work.product, work.traffic.itemsize, problem.machine.multiprocessors
-    return products.launches_of_xla(*sizes) == MOST_LAUNCHES
+    return products.launches_of_xla(*sizes)
 
 
 def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -> float:

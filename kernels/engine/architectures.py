@@ -112,7 +112,7 @@ TILES = {
         adding_deep=hopper_tiles.WIDE_RESULT,
         scattering=(hopper_tiles.SHARED,),
         summing=(hopper_tiles.SHARED, hopper_tiles.SHARED_WIDE),
-        gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW),
+        gathering=(hopper_tiles.WIDE_RESULT, hopper_tiles.NARROW, hopper_tiles.NARROWEST),
         sharing=(hopper_tiles.PAIR, hopper_tiles.LARGE_PAIR),
     ),
     BLACKWELL: Tiles(

@@ -16,9 +16,10 @@ from stretto.kernels.engine.shared_memory import SWIZZLE_BYTES
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.problem.problem import Problem
 
-COSTS = {192: 0.99, 128: 1.01}
+COSTS = {192: 0.99, 128: 1.01, 64: 1.55}
 """Time of an element of the result in tiles of so many columns, over that in tiles of 256, where
-products are long. On two H200s own matmuls took 0.99 to 1.00 of it with 192, and 1.01 with 128."""
+products are long. On two H200s own matmuls took 0.99 to 1.00 of it with 192, and 1.01 with 128; of
+64 columns fused ones took 0.64 of the time of 128."""
 LOAD = 52.0
 """Time of an element of the result by loads alone, over that by products: so much for each row and
 column that its tile loads a step, over the tile's elements. A row of lhs that begins within a line
@@ -31,6 +32,10 @@ one H200, of rows that begin within a line, over those of even sizes in tiles as
 1.38 with 256 columns, 1.08 by pairs; 1024 x 3080 x 4096 1.24 with 128 columns, 1.02 with 256."""
 PAIR = 1.05
 """Time of a pair's tile over that of two blocks: they wait for each other."""
+STORING_STEPS = {1: 3.5, 2: 4.4}
+"""Steps along the contraction that take as long as to begin a tile and to store it, whatever its
+loads, by the blocks of a tile. Of 3 steps pairs of 256 x 256 took 1.25 of the time of 128 x 192,
+though they load least, and of one step 1.08."""
 STEPS_IN_A_US, SENT_IN_A_US = 128 * 256 / 0.7, 245e3
 """Elements of results that a multiprocessor adds a step of `tile_k` to, and bytes that one device
 sends beside a matmul, in a microsecond."""
@@ -103,17 +108,33 @@ class Result:
 
     def time(self, tile: TileShape) -> float:
         """Of the waves: elements of tiles that a multiprocessor makes, as if of 256 columns."""
-        cost = COSTS.get(tile.tile_n, 1.0) if self.in_lines else self._by_loads(tile)
-        if tile.blocks > 1:
-            cost *= PAIR
-        return self._waves_of_time(tile) * (tile.tile_m // tile.blocks) * tile.tile_n * cost
+        if self.in_lines:
+            waves = self._waves_of_time(tile) * COSTS.get(tile.tile_n, 1.0)
+        else:
+            last, before = self._last_wave(tile), self.waves(tile) - 1
+            waves = before * self._by_loads(tile) + self._by_loads(tile, last)
+        paired = PAIR if tile.blocks > 1 else 1.0
+        return waves * (tile.tile_m // tile.blocks) * tile.tile_n * paired
 
-    def _by_loads(self, tile: TileShape) -> float:
-        """Time of an element of the result, over that where loads do not limit it."""
+    def _last_wave(self, tile: TileShape) -> float:
+        """The share of multiprocessors that have a tile of the last wave."""
+        together = self.multiprocessors // tile.blocks
+        return (self.tiles(tile) - (self.waves(tile) - 1) * together) / together
+
+    def _by_loads(self, tile: TileShape, busy: float = 1.0) -> float:
+        """Time of an element of the result, over that where loads do not limit it.
+
+        `busy`: the share of multiprocessors that load; what the others leave, these have more of.
+        """
         of_lhs = (1 + (LHS_WITHIN - 1) * self.lhs_within) / tile.tile_n
         of_rhs = (1 + (RHS_WITHIN - 1) * self.rhs_within) / tile.tile_m
-        loads = LOAD * (of_lhs + of_rhs)
-        return (1 + loads**SHARPNESS) ** (1 / SHARPNESS)
+        loads = LOAD * (of_lhs + of_rhs) * busy
+        of_steps = (1 + loads**SHARPNESS) ** (1 / SHARPNESS)
+        if self.k is not None:
+            steps = ceil_div(self.k, tile.tile_k)
+            besides = STORING_STEPS[tile.blocks]
+            of_steps = (of_steps * steps + besides) / (steps + STORING_STEPS[1])
+        return max(of_steps, COSTS.get(tile.tile_n, 1.0))
 
     def us(self, tile: TileShape, k: int) -> float:
         """Microseconds of the waves, where products are along `k`."""

@@ -57,6 +57,8 @@ class Config(PullConfig):
         for tile in (tiles.narrow, *tiles.large_ones):
             for raster_width in (4, 8, 16):
                 yield Config(tiles=dataclasses.replace(tile, raster_width=raster_width))
+        if problem is not None and problem.types.scales is None:
+            yield default_config(problem)
 
 
 def default_config(problem: Problem) -> Config:

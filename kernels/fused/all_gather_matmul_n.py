@@ -9,6 +9,7 @@ operation requests both.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from stretto.kernels.fused import all_gather_matmul, copied
 from stretto.kernels.fused.all_gather_matmul import Config
@@ -18,6 +19,11 @@ from stretto.kernels.problem.problem import Problem
 def default_config(problem: Problem) -> Config:
     """The configuration of the transposed problem."""
     return all_gather_matmul.default_config(transposed(problem)[0])
+
+
+def candidates(problem: Problem | None = None) -> Iterator[Config]:
+    """Those of the transposed problem."""
+    return Config.candidates(None if problem is None else transposed(problem)[0])
 
 
 def transposed(problem: Problem) -> tuple[Problem, int]:
@@ -31,6 +37,7 @@ def transposed(problem: Problem) -> tuple[Problem, int]:
 KERNEL = dataclasses.replace(
     all_gather_matmul.KERNEL,
     default=default_config,
+    candidates=candidates,
     stands_for=transposed,
     copies=lambda problem, config: copied.by_rows(transposed(problem)[0], config),
     apart=None,

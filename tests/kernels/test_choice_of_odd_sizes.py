@@ -259,3 +259,40 @@ def test_few_rows_with_a_long_contraction_are_in_two_parts():
     assert is_unfused("all_gather_matmul", 4, 9420, 4)
     assert is_unfused("all_gather_matmul_n", 46, 8105, 18)
     assert not is_unfused("all_gather_matmul", 46, 5833, 4558)  # 1.2.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_unfused"),
+    [  # Sizes of the whole problem, and what two parts took of XLA's time.
+        ((32, 16, 8), True),  # 0.90
+        ((448, 16, 16), True),  # 0.90
+        ((64, 400, 512), False),  # 1.07
+        ((16, 15184, 112), False),  # 1.00
+        ((8, 16, 1040), False),  # 1.3: no whole messages
+        # No whole words, in sums of sizes that NCCL is slow at.
+        ((349, 346, 843), True),  # 0.76
+        ((19, 226, 14851), True),  # 0.81
+        ((583, 194, 3533), True),  # 0.50
+        ((45, 6, 5137), False),  # 1.3
+    ],
+)
+def test_short_sums_in_two_parts(sizes, is_unfused):
+    found = chosen(problem(*sizes, operation="matmul_all_reduce", devices=2, kind=H200.kind))
+    assert (found.backend == "pallas" and found.config.unfused) == is_unfused
+
+
+def test_copies_beside_a_matmul_count_by_their_number_and_kind():
+    """With 11 MB of a result cut out a kernel took 24 us longer, with 216 MB of lhs padded 133."""
+    short = OPERATIONS["all_gather_matmul"]
+    two, three = (
+        costs.copies_launches_us(short.work(problem(64, k, 64 * 2, devices=2)), 2) for k in (66, 64)
+    )
+    assert (two, three) == (costs.COPIES_BESIDE_US[2], 0.0)
+    cut = OPERATIONS["matmul_reduce_scatter"].work(
+        problem(3198, 2, 3495, operation="matmul_reduce_scatter", devices=2)
+    )
+    assert costs.copied_for_sizes_us(cut, 2, 11_300_000) == pytest.approx(24, rel=0.4)
+    padded = OPERATIONS["matmul_reduce_scatter"].work(
+        problem(19566, 10898, 8, operation="matmul_reduce_scatter", devices=2)
+    )
+    assert costs.copied_for_sizes_us(padded, 2, 216_000_000) == pytest.approx(133, rel=0.2)

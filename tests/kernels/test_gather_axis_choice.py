@@ -65,6 +65,13 @@ class TestChoice:
         # An entry of the same sizes, but of the other operation, says nothing.
         assert self.choice("all_gather_matmul_n", 2048, 8192, 32768).xla_us != 1010
 
+    def test_beside_a_distant_entry_the_default_is_that_of_the_own_sizes(self, monkeypatch):
+        measured = entry(208, 3480, 30800, fused_us=100.0, xla_us=200.0)
+        monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (measured,)))
+        choice = self.choice("all_gather_matmul_n", 6160, 3480, 208)
+        assert choice.config == choice.kernel.default(choice.problem)
+        assert choice.config.gather_first
+
 
 class TestErrors:
     def fails(self, message, lhs, rhs, **options):

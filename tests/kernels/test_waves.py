@@ -16,6 +16,7 @@ from stretto.kernels.engine.hopper.tile_config import (
     LARGE_FP8,
     LARGE_PAIR,
     NARROW,
+    NARROWEST,
     PAIR,
     SHARED,
     SHARED_FP8,
@@ -202,18 +203,41 @@ def test_where_rows_begin_within_a_line_tiles_cost_what_they_load(sizes, within,
         assert odd.time(tile) / base == pytest.approx(ratio, abs=0.07), tile
 
 
+def test_few_tiles_are_not_limited_by_loads():
+    """With 50 tiles for 132 multiprocessors pairs took 1.2 of the time of tiles of 128 columns."""
+    odd = dict(lhs_within=1.0, rhs_within=1.0)
+    one = dataclasses.replace(result(1, 128, 128), **odd)
+    wave = dataclasses.replace(result(1, 128 * one.multiprocessors, 128), **odd)
+    assert one.time(NARROW) < 0.7 * wave.time(NARROW)
+    more = dataclasses.replace(result(1, 128 * (one.multiprocessors + 1), 128), **odd)
+    assert more.time(NARROW) == pytest.approx(wave.time(NARROW) + one.time(NARROW))
+    found = all_gather_matmul.default_config(problem("all_gather_matmul", 2416, 88, 496))
+    assert found.tiles == NARROW
+
+
 @pytest.mark.parametrize(
     ("operation", "sizes", "columns"),
     [
         ("all_gather_matmul", (1000, 3072, 8208), 128),
         ("matmul_all_reduce", (6610, 12796, 2442), 256),
         ("matmul_reduce_scatter", (8184, 8208, 8200), 256),
-        ("matmul_reduce_scatter", (5120, 13840, 5120), 256),  # Rows of lhs alone.
+        ("matmul_reduce_scatter", (5120, 13840, 5120), 192),  # 1.022 and 1.025 of the even size.
+        # 3 steps: pairs of 256 x 256 took 1.25 of the time of 192 columns. One: 1.08.
+        ("matmul_reduce_scatter", (15856, 368, 520), 192),
+        ("matmul_reduce_scatter", (7456, 16, 2744), 256),
     ],
 )
 def test_tiles_of_odd_sizes(operation, sizes, columns):
     found = OPERATIONS[operation].kernels[0].default(problem(operation, *sizes))
     assert found.tiles.tile_n == columns
+
+
+def test_where_sending_takes_longest_all_tiles_of_the_last_shard_are_in_flight():
+    """At 8384 x 6480 x 816 pairs, which leave 4 tiles, took 268, and 192 columns 247."""
+    asked = problem("all_gather_matmul", 8384, 6480, 816)
+    times = {tile: gather_times.us(asked, tile) for tile in (PAIR, WIDE_RESULT)}
+    assert times[PAIR] / times[WIDE_RESULT] == pytest.approx(1.085, abs=0.1)
+    assert all_gather_matmul.default_config(asked).tiles in (NARROW, WIDE_RESULT)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +251,21 @@ def test_tiles_of_odd_sizes(operation, sizes, columns):
 def test_a_gather_has_the_tiles_that_end_soonest(sizes, columns, chunk):
     found = all_gather_matmul.default_config(problem("all_gather_matmul", *sizes))
     assert (found.tiles.tile_n, found.chunk_columns) == (columns, chunk)
+
+
+@pytest.mark.parametrize(("columns", "narrowest"), [(8, True), (64, True), (65, False)])
+def test_a_gather_of_few_columns_has_the_narrowest_tiles(columns, narrowest):
+    asked = problem("all_gather_matmul", 2048, 4096, 2 * columns)
+    assert (all_gather_matmul.default_config(asked).tiles == NARROWEST) == narrowest
+    tried = [config.tiles for config in all_gather_matmul.Config.candidates(asked)]
+    assert (NARROWEST in tried) == narrowest
+
+
+@pytest.mark.parametrize("sizes", [(4096, 2048, 96), (64, 2048, 4096), (16, 176, 3840)])
+@pytest.mark.parametrize("operation", ["all_gather_matmul_k", "all_gather_matmul_n"])
+def test_the_tuner_tries_the_tiles_of_the_default(operation, sizes):
+    asked, kernel = problem(operation, *sizes), OPERATIONS[operation].kernels[0]
+    assert kernel.default(asked).tiles in [config.tiles for config in kernel.candidates(asked)]
 
 
 @pytest.mark.parametrize(("k", "chunk"), [(64, 256), (1024, 256), (1040, 512), (5120, 1280)])
