@@ -47,6 +47,9 @@ class Kernel:
         before the others.
       stands_for: the problem whose tuned entries and estimate apply to this one, with the bytes
         that XLA moves in memory in addition; None for a kernel with entries of its own.
+      parts: of a kernel that is several, apart from what XLA's implementation has, too: problem ->
+        each of these and its problem. Where no table has an entry near, what tables say of them
+        decides: it is faster if all of them are.
       copies: (problem, configuration) -> bytes that XLA copies because of the sizes, or whose copy
         would take as long as what the kernel loses by them; even sizes cost none.
       apart: problem -> the configuration in two parts, XLA's matmul and a kernel of the collective
@@ -67,6 +70,7 @@ class Kernel:
     recorded_to: int | None = None
     unrecorded_to: int = 0
     stands_for: Callable[[Problem], tuple[Problem, int]] | None = None
+    parts: Callable[[Problem], Sequence[tuple[Kernel, Problem]]] | None = None
     copies: Callable[[Problem, Any], int] = lambda problem, config: 0
     apart: Callable[[Problem], Any] | None = None
     beside: Callable[[Any, Any, Sequence[tuple[str, Any]]], str | None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.kernels.choice import costs, tables, transfers
@@ -101,6 +102,8 @@ def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> C
     kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
     unknown = untried or kernel.untried
     found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
+    if found is None and kernel.parts is not None and tables.exists(kind):
+        found = _by_parts(kernel, kernel.parts(problem), problem)
     if found is not None:
         return found
     if unknown:
@@ -127,6 +130,23 @@ def _margin(operation: Operation, xla_us: float) -> float:
     """The share of XLA's `xla_us` by which a kernel must be faster, nothing near being known."""
     is_short = xla_us < tables.SHORT_US and not operation.communicates
     return tables.MARGIN_OF_SHORT if is_short else costs.MARGIN
+
+
+def _by_parts(
+    kernel: Kernel, parts: Sequence[tuple[Kernel, Problem]], problem: Problem
+) -> Choice | None:
+    """What tables say of a kernel's parts; None where one of them has no entry near."""
+    found = [tables.look_up(part, of) for part, of in parts]
+    if not all(found):
+        return None
+    said = "; ".join(f"{one.problem.operation}: {one.reason}" for one in found if one)
+    return Choice(
+        problem=problem,
+        backend="pallas" if all(one and one.backend == "pallas" for one in found) else "xla",
+        reason=f"it has the same products by either, and moves tokens. {said}",
+        kernel=kernel,
+        config=kernel.default(problem),
+    )
 
 
 def _with_copies(

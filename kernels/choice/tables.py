@@ -47,6 +47,11 @@ KINDS = ("masking", "dim")
 another. They are its mask and the size of its heads."""
 
 
+ROOM = ("rows",)
+"""Sizes, of a combine, on which no time depends: rows that there is room for, of which those of the
+tokens' choices are used. A table has as many as there are choices, a call mostly more."""
+
+
 type Estimate = Callable[[Problem], tuple[float, float]]
 """(fused, XLA) times of a problem in microseconds, by sizes and rates."""
 
@@ -107,7 +112,8 @@ class Entry:
             return math.inf
         if self.sizes.keys() == {"m", "n"}:
             return _doublings(math.prod(self.sizes.values()), math.prod(problem.sizes.values()))
-        return sum(_doublings(size, problem.sizes[name]) for name, size in self.sizes.items())
+        works = [(size, problem.sizes[x]) for x, size in self.sizes.items() if x not in ROOM]
+        return sum(_doublings(size, asked) for size, asked in works)
 
 
 def _doublings(a: int, b: int) -> float:

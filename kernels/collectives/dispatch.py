@@ -48,7 +48,6 @@ from stretto.kernels.problem.scales import FP8
 SMEM_BYTES = 200_000
 MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
 MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
-FEW_CHOICES = 4096  # Of all devices, of which the kernel makes the tables sooner than XLA.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 
@@ -96,21 +95,20 @@ class Config:
         for num_blocks, slots in ((ALL_BLOCKS, 12), (64, 32), (32, 32)):
             yield Config(num_blocks=num_blocks, slots=slots)
         yield Config(flat=True)
-        yield Config(tables=True)
         yield Config(stores=8)
-        yield Config(counted=True, slots=32, stores=8)
+        yield Config(tables=True, counted=True, slots=32, stores=8)
 
 
 def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has: the kernel makes the tables, too.
 
-    Of many tokens that took 0.94 to 0.96 of the time on two H200s (docs/models/experts.md), and
-    XLA makes them on more devices, where it was not timed, and can spill registers.
+    It is one for few tokens and for many, so that it suits those between a table's entries. On
+    other than two devices XLA makes the tables of many: there the kernel was not timed, and can
+    spill registers.
     """
-    choices = problem.sizes["t"] * problem.sizes["top_k"]
-    if choices <= FEW_CHOICES:
-        return Config(tables=True)
-    return Config(counted=True, slots=32, stores=8) if problem.devices == 2 else Config()
+    if problem.devices == 2:
+        return Config(tables=True, counted=True, slots=32, stores=8)
+    return Config(tables=True)
 
 
 def dispatch(

@@ -195,6 +195,21 @@ def _obstacle(problem: Problem) -> str | None:
     return dispatch_kernel.KERNEL.obstacle(problem) or combine_kernel.KERNEL.obstacle(problem)
 
 
+def _moves(problem: Problem) -> list[tuple[Kernel, Problem]]:
+    """The kernels that move tokens, whose times are what a layer's by XLA differs in."""
+    t, d, top_k = (problem.sizes[name] for name in ("t", "d", "top_k"))
+    there = dict(t=t, d=d, top_k=top_k, num_experts=problem.sizes["num_experts"])
+    back = dict(t=t, d=d, top_k=top_k, rows=problem.devices * t * top_k)
+    moves = (
+        ("expert_dispatch", dispatch_kernel.KERNEL, there),
+        ("expert_combine", combine_kernel.KERNEL, back),
+    )
+    return [
+        (kernel, dataclasses.replace(problem, operation=name, sizes=sizes))
+        for name, kernel, sizes in moves
+    ]
+
+
 KERNEL = Kernel(
     Config=Config,
     run=apply,
@@ -205,6 +220,7 @@ KERNEL = Kernel(
     ),
     candidates=Config.candidates,
     untried=True,
+    parts=_moves,
 )
 
 XLA = dataclasses.replace(expert_rules.XLA, run=apply)

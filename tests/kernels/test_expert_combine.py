@@ -148,24 +148,24 @@ def test_derivatives():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "d", "top_k", "tables", "to_combine"),
+    ("tokens", "devices", "to_combine"),
     [
-        (16384, 2048, 8, False, dict(warpgroups=2, totals=True, chunk=8)),
-        (16384, 7168, 8, False, dict(warpgroups=2, totals=True, chunk=8)),
-        (512, 2048, 8, True, {}),
-        (128, 2048, 8, True, dict(chunk=2)),
+        (16384, 2, dict(warpgroups=2, totals=True, chunk=8)),
+        (512, 2, {}),
+        (128, 2, dict(chunk=2)),
+        (16384, 4, dict(warpgroups=2)),
     ],
 )
-def test_defaults_of_few_and_many_tokens(tokens, d, top_k, tables, to_combine):
-    """Also those of a layer."""
+def test_defaults_of_few_and_many_tokens(tokens, devices, to_combine):
+    """Also those of a layer. The dispatch's are the same for any number on two devices."""
     types = Types(lhs="bfloat16", rhs="float32", out="bfloat16")
-    sizes = dict(t=tokens, d=d, top_k=top_k, rows=tokens * top_k)
+    sizes = dict(t=tokens, d=2048, top_k=8, rows=tokens * 8)
     machine = Machine.of_kind("gpu", "NVIDIA H200")
     problem = Problem(
-        operation="expert_combine", sizes=sizes, types=types, devices=2, machine=machine
+        operation="expert_combine", sizes=sizes, types=types, devices=devices, machine=machine
     )
-    counted = dict(counted=True, slots=32, stores=8)
-    there = dispatch.Config(**(dict(tables=True) if tables else counted))
+    many = dict(counted=True, slots=32, stores=8) if devices == 2 else {}
+    there = dispatch.Config(tables=True, **many)
     back = combine.Config(**to_combine)
     assert dispatch.KERNEL.default(problem) == there
     assert combine.KERNEL.default(problem) == back
