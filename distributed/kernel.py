@@ -68,7 +68,8 @@ def launch(
       cluster: blocks that follow each other and form a cluster, along `CLUSTER_AXIS` if there are
         several; divides `num_blocks`.
       symmetric: buffers that peers may write, uninitialised; not returned.
-      semaphore_arrays: by name; all zero at the start.
+      semaphore_arrays: by name; all zero at the start. Without any, or with `restored` ones alone,
+        XLA launches nothing before the kernel that zeroes them.
       scratch: shared memory, barriers, by name: the `scratch_types` of `plgpu.kernel`.
       waiting_warps: more than 0 for a body that starts before its peers have started, and has a
         parameter `handshake`. That many warps (or warpgroups, each counted once) of each block must
@@ -101,6 +102,8 @@ def launch(
     arguments.check_arrays(name, operands, out_type, symmetric)
     together = team is not None and not team.is_alone
     around = together and not waiting_warps
+    if together and heap.is_wanted():
+        arrays = semaphores.in_heap(arrays)
     opens_itself = heap.is_wanted() and residency.leaves_room(num_blocks)
     if around:
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)

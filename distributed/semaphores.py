@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import settings
+from stretto.distributed.memory import heap
 from stretto.distributed.memory.mailbox import Site
 from stretto.distributed.primitives import heap_semaphores
 from stretto.distributed.primitives.bounded_wait import bounded_wait
@@ -38,6 +40,10 @@ class SemaphoreArray:
     values of the previous launch. An array may be empty, such as one of `team.size - 1` on one
     device.
 
+    `restored` semaphores are zero again when the kernel ends, since it subtracts what it has waited
+    for, once all have waited (`wait(decrement=True)`). `kernel.launch` has these in the heap, where
+    it can, and then XLA has nothing to zero. Peers signal them only after the start of the launch.
+
     Raises:
       ValueError: `shape` is no tuple of integers, or one of them is negative.
     """
@@ -45,6 +51,7 @@ class SemaphoreArray:
     shape: tuple[int, ...] = ()
     _: dataclasses.KW_ONLY
     local: bool = False
+    restored: bool = False
     heap_word: int | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +142,17 @@ class _Indexer:
     def __getitem__(self, index: Any) -> Semaphore:
         index = index if isinstance(index, tuple) else (index,)
         return dataclasses.replace(self.semaphore, indices=self.semaphore.indices + index)
+
+
+def in_heap(arrays: Mapping[str, SemaphoreArray]) -> dict[str, SemaphoreArray]:
+    """`arrays`, the `restored` ones at words of the heap as far as these suffice."""
+    found, word = {}, heap.COUNTERS
+    for name, array in arrays.items():
+        if array.restored and word + array.size <= heap.WORDS:
+            array = dataclasses.replace(array, heap_word=word)
+            word += array.size
+        found[name] = array
+    return found
 
 
 def allocate(

@@ -14,6 +14,7 @@ processes has another heap, even if some of them are the same.
 | 0 to 1023 | counters of the `handshake` |
 | from `TURNS` on | for each sender and channel, how often both have exchanged (`posting`) |
 | from `MAIL` on | for each sender, channel and half, `FLAGGED_WORDS` of messages with flags, and `BARE_WORDS` of such without |
+| from `COUNTERS` on | semaphores that a kernel leaves at zero (`SemaphoreArray.restored`), of one kernel after another |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ HALF_WORDS = (SLOT_BYTES // 4 - MAIL) // (MAX_SENDERS * CHANNELS * 2) // 512 * 5
 BARE_WORDS = 12 * 512
 FLAGGED_WORDS = HALF_WORDS - BARE_WORDS
 """Of these, with flags (`messages`); bare ones follow: two rows of 6144 elements of 16 bits."""
+WORDS = SLOT_BYTES // 4
+COUNTERS = MAIL + MAX_SENDERS * CHANNELS * 2 * HALF_WORDS
+"""Some 63,000 words up to the end of the slot."""
 ADDRESS_WITHOUT_GPUS = heap_memory.PREFERRED_ADDRESS
 
 __all__ = [
-    "ADDRESS_WITHOUT_GPUS", "BARE_WORDS", "CHANNELS", "FLAGGED_WORDS", "HALF_WORDS", "MAIL",
-    "MAX_SENDERS", "MAX_SLOTS", "SLOT_BYTES", "TURNS", "address", "is_wanted", "joining",
+    "ADDRESS_WITHOUT_GPUS", "BARE_WORDS", "CHANNELS", "COUNTERS", "FLAGGED_WORDS", "HALF_WORDS",
+    "MAIL", "MAX_SENDERS", "MAX_SLOTS", "SLOT_BYTES", "TURNS", "WORDS", "address", "is_wanted",
+    "joining",
 ]  # fmt: skip
 
 

@@ -8,7 +8,8 @@ peers' tokens (`token_totals`).
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `inbox[d]` | device `d` | | | its sums |
-| `closing` (`handshake`) | every block of every peer | block 0 | all | all of `inbox` is in place, and this device's tables have been read |
+| `closing` (`handshake`), without totals | every block of every peer | block 0 | all | all of `inbox` is in place, and this device's tables have been read |
+| `arrived` (`token_totals`), with them | the peers | the warps that load | all | the same, chunk by chunk: no further handshake ends the kernel |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def _totals(how: Summing, given: _Given) -> jax.Array:
     theirs = how.of_some(range(1, team.size), others)
     memory = {"their_": theirs.scratch(), "own_": token_totals.scratch(ours)}
 
-    def body(rows, positions, weights, out, inbox, *, arrived, **scratch):
+    def body(rows, positions, weights, out, inbox, *, arrived, handshake, **scratch):
         of_role = lambda role: {x: scratch[role + x] for x in memory[role]}  # noqa: E731
         refs = dict(rows=rows, positions=positions, weights=weights, inbox=inbox)
         told, warpgroup = _told(theirs.chunks, arrived), lax.axis_index(kernel.THREAD_AXIS)
@@ -214,14 +215,23 @@ def _totals(how: Summing, given: _Given) -> jax.Array:
         @pl.when((warpgroup >= others) & (warpgroup < warpgroups))
         def _():
             of_own(ours).run()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
         @pl.when(warpgroup == warpgroups)
         def _():
             @plgpu.warp_map
             def _(warp):
-                pl.when(warp < others)(of_peers(fed(theirs, warp)).feed)
-                feed = of_own(fed(ours, warp - others)).feed
-                pl.when((warp >= others) & (warp < warpgroups))(feed)
+                @pl.when(warp < others)
+                def _():
+                    pl.when((warp == 0) & (kernel.block_id() == 0))(handshake.arrive)
+                    handshake.wait()
+                    of_peers(fed(theirs, warp)).feed()
+
+                @pl.when((warp >= others) & (warp < warpgroups))
+                def _():
+                    of_own(fed(ours, warp - others)).feed()
+                    is_one = (warp == others) & (kernel.block_id() == 0)
+                    pl.when(is_one)(handshake.wait_at_end)
 
     return _launch(
         how,
@@ -229,8 +239,9 @@ def _totals(how: Summing, given: _Given) -> jax.Array:
         body,
         out_type=[jax.ShapeDtypeStruct(given.inbox.shape[1:], given.rows.dtype)],
         symmetric=[given.inbox],
-        semaphore_arrays=dict(arrived=SemaphoreArray((how.chunks.number,))),
+        semaphore_arrays=dict(arrived=SemaphoreArray((how.chunks.number,), restored=True)),
         scratch={role + x: y for role, each in memory.items() for x, y in each.items()},
+        waiting_warps=others,
     )
 
 

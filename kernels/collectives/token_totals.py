@@ -84,7 +84,8 @@ class Totals(FedSums):
 
         @pl.when((token == 0) & (part == 0))
         def _():
-            self.arrived.at[schedule.div(first, how.chunks.tokens)].wait(how.chunks.team.size - 1)
+            arrived = self.arrived.at[schedule.div(first, how.chunks.tokens)]
+            arrived.wait(how.chunks.team.size - 1, decrement=True)
 
         for device in range(how.chunks.team.size):
 

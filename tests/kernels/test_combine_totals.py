@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from selection import slow
 
 import stretto as st
-from stretto.distributed import semaphores
+from stretto.distributed import handshake, semaphores
 from stretto.distributed.simulator import SimulationError
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import combine, fed_sums, summing, token_sums, token_totals
@@ -101,6 +101,33 @@ def test_the_wait_for_a_chunk_is_needed(monkeypatch, traces_apart):
 
     monkeypatch.setattr(semaphores.Semaphore, "wait", without)
     assert is_found()
+
+
+@pytest.mark.parametrize("chunk", [2, 8])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_start_by_counters(devices, chunk):
+    """Where multiprocessors are left. Each launch leaves the semaphores of its chunks at zero."""
+    given, wanted = rows_to_combine(devices, 4, 64)
+    how = combine.Config(warpgroups=2, totals=True, chunk=chunk, num_blocks=2, slots=4)
+    for seed in range(2):
+        with st.simulate(seed=seed, core_count=4) as report:
+            for _ in range(2):
+                found = np.asarray(combined(devices, config=how)(*given), np.float32)
+        assert report.ok and report.launches == 2, str(report)
+        np.testing.assert_array_equal(found, np.asarray(jnp.asarray(wanted, BF16), np.float32))
+
+
+@pytest.mark.parametrize("name", ["arrive", "wait", "wait_at_end"])
+def test_each_step_of_the_handshake_is_needed(monkeypatch, traces_apart, name):
+    monkeypatch.setattr(handshake.Handshake, name, lambda self: None)
+    given, _ = rows_to_combine(2, 0, 72)
+    how = combine.Config(warpgroups=2, totals=True, chunk=8, num_blocks=1, slots=4)
+    faulty = combined(2, config=how, backend="simulator")
+    with pytest.raises(SimulationError):
+        for seed in range(6):
+            with st.simulate(seed=seed, core_count=2):
+                for _ in range(2):
+                    jax.block_until_ready(faulty(*given))
 
 
 @pytest.mark.parametrize("name", ["_enter_tables", "_leave_tables", "_free_all"])
