@@ -98,7 +98,7 @@ class Tables:
             self.own_counts[w] = count + also
         plgpu.commit_smem()
 
-    def rank(self, offset: Int) -> None:
+    def rank(self, offset: int) -> None:
         """Finds how many entries before each in its chunk have its expert."""
         lane, chosen = _lanes(), self._loaded(self.entries, offset)
         ranks = [_zeros() for _ in chosen]
@@ -225,41 +225,35 @@ class Tables:
             found = lax.fori_loop(0, ceil_div(count, UNROLLED), step, found)
         return list(found)
 
-    def place(self, offset: Int, first_expert: Int) -> None:
+    def place(self, offset: int, first_expert: Int) -> None:
         """Makes rows of places: of this device's chunk on all devices, of others' here."""
-        shape, device = self.shape, schedule.rem(self.team.device_id() + offset, self.team.size)
-        own, is_own = shape.num_experts // shape.devices, offset == 0
+        shape, device = self.shape, self.team.neighbour(offset)
+        own = shape.num_experts // shape.devices
         chosen, places = self._loaded(self.entries, offset), self._loaded(self.places, offset)
-        low = jnp.where(is_own, 0, first_expert)
-        together = next(n for n in (8, 4, 2, 1) if own % n == 0)
+        low, count = (0, shape.num_experts) if offset == 0 else (first_expert, own)
 
         def step(i: jax.Array, found: tuple) -> tuple:
-            for j in range(together):
-                expert = low + i * together + j
-                vector = schedule.div(expert, LANES)
-                first = self.firsts[device, vector, expert - vector * LANES]
-                found = tuple(
-                    x + jnp.where(entry == expert, first, 0)
-                    for x, entry in zip(found, chosen, strict=True)
-                )
-            return found
+            expert = low + i
+            vector = schedule.div(expert, LANES)
+            first = self.firsts[device, vector, expert - vector * LANES]
+            return tuple(
+                x + jnp.where(entry == expert, first, 0)
+                for x, entry in zip(found, chosen, strict=True)
+            )
 
-        steps = jnp.where(is_own, shape.num_experts // together, own // together)
-        places = lax.fori_loop(0, steps, step, tuple(places))
+        unroll = next(n for n in (8, 4, 2, 1) if count % n == 0)
+        places = lax.fori_loop(0, count, step, tuple(places), unroll=unroll)
         for v, (place, entry) in enumerate(zip(places, chosen, strict=True)):
             here = (entry >= first_expert) & (entry < first_expert + own)
             self.places[offset, _of_vector(v)] = jnp.where(here, place, NONE)
-
-            @pl.when(is_own)
-            def _(v=v, place=place, entry=entry):
+            if offset == 0:
                 goes = (entry >= 0) & (entry < shape.num_experts)
                 where = lax.div(jnp.maximum(entry, 0), jnp.full_like(entry, own))
                 position = jnp.where(goes, place * shape.devices + where, NONE)
                 self.own_positions[_of_vector(v)] = position
-
         plgpu.commit_smem()
 
-    def _loaded(self, ref: Any, offset: Int) -> list[jax.Array]:
+    def _loaded(self, ref: Any, offset: int) -> list[jax.Array]:
         return [self._vector(ref.at[offset, _of_vector(v)]) for v in range(self.shape.vectors)]
 
     def _vector(self, ref: Any) -> jax.Array:

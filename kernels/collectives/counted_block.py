@@ -12,12 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import kernel, schedule
-from stretto.distributed.handshake import Handshake
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import Semaphore
 from stretto.kernels.collectives.chunk_shape import LANES
 from stretto.kernels.collectives.chunk_tables import Tables
-from stretto.kernels.collectives.counted_layout import GROUP, Layout
+from stretto.kernels.collectives.counted_layout import Layout
 from stretto.kernels.collectives.table_results import TableResults
 from stretto.kernels.collectives.token_tables import everyones, load, of_device
 from stretto.kernels.problem.routing import NONE
@@ -29,7 +28,6 @@ class Block:
 
     Attributes:
       warpgroup: its number.
-      inbox, sent, told: as the sender has them; None of one device.
       results: of which `first_expert` is read once: in a loop with barriers it would be read from
         memory each time.
     """
@@ -40,10 +38,8 @@ class Block:
     index: Any
     rows: Any
     results: TableResults
-    handshake: Handshake
     counts: Any
     counted: Semaphore
-    seen: Semaphore
     entries: Any
     entries_arrived: Any
     places: Any
@@ -56,73 +52,44 @@ class Block:
     counts_arrived: Any
     buffers: Any
     arrived: Any
-    inbox: Any = None
-    sent: Semaphore | None = None
-    told: Any = None
 
     def run(self) -> None:
         """Makes the tables of the block's chunks, and moves the tokens of this device's experts."""
         how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
-        pl.when(is_first)(lambda: self._start(tables))
+        pl.when(is_first)(lambda: self._count(tables))
+        # Before any token is asked for: signals that follow loads over the links come late.
+        pl.when(is_first)(self._tell)
         for offset in range(how.team.size):
             self._see(offset)
+        sources = everyones(self.x, how.team)
+        total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
+        at_once = jnp.minimum(how.slots, total)
+        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
         self._each(tables.rank)
 
         @pl.when(is_first)
         def _():
             self.counted.wait(how.num_blocks * how.team.size)
-            self.seen.signal()
             tables.find_first_rows(self.counts, kernel.block_id())
 
         self._meet()
         self._each(lambda offset: tables.place(offset, self.results.first_expert))
         self._meet()
-        total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
-        at_once = jnp.minimum(how.slots, total)
-        lax.fori_loop(0, at_once, lambda i, _: self._fetch(i), None)
         pl.when(is_first)(self._store_tables)
-        lax.fori_loop(0, total, lambda i, _: self._step(i, total), None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # Nothing else waits for the last stores.
-        self._meet()
-        pl.when(is_first)(self._end)
+        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
+        # Nothing else waits for the last stores where there are no peers to part from.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _start(self, tables: Tables) -> None:
-        """Counts the own chunk, and tells all devices, once they have started."""
-        most, first = self.how.tables.entries, self._first_token() * self.how.tables.top_k
-        refs = everyones(self.index, self.how.team)
-
-        def fetch(offset: int) -> None:
-            target = self.entries.at[offset, pl.ds(0, most)]
-            source, arrived = refs[offset].at[pl.ds(first, most)], self.entries_arrived.at[offset]
-            load(source, target, arrived, flat=True)
-
-        pl.when(kernel.block_id() == 0)(self.handshake.arrive)
+    def _count(self, tables: Tables) -> None:
+        """Loads the entries of all devices' chunks, counts the own ones, and starts to tell."""
         tables.clear_ends()
-        fetch(0)
+        most, first = self.how.tables.entries, self._first_token() * self.how.tables.top_k
+        for offset, ref in enumerate(everyones(self.index, self.how.team)):
+            target = self.entries.at[offset, pl.ds(0, most)]
+            load(ref.at[pl.ds(first, most)], target, self.entries_arrived.at[offset], flat=True)
         plgpu.barrier_wait(self.entries_arrived.at[0])
         tables.count()
-        self.handshake.wait()
         self._publish_counts()
-        for offset in self.how.team.peer_offsets:
-            fetch(offset)
-        self._tell()
-
-    def _end(self) -> None:
-        """Waits until no peer uses this device's memory, and brings the semaphores back to zero.
-
-        All warpgroups of this block have waited for them.
-        """
-        how = self.how
-        if self.sent is not None:
-            groups = how.groups(self._tokens())
-            for peer in range(how.team.size - 1):
-                self.sent.at[peer, kernel.block_id()].wait(groups, decrement=True)
-
-        @pl.when(kernel.block_id() == 0)
-        def _():
-            self.seen.wait(how.num_blocks, decrement=True)
-            self.counted.wait(how.num_blocks * how.team.size, decrement=True)
-            self.handshake.wait_at_end()
 
     def _see(self, offset: int) -> None:
         """Returns once the entries of a device's chunk are there."""
@@ -132,14 +99,11 @@ class Block:
         # The first warpgroup has waited for these.
         pl.when(self.warpgroup > 0)(lambda: plgpu.barrier_wait(self.entries_arrived.at[0]))
 
-    def _each(self, fun: Callable[[Int], None]) -> None:
-        """Of the devices' chunks those that are this warpgroup's share, by offsets on the ring.
-
-        Were these known while the kernel is traced, there would be as many copies of the code, for
-        each of which the compiler takes seconds.
-        """
-        number = schedule.share(self.how.team.size, self.warpgroup, self.how.warpgroups)
-        lax.fori_loop(0, number, lambda i, _: fun(self.warpgroup + i * self.how.warpgroups), None)
+    def _each(self, fun: Callable[[int], None]) -> None:
+        """Of the devices' chunks those that are this warpgroup's share."""
+        for offset in range(self.how.team.size):
+            mine = self.warpgroup == offset % self.how.warpgroups
+            pl.when(mine)(lambda offset=offset: fun(offset))
 
     def _meet(self) -> None:
         """Returns once all warpgroups of the block are here."""
@@ -182,8 +146,6 @@ class Block:
         self.counted.signal()
         for offset in self.how.team.peer_offsets:
             self.counted.signal(peer_id=self.how.team.neighbour(offset))
-        if self.told is not None:
-            plgpu.barrier_arrive(self.told)
 
     def _store_tables(self) -> None:
         """Starts to store the positions of the own chunk, and stores what some experts have."""
@@ -225,7 +187,7 @@ class Block:
     def _slot(self, i: Int) -> Int:
         return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)
 
-    def _fetch(self, i: Int) -> None:
+    def _fetch(self, sources: list[Any], i: Int) -> None:
         """Starts to load a token that has an entry here."""
         how = self.how
         offset, token = self._place(i)
@@ -236,39 +198,21 @@ class Block:
             entry = self.entries[self._entry(offset, token, j)]
             wanted |= (entry >= low) & (entry < low + own)
 
-        number, target = self._first_token() + token, self.buffers.at[slot, pl.ds(0, how.row.parts)]
-        sources = [self.x, *(self.inbox.at[i] for i in range(how.team.size - 1))]
-        self._await(offset, token)
-
         @pl.when(wanted)
         def _():
+            number = self._first_token() + token
+            target = self.buffers.at[slot, pl.ds(0, how.row.parts)]
             of_device(
                 sources,
                 offset,
                 lambda ref: load(ref.at[number], target, self.arrived.at[slot], flat=True),
             )
 
-    def _await(self, offset: Int, token: Int) -> None:
-        """Returns once a token's group is there, if it is a peer's.
-
-        Of a group each warpgroup has one of the first tokens, where they take turns.
-        """
-        how, sent = self.how, self.sent
-        if sent is None:
-            return
-        in_turns = how.team.size % how.warpgroups == 0
-        is_first = schedule.rem(token, GROUP) < (how.warpgroups if in_turns else GROUP)
-        for peer in range(how.team.size - 1):
-
-            @pl.when((offset == peer + 1) & is_first)
-            def _(peer=peer):
-                sent.at[peer, kernel.block_id()].wait(schedule.div(token, GROUP) + 1)
-
     def _entry(self, offset: Int, token: Int, choice: int) -> tuple[Int, ...]:
         """Where the tables have a choice of a token."""
         return offset, token * self.how.tables.top_k + choice
 
-    def _step(self, i: Int, total: Int) -> None:
+    def _step(self, sources: list[Any], i: Int, total: Int) -> None:
         """Stores token `i` to its rows, and loads another one into a slot that is free."""
         how = self.how
         offset, token = self._place(i)
@@ -295,4 +239,4 @@ class Block:
         def _():
             plgpu.wait_smem_to_gmem(how.stores, wait_read_only=True)
             following = i - how.stores + how.slots
-            pl.when(following < total)(lambda: self._fetch(following))
+            pl.when(following < total)(lambda: self._fetch(sources, following))

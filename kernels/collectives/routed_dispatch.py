@@ -116,7 +116,7 @@ def dispatch(
         team=team,
         out_type=[
             jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype),
-            *TableResults.types(tokens * top_k, num_experts, team.size).values(),
+            *TableResults.types(tokens * top_k, num_experts, team.size),
         ],
         num_blocks=blocks,
         scratch=how.scratch(x.dtype),

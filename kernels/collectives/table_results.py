@@ -36,15 +36,10 @@ class TableResults:
     first_expert: Int
 
     @staticmethod
-    def types(entries: int, num_experts: int, devices: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def types(entries: int, num_experts: int, devices: int) -> list[jax.ShapeDtypeStruct]:
         """Of the refs, in their order."""
-        sizes = dict(
-            positions=entries,
-            group_sizes=num_experts // devices,
-            tokens_per_expert=num_experts,
-            out_of_range=1,
-        )
-        return {x: jax.ShapeDtypeStruct((size,), jnp.int32) for x, size in sizes.items()}
+        sizes = entries, num_experts // devices, num_experts, 1
+        return [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
 
     def store_count(self, expert: Int, count: jax.Array) -> None:
         """Stores how many entries an expert has over all devices; past the last one, strays."""

@@ -83,9 +83,8 @@ def expert_dispatch(
         devices, a capacity below 1, more than 2^31 rows of all devices, an unknown axis or
         backend, a call outside `shard_map`, or a backend that cannot serve.
 
-    Memory: rows take `capacity * d` elements on each device: by default D * top_k times x. The
-    kernel of many tokens also holds D - 1 times x, for tokens that arrive. XLA's implementation
-    gathers all tokens, D times x.
+    Memory: rows take `capacity * d` elements on each device: by default D * top_k times x. XLA's
+    implementation also gathers all tokens, D times x.
 
     Synchronisation: every device of the team must make the call, with the same number of tokens.
     """

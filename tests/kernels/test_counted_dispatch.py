@@ -16,13 +16,7 @@ from selection import slow
 import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import (
-    chunk_tables,
-    counted_block,
-    counted_dispatch,
-    counted_sender,
-    dispatch,
-)
+from stretto.kernels.collectives import chunk_tables, counted_block, counted_dispatch, dispatch
 from stretto.kernels.problem.routing import Routing
 
 D, TOKENS, TOP_K = 64, 45, 5
@@ -220,96 +214,16 @@ def test_counts_are_told_when_they_are_in_place(monkeypatch, traces_apart):
     assert is_found()
 
 
-def test_counts_are_told_before_tokens_are_sent(monkeypatch, traces_apart):
-    """Counts that follow tokens over the links come late: the first token waits for `told`."""
+def test_counts_are_told_before_tokens_are_asked_for(monkeypatch, traces_apart):
+    """Signals that follow loads over the links come late."""
     order = []
-    for owner, name in ((counted_block.Block, "_tell"), (counted_sender.Sender, "_step")):
-        done = getattr(owner, name)
+    for name in ("_tell", "_fetch"):
+        done = getattr(counted_block.Block, name)
 
         def noted(self, *args, name=name, done=done):
-            order.append((name, self.told))
+            order.append(name)
             return done(self, *args)
 
-        monkeypatch.setattr(owner, name, noted)
-    plgpu = counted_sender.plgpu
-
-    def wait(barrier):
-        order.append(("wait", barrier))
-        plgpu.barrier_wait(barrier)
-
-    monkeypatch.setattr(counted_sender, "plgpu", Instead(plgpu, barrier_wait=wait))
+        monkeypatch.setattr(counted_block.Block, name, noted)
     assert kernels()
-    names = [name for name, _ in order]
-    told = order[names.index("_step")][1]
-    assert any(name == "wait" and x is told for name, x in order[: names.index("_step")])
-
-
-@pytest.mark.parametrize("name", ["sent", "seen"])
-def test_each_wait_for_others_is_needed(monkeypatch, traces_apart, name):
-    """A token is copied once it is there, and `counted` is zero again once all have seen it."""
-    wait = semaphores.Semaphore.wait
-
-    def without(self, *args, **kwargs):
-        if self.site.semaphore != name or (name == "sent" and kwargs.get("decrement")):
-            wait(self, *args, **kwargs)
-
-    monkeypatch.setattr(semaphores.Semaphore, "wait", without)
-    assert is_found()
-
-
-@pytest.mark.parametrize("name", ["told", "loaded", "entries_arrived"])
-def test_each_wait_of_the_sender_is_needed(monkeypatch, traces_apart, name):
-    """`told` says that the peers have started, too."""
-    plgpu, run, left_out = counted_sender.plgpu, counted_sender.Sender.run, []
-
-    def noted(sender):
-        def wait(barrier):
-            if getattr(barrier, "ref", barrier) is getattr(sender, name):
-                left_out.append(barrier)
-            else:
-                plgpu.barrier_wait(barrier)
-
-        monkeypatch.setattr(counted_sender, "plgpu", Instead(plgpu, barrier_wait=wait))
-        run(sender)
-
-    monkeypatch.setattr(counted_sender.Sender, "run", noted)
-    assert is_found()
-    assert left_out
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_a_peer_is_told_of_tokens_that_are_in_place(monkeypatch, traces_apart, last):
-    """And a slot is filled again once its token has left."""
-    plgpu = counted_sender.plgpu
-
-    def wait(stores, *, wait_read_only):
-        if (stores == 0) != last:
-            plgpu.wait_smem_to_gmem(stores, wait_read_only=wait_read_only)
-
-    monkeypatch.setattr(counted_sender, "plgpu", Instead(plgpu, wait_smem_to_gmem=wait))
-    assert is_found()
-
-
-@pytest.mark.parametrize(
-    ("devices", "experts", "blocks", "tokens", "seed"),
-    [(2, 8, 3, 45, 0), (2, 8, 5, 3, 1), (3, 9, 2, 20, 2), (4, 8, 2, 45, 3)]
-    + [slow(2, 8, 3, 45, seed) for seed in range(5, 20)],
-)
-def test_launches_in_a_row(devices, experts, blocks, tokens, seed):
-    """Each leaves semaphores at zero. They start by counters, with multiprocessors to spare."""
-    x = jnp.asarray(whole_numbers(seed, devices * tokens, D), BF16)
-    config = dispatch.Config(counted=True, num_blocks=blocks, slots=4)
-
-    def body(x, index):
-        _, first = st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
-        x, _ = jax.lax.optimization_barrier((x, first))
-        return st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
-
-    twice = on_devices(body, devices, 2, (P("x"), ROUTING))
-    theirs = program(devices, experts, backend="xla")
-    for index in routings(devices, experts, seed, tokens).values():
-        index = jnp.asarray(index, jnp.int32)
-        with st.simulate(seed=seed, core_count=blocks + 2) as report:
-            found = as_numpy(devices, twice(x, index))
-        assert report.ok and report.launches == 2, str(report)
-        jax.tree.map(np.testing.assert_array_equal, found, as_numpy(devices, theirs(x, index)))
+    assert order[:2] == ["_tell", "_fetch"]
