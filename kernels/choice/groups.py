@@ -12,10 +12,8 @@ from stretto.kernels.choice import products
 
 LAUNCH_US, XLA_LAUNCH_US = 12.0, 6.0
 TILE_N = 128
-TILE_US, STEP_US = (
-    2.5,
-    0.36,
-)  # of a wave of tiles: apart from its products, and for one step along k
+TILE_US, STEP_US = 2.5, 0.36
+"""Of a wave of tiles: apart from its products, and for one step along k."""
 MASKED_BYTES = 3.0e12  # per second: XLA writes lhs once for every group, zeros in others' rows
 FILLED_US, FILLED_BYTES = 4.5, 3.4e12  # operands that XLA fills up first: launches; per second
 ROUNDED_BYTES, SUM_BYTES = 1.8e12, 10  # per second; of an element: stored in float32, and rounded
