@@ -126,8 +126,7 @@ def forward(
         )
 
     lengths = [x for x in _lengths(q, keys) if x is not None]
-    q, k, v = map(in_own_memory, (q, k, v))
-    out, lse = map(in_own_memory, derived_once(attend)(q, k, v, *lengths))
+    out, lse = derived_once(_apart(attend))(q, k, v, *lengths)
     return out, lse
 
 
@@ -167,10 +166,25 @@ def backward(
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
-    q, k, v, lse, out, out_bar = map(in_own_memory, (q, k, v, lse, out, out_bar))
     given = q, k, v, nothing, *lengths, nothing, nothing, nothing, nothing, lse, out, out_bar
-    q_bar, k_bar, v_bar = map(in_own_memory, derived_once(derive)(*given))
+    q_bar, k_bar, v_bar = derived_once(_apart(derive))(*given)
     return q_bar, k_bar, v_bar
+
+
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of copies, with copied results (`in_own_memory`); lengths are not copied.
+
+    `derived_once` must guard the copies, too: a copy by bits has no derivative, and outside of the
+    guard second derivatives would be zero in place of an error.
+    """
+
+    def own(x: jax.Array) -> jax.Array:
+        return in_own_memory(x) if x.size and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def call(*operands: jax.Array) -> Any:
+        return [own(x) for x in function(*map(own, operands))]
+
+    return call
 
 
 def in_own_memory(x: jax.Array) -> jax.Array:
