@@ -128,7 +128,7 @@ def test_blocks_that_all_wait_leave_a_quarter():
         assert not residency.leaves_room(100, all_wait=True)
 
 
-def test_a_dispatch_whose_blocks_all_wait_leaves_a_quarter():
+def test_a_dispatch_whose_blocks_all_wait_starts_by_the_barrier():
     index = np.random.default_rng(0).integers(0, 8, (2 * 512, 2)).astype(np.int32)
     x = np.ones((2 * 512, 64), np.float32)
 
@@ -146,4 +146,5 @@ def test_a_dispatch_whose_blocks_all_wait_leaves_a_quarter():
     )
     with st.simulate(core_count=16):
         traced = str(jax.make_jaxpr(mapped)(x, index))
-    assert "expert_dispatch_counted" in traced and "grid=(12,)" in traced
+    assert "expert_dispatch_counted" in traced and "grid=(16,)" in traced
+    assert "stretto_heap_semaphores" not in traced
