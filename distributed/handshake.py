@@ -9,7 +9,7 @@ kernel itself does so, during its own first steps. The names are those of a barr
 | counter of the heap | raised by | waited for by | count | proves |
 |---|---|---|---|---|
 | `opening[s]` | block 0 of `s`: `arrive` | callers of `wait` | 1 | that device has started |
-| `observed` | callers of `wait` | block 0: `wait_at_end` | all | nobody reads `opening` any more |
+| `observed` | callers of `wait` | block 0: `forget_start` | all | nobody reads `opening` any more |
 | `closing[s]` | its blocks: `arrive_at_end` | block 0: `wait_at_end` | all of them | it has ended |
 
 `s` is a device's slot in the heap. Counters of the heap are not zeroed before a launch: each launch
@@ -20,8 +20,8 @@ device. Each pair of devices has its own counters (slots number devices independ
 and all devices start all launches in the same order; so a pair's counters serve all its teams.
 
 Blocks that wait occupy their multiprocessors. So a kernel that fills the device does not start by
-counters (see `kernel.launch`), nor does any without a heap (`STRETTO_HEAP=0`): XLA's barrier is
-kept, and `closing` is a semaphore of the kernel.
+counters, unless most of its blocks end without their peers' (see `kernel.launch`). Nor does any
+without a heap (`STRETTO_HEAP=0`). XLA's barrier is kept, and `closing` is the kernel's semaphore.
 """
 
 from __future__ import annotations
@@ -109,9 +109,17 @@ class Handshake:
 
         The kernel may only end once no peer uses this device's memory, by this or in its own way.
         """
+        self.forget_start()
         if self.closing is not None:
             for peer in self._peers():
                 self.closing.at[self.team.slot(peer)].wait(self.num_blocks, decrement=True)
+
+    def forget_start(self) -> None:
+        """Called once, in block 0: lowers what was raised at the start.
+
+        `wait_at_end` does this. In a kernel that closes in its own way block 0 may do it before it
+        waits for its peers, in place of `wait_at_end`: it takes some microseconds.
+        """
         if self.opening is not None and self.observed is not None:
             self.observed.wait(self.parties, decrement=True)
             for peer in self._peers():

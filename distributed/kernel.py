@@ -42,6 +42,8 @@ def launch(
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
     waiting_warps: int = 0,
+    all_wait: bool = False,
+    fills: bool = False,
     invariant: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: Any = None,
@@ -78,6 +80,12 @@ def launch(
         kernel may only end once no peer uses this device's buffers. With XLA's barrier before the
         kernel the calls do nothing, and a missing call is not noticed: simulate with a `core_count`
         above `num_blocks`.
+      all_wait: blocks wait, before they end, for all blocks of the peers, or for so many that none
+        ends if some do not start. Such a kernel starts by counters only if it leaves a quarter of
+        the multiprocessors free (`residency`).
+      fills: most blocks end though some of the peers' do not start. Such a kernel may fill the
+        device and start by counters all the same. That is faster if it has work to do before its
+        peers have started.
       invariant: all members of the team compute bitwise the same results, which are then typed as
         not varying over the team's axes.
       compiler_params: passed on to Pallas.
@@ -104,7 +112,8 @@ def launch(
     around = together and not waiting_warps
     if together and heap.is_wanted():
         arrays = semaphores.in_heap(arrays)
-    opens_itself = heap.is_wanted() and residency.leaves_room(num_blocks)
+    leaves_room = fills or residency.leaves_room(num_blocks, all_wait=all_wait)
+    opens_itself = heap.is_wanted() and leaves_room
     if around:
         scratch["block_done"] = plgpu.Barrier(num_arrivals=num_threads)
 

@@ -61,7 +61,7 @@ def obstacle(
     num_blocks: int,
 ) -> str | None:
     """Why a kernel for the tokens of a device cannot make the tables too, None if it can."""
-    blocks = min(num_blocks, residency.most_blocks_beside_others())
+    blocks = min(num_blocks, residency.num_multiprocessors())
     shape = Shape.of(devices, tokens, top_k, num_experts, blocks)
     if shape.vectors > MOST_VECTORS:
         return f"a chunk has {MOST_VECTORS * LANES} entries at most, not {shape.entries}."
@@ -100,7 +100,7 @@ def dispatch(
     row = Row.of(width, x.dtype.itemsize)
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
-    blocks = min(num_blocks, residency.most_blocks_beside_others())
+    blocks = min(num_blocks, residency.num_multiprocessors())
     shape = Shape.of(team.size, tokens, top_k, num_experts, blocks)
     most = _slots(shape, row.padded_bytes(x.dtype.itemsize))
     slots = max(2, min(slots, most, team.size * shape.tokens) // WARPGROUPS)
@@ -143,6 +143,7 @@ def dispatch(
         semaphore_arrays=dict(counted=SemaphoreArray()),
         num_blocks=blocks,
         num_threads=WARPGROUPS,
+        all_wait=True,  # For the counts of all blocks of all devices.
         scratch=how.scratch(x.dtype),
         interpret=interpret,
     )

@@ -65,7 +65,7 @@ class Config:
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
         whose blocks take their tokens at once: of the other fields `num_blocks` counts alone.
       counted: of many tokens it does so in another kernel (`counted_dispatch`), which has no
-        chunks, and leaves multiprocessors free.
+        chunks.
     """
 
     num_blocks: int = ALL_BLOCKS

@@ -63,6 +63,7 @@ def fuse(
     transfer_registers: int | None = None,
     waits: bool = False,
     signals: bool = False,
+    held_up: Callable[[int, int], int | None] | None = None,
     invariant: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: Any = None,
@@ -86,6 +87,9 @@ def fuse(
         calculates; by default a single warp does. Those that multiply have fewer then.
       waits: an operand has an `Arrival`.
       signals: the sink has a `stored`, which signals to peers.
+      held_up: (clusters of the grid, tiles that are shared) -> how many clusters of this device
+        each cluster of a peer holds up that does not start (`residency.most_blocks_end`); None
+        where all may be. Without it, XLA's barrier starts a kernel that fills the device.
       invariant: all devices compute bitwise the same results (`kernel.launch`).
       compiler_params: passed on to Pallas.
       interpret: `simulator.SimulatorParams()` to run in the simulator.
@@ -140,6 +144,7 @@ def fuse(
         registers.check(name, roles, num_warpgroups)
         assignment.assign(roles, num_warpgroups)
 
+    held = 0 if held_up is None else held_up(num_clusters, remainder.tiles if remainder else 0)
     results = kernel.launch(
         body,
         *jax.tree.leaves([*operands.values()]),
@@ -159,6 +164,8 @@ def fuse(
         },
         # `released` and the transfer's `finish` close the kernel.
         waiting_warps=0 if team is None else 1 + waits + signals,
+        all_wait=held is None,
+        fills=bool(held) and residency.most_blocks_end(num_blocks, held),
         invariant=invariant,
         compiler_params=compiler_params,
         interpret=interpret,
@@ -229,11 +236,11 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
 
             @pl.when(kernel.block_id() == 0)
             def _():
+                handshake.forget_start()
                 # No block of a peer reads this device's memory any more.
                 released.wait(num_blocks * (team.size - 1))
                 if transfer.finish is not None:
                     transfer.finish()
-                handshake.wait_at_end()
 
     return run
 

@@ -168,6 +168,17 @@ class OwnersOrder:
         tile = div(number, self.peers)
         return Tile(number - tile * self.peers, *self._raster(tile))
 
+    def held_up(self, shared: int) -> int | None:
+        """How many blocks of a device a block of each peer holds up that does not start.
+
+        Without a lag the own tiles of a block wait for the tiles of one block of each peer; where
+        the last `shared` ones are shared, a block makes parts of three at most. With a lag tiles
+        are rotated, and sooner or later all blocks are held up: None.
+        """
+        if self.lag is not None:
+            return None
+        return self.peers * (3 if shared else 1)
+
     def _sections(self, lag: int) -> tuple[int, int, int]:
         """Tiles of each section: (last own, mixed, lead).
 

@@ -283,6 +283,9 @@ def launch(
         ),
         buffers=Buffers(config.pull_slots, PIECE_ROWS, row_elements(out_dtype), out_dtype),
         signals=True,
+        held_up=lambda clusters, shared: OwnersOrder(
+            shard, team.size, clusters, lag=config.own_lag
+        ).held_up(shared),
         invariant=everywhere,
         interpret=interpret,
     )
