@@ -42,7 +42,7 @@ def launch(
     semaphore_arrays: Mapping[str, SemaphoreArray] | None = None,
     scratch: Mapping[str, Any] | None = None,
     waiting_warps: int = 0,
-    all_wait: bool = False,
+    all_wait: bool = True,
     fills: bool = False,
     invariant: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
@@ -80,9 +80,9 @@ def launch(
         kernel may only end once no peer uses this device's buffers. With XLA's barrier before the
         kernel the calls do nothing, and a missing call is not noticed: simulate with a `core_count`
         above `num_blocks`.
-      all_wait: blocks wait, before they end, for all blocks of the peers, or for so many that none
-        ends if some do not start. Such a kernel starts by counters only if it leaves a quarter of
-        the multiprocessors free (`residency`).
+      all_wait: blocks may wait, before they end, for all blocks of the peers, or for so many that
+        few end if some do not start. Such a kernel starts by counters only if it leaves a quarter
+        of the multiprocessors free, another one if it leaves a sixteenth (`residency`).
       fills: most blocks end though some of the peers' do not start. Such a kernel may fill the
         device and start by counters all the same. That is faster if it has work to do before its
         peers have started.

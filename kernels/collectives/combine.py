@@ -160,6 +160,7 @@ def _launch(how: Summing, given: _Given, body: Any, **options: Any) -> jax.Array
         name="expert_combine",
         team=chunks.team,
         num_blocks=chunks.num_blocks,
+        all_wait=False,  # A chunk waits for one block of each peer.
         num_threads=chunks.warpgroups + 1,  # The last one's warps load.
         interpret=given.interpret,
         **options,

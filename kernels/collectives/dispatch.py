@@ -210,6 +210,7 @@ def dispatch(
         team=team,
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
         num_blocks=chunks.num_blocks,
+        all_wait=False,
         scratch=dict(
             table=chunks.scratch(top_k, jnp.int32),
             table_arrived=plgpu.Barrier(num_barriers=TABLE_SLOTS),

@@ -135,6 +135,7 @@ def _push(
         team=team,
         out_type=[jax.ShapeDtypeStruct((team.size, rows, columns), x.dtype)],
         num_blocks=num_blocks,
+        all_wait=False,
         scratch=dict(
             buffers=plgpu.SMEM((config.slots, piece_rows, columns), x.dtype),
             arrived=plgpu.Barrier(num_barriers=config.slots),

@@ -119,6 +119,7 @@ def dispatch(
             *TableResults.types(tokens * top_k, num_experts, team.size),
         ],
         num_blocks=blocks,
+        all_wait=False,
         scratch=how.scratch(x.dtype),
         interpret=interpret,
     )

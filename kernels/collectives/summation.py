@@ -130,6 +130,7 @@ def _launch(
         team=team,
         out_type=[jax.ShapeDtypeStruct((out_parts, rows, columns), x.dtype)],
         num_blocks=num_blocks,
+        all_wait=False,
         scratch=dict(
             buffers=plgpu.SMEM((stages, team.size, piece_rows, columns), x.dtype),
             arrived=plgpu.Barrier(num_arrivals=team.size, num_barriers=stages),

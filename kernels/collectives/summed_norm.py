@@ -147,6 +147,7 @@ def all_reduce_rms_norm(
             jax.ShapeDtypeStruct((m, pieces, COLUMNS), x.dtype),
         ],
         num_blocks=num_blocks,
+        all_wait=False,
         scratch=dict(
             rows=plgpu.SMEM((rooms.stages, team.size, pieces, COLUMNS), x.dtype),
             residuals=plgpu.SMEM((rooms.stages, pieces, COLUMNS), residual.dtype),
