@@ -83,9 +83,9 @@ def launch(
       all_wait: blocks may wait, before they end, for all blocks of the peers, or for so many that
         few end if some do not start. Such a kernel starts by counters only if it leaves a quarter
         of the multiprocessors free, another one if it leaves a sixteenth (`residency`).
-      fills: most blocks end though some of the peers' do not start. Such a kernel may fill the
-        device and start by counters all the same. That is faster if it has work to do before its
-        peers have started.
+      fills: most blocks end though some of the peers' do not start. If the team has all devices
+        of the mesh, such a kernel fills the device and starts by counters all the same. That is
+        faster if it has work to do before its peers have started.
       invariant: all members of the team compute bitwise the same results, which are then typed as
         not varying over the team's axes.
       compiler_params: passed on to Pallas.
@@ -112,6 +112,7 @@ def launch(
     around = together and not waiting_warps
     if together and heap.is_wanted():
         arrays = semaphores.in_heap(arrays)
+    fills = fills and team is not None and residency.are_all(team.size)
     leaves_room = fills or residency.leaves_room(num_blocks, all_wait=all_wait)
     opens_itself = heap.is_wanted() and leaves_room
     if around:

@@ -110,3 +110,12 @@ def most_blocks_end(num_blocks: int, held_up: int) -> bool:
     `held_up` are the blocks of this device, for all peers, that each of these holds up.
     """
     return 4 * LACKING * held_up <= 3 * num_blocks
+
+
+def are_all(devices: int) -> bool:
+    """Whether a team of so many devices has all of the enclosing mesh.
+
+    Only then are all devices in the kernel before, in the kernel or in the one after. One that has
+    other peers may be late for a reason that has to do with a device full of blocks that wait.
+    """
+    return jax.sharding.get_abstract_mesh().size == devices

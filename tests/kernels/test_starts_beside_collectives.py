@@ -66,6 +66,15 @@ def test_own_tiles_in_between_need_the_barrier(few_are_lacking):
     assert not starts_by_counters(REDUCE, config)
 
 
+def test_one_of_several_teams_keeps_the_barrier(few_are_lacking):
+    """Its peers may be late because of devices that are not of the team."""
+    call = jax.jit(cases.mapped(SCATTER, cases.mesh_of(2, 2), config=LAST, out_dtype=F32))
+    lhs, rhs = operands(SCATTER)
+    with st.simulate(core_count=CORES):
+        traced = jax.make_jaxpr(call)(lhs.astype(BF16), rhs.astype(BF16))
+    assert "stretto_heap_semaphores" not in str(traced)
+
+
 def test_on_many_devices_all_blocks_may_be_held_up(few_are_lacking):
     assert starts_by_counters(SCATTER, LAST)
     assert not starts_by_counters(SCATTER, LAST, devices=8)
