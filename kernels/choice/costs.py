@@ -18,7 +18,7 @@ XLA_BYTES = 270e9  # per second, NCCL alone
 ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
-COPIES_BESIDE_US = {0: 0.0, 2: 7.0, 3: 5.4}
+COPIES_BESIDE_US = {0: 0.0, 2: 6.0, 3: 4.4}
 """The same of a matmul's, by their number. Three are enough kernels in a row, with what else
 surrounds a call, for XLA to record them in a command buffer; two are launched one by one."""
 WORD_BYTES, NOT_IN_WORDS = 4, 1.8  # copies of rows of no words take a collective so much longer
@@ -34,8 +34,8 @@ UNALIGNED_FROM_US = 150.0  # of XLA's matmul of rows that are not aligned
 # What follows was fitted to random sizes on 2 H200s. It serves where a table has collectives.
 MOST_DEVICES = 2  # of which what follows is known
 LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
-LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=9.5)  # of a matmul's kernel
-PRODUCT_LAUNCH_US = dict(all_gather=2.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
+LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # of a matmul's kernel
+PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
 MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
 PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
 HIDDEN_IN_A_WAVE = 0.5  # of the time of a gather's last wave: tiles wait for columns, not for rows

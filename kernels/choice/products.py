@@ -28,6 +28,8 @@ MOST_PARTS = 2048  # of a product that XLA divides along k
 SUM_COST, SUM_COST_OF_A_BYTE = 436e3, 1.93  # of its partial products, in operations of one tile
 COST_OF_A_BYTE = 1.94e-3  # of operands and products; this and the two above as XLA has them
 ALIGNED_BYTES = 16  # of each part's share of k, to which XLA fills up both operands
+LEAST_ELEMENTS = 100
+"""Of both operands, of a product that XLA generates code for; smaller ones are cuBLAS's."""
 UNALIGNED_US = {8: 0.0089, 4: 0.016, 2: 0.0205, 1: 0.0205}
 """Of XLA's matmul for each k of a tile, by the bytes of which rows of its operands are multiples.
 8: 1.49, 1.60 and 1.50 of the time with multiples of 16, seen beside 1000 x 3072 x 4100, 4096 x 8192
@@ -90,6 +92,15 @@ def launches_of_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int)
     if parts == 1:
         return 1
     return 2 if k * itemsize % (parts * ALIGNED_BYTES) == 0 else 4
+
+
+def is_tiny(m: int, k: int, n: int) -> bool:
+    """Whether XLA leaves a product to cuBLAS (JAX 0.11.2), with two kernels that fill up operands
+    and one that rounds.
+
+    So have programs it that were compiled for an H100. A vector's product is none.
+    """
+    return min(m, n) > 1 and k * (m + n) < LEAST_ELEMENTS
 
 
 def _parts(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> int:

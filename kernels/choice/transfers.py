@@ -31,12 +31,15 @@ SLOW_SUMS, SLOW_SUM_US = (500_000, 5_000_000), 17e-6
 """Bytes of an all-reduce that takes XLA so much longer for each of them if they are no whole words.
 Matmuls with such sums took 36.7 in place of 25 (0.59 MB), 34 of 23 (0.56 MB) and 99 of 40 (4.1 MB),
 and with 0.46 MB and 6.2 MB as long as others: NCCL has other protocols there."""
-FEW_ROWS, LONG_CONTRACTION, MOST_COLUMNS = 1024, 2048, 1024
+FEW_ROWS, MOST_COLUMNS = 1024, 1024
+LONG_CONTRACTION = {1: 4096, 2: 2048}
 FEW_ROWS_TAKE = 0.8
-"""Of products of few rows: rows, contraction, columns after a gather, and what two parts take of
-XLA's time."""
-MESSAGES_TAKE = 0.89
-"""Of XLA's time, products in two parts whose sums are whole messages: 0.88, 0.90 and 0.91."""
+"""Of products of few rows: rows, columns after a gather, contraction by the number of XLA's
+kernels, and what two parts take of XLA's time. A shorter product of one kernel ends while the host
+still launches: of a contraction of 3324 two parts took 1.07 and 1.08 of XLA's time."""
+MESSAGES_TAKE = dict(all_gather=0.78, all_reduce=0.89)
+"""Of XLA's time, products in two parts whose sums, or what is gathered, are whole messages: 0.88,
+0.90 and 0.91; 0.77, 0.82, 0.80 and 0.77."""
 MOST_LAUNCHES, RECORDING_SAVES_US = 4, 9.0
 """Kernels of a product that XLA divides and whose operands it fills up, and what is saved where it
 records them."""
@@ -164,15 +167,16 @@ def of_few_rows(
     is_known = problem.devices <= costs.MOST_DEVICES and problem.types.scales is None
     if not is_known or times(problem, name, 1) is None:
         return None
+    by_messages = _saved_by_messages(operation, kernel, problem, xla_us)
     if name == "all_reduce":
         why = "the sum is short, or no whole words"
-        saved_us = max(
-            _saved_by_messages(operation, kernel, problem, xla_us),
-            _saved_of_slow_sum(work, problem),
-        )
+        saved_us = max(by_messages, _saved_of_slow_sum(work, problem))
     else:
+        by_recording = _saved_by_recording(operation, problem, xla_us)
+        saved_us = max(by_messages, by_recording)
         why = "XLA divides the product along its contraction"
-        saved_us = _saved_by_recording(operation, problem, xla_us)
+        if by_messages > by_recording:
+            why = "what is gathered is short, and made of whole messages"
     if saved_us < MARGIN_OF_PARTS * xla_us:
         return None
     config = dataclasses.replace(default, unfused=True)
@@ -190,12 +194,17 @@ def of_few_rows(
 def _saved_by_messages(
     operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
 ) -> float:
-    """Microseconds that two parts save where a short sum is of whole messages; 0 elsewhere."""
-    is_whole = kernel.apart is not None and kernel.apart(problem) is not None
-    is_short = problem.sizes["m"] <= FEW_ROWS and xla_us < tables.SHORT_US
-    if not (is_whole and is_short) or _launches(operation, problem) > 1:
+    """Microseconds that two parts save where a short sum, or a short shard that is gathered, is of
+    whole messages; 0 elsewhere."""
+    work = operation.work(problem)
+    if work.product is None or work.traffic is None:
         return 0.0
-    return (1 - MESSAGES_TAKE) * xla_us
+    rows, _, columns = work.product
+    takes = MESSAGES_TAKE.get(work.traffic.collective, 1.0)
+    is_whole = kernel.apart is not None and kernel.apart(problem) is not None
+    is_short = min(rows, columns) <= FEW_ROWS and xla_us < tables.SHORT_US
+    is_one = _launches(operation, problem) == 1 and not products.is_tiny(*work.product)
+    return (1 - takes) * xla_us if is_whole and is_short and is_one else 0.0
 
 
 def _saved_of_slow_sum(work: Work, problem: Problem) -> float:
@@ -248,6 +257,8 @@ def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -
     if rows > FEW_ROWS:
         return 0.0
     itemsize, gathers = work.traffic.itemsize, work.traffic.gathers
+    if products.is_tiny(*work.product):
+        return 0.0 if gathers else RECORDING_SAVES_US
     if is_divided(operation, problem):
         if not gathers:
             return RECORDING_SAVES_US
@@ -255,10 +266,9 @@ def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -
         others = contraction * (rows + columns) - gathered
         hidden_us = 1e6 * 2 * itemsize * others / products.FILLED_BYTES
         return RECORDING_SAVES_US - hidden_us
-    is_few = rows <= FEW_ROWS and contraction >= LONG_CONTRACTION
-    return (
-        (1 - FEW_ROWS_TAKE) * xla_us if is_few and (not gathers or columns <= MOST_COLUMNS) else 0.0
-    )
+    is_long = contraction >= LONG_CONTRACTION[_launches(operation, problem)]
+    is_narrow = not gathers or columns <= MOST_COLUMNS
+    return (1 - FEW_ROWS_TAKE) * xla_us if is_long and is_narrow else 0.0
 
 
 def apart(operation: Operation, kernel: Kernel, problem: Problem, xla_us: float) -> Choice | None:
