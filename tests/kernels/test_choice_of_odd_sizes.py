@@ -185,6 +185,8 @@ def test_collectives_of_xla_are_slow_where_parts_begin_at_no_16_bytes():
         ((10, 476, 500), 4),
         ((657, 321, 230), 4),
         ((16, 15184, 112), 4),
+        ((8, 664, 2016), 1),
+        ((12, 600, 1886), 4),
     ],
 )
 def test_into_how_many_kernels_xla_divides_a_product(sizes, launches):
@@ -201,17 +203,45 @@ def test_copies_of_collectives_count_by_launches_or_by_bytes():
     assert chosen(collective("reduce_scatter", 4366, 7621)).backend == "xla"
 
 
+def is_unfused(name: str, *sizes: int) -> bool:
+    found = chosen(problem(*sizes, operation=name, devices=2, kind=H200.kind))
+    return found.backend == "pallas" and found.config.unfused
+
+
 def test_products_of_few_rows_that_xla_divides_are_in_two_parts():
     """Two parts took 20 where XLA took 32, and 58 in place of 49 where XLA fills up beside NCCL."""
-
-    def is_unfused(name, *sizes):
-        found = chosen(problem(*sizes, operation=name, devices=2, kind=H200.kind))
-        return found.backend == "pallas" and found.config.unfused
 
     assert is_unfused("all_gather_matmul_n", 46, 8105, 18)
     assert is_unfused("matmul_reduce_scatter", 12, 1200, 1886)
     assert not is_unfused("all_gather_matmul", 46, 5833, 4558)
     assert not is_unfused("all_gather_matmul_n", 527, 141, 454)
+
+
+def test_a_tiny_product_is_of_cublas_with_more_kernels():
+    """Scattered, two parts took 18 to 19 us where XLA took 28 to 33. Gathered and summed 16 to 17
+    by XLA, which records what is around its collective."""
+    assert products.is_tiny(8, 4, 10) and not products.is_tiny(8, 4, 17)
+    assert not products.is_tiny(1, 3, 11)  # A vector.
+    assert is_unfused("matmul_reduce_scatter", 8, 8, 10)
+    assert is_unfused("matmul_reduce_scatter", 16, 4, 20)
+    asked = [("matmul_all_reduce", 16, 4, 16), ("all_gather_matmul_n", 4, 2, 20)]
+    for name, *sizes in asked:
+        assert chosen(problem(*sizes, operation=name, devices=2, kind=H200.kind)).backend == "xla"
+
+
+def test_products_that_end_while_the_host_launches_are_not_in_two_parts():
+    """Of a contraction of 3324 two parts took 1.07 of XLA's time, of 4820 0.67."""
+    assert not is_unfused("matmul_reduce_scatter", 16, 6648, 2)
+    assert is_unfused("matmul_reduce_scatter", 12, 9640, 2)
+    assert is_unfused("all_gather_matmul", 16, 2432, 1552)  # XLA divides it: 26 and 33.
+
+
+def test_short_shards_of_whole_messages_are_gathered_by_themselves():
+    """Two parts took 19 and 20 us, the fused kernel 26 and 22, XLA 25 and 25."""
+    assert is_unfused("all_gather_matmul_n", 532, 64, 232)
+    assert is_unfused("all_gather_matmul_n", 192, 32, 16)
+    assert is_unfused("all_gather_matmul", 160, 176, 3776)
+    assert not is_unfused("all_gather_matmul_n", 16, 8, 336)  # No whole messages.
 
 
 def test_groups_of_few_rows_are_multiplied_beside_each_other():
