@@ -37,7 +37,10 @@ LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
 LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # of a matmul's kernel
 PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
 MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
-PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
+PIECE = 16, 256  # rows and columns that a kernel pulls at once
+ALONG_OTHERS, ALONG_K = (280e9, 3.5), (245e9, 4.0)
+"""Of gathers, bytes that one device sends per second, and microseconds of a piece. Along the
+contraction the shards of a row lie side by side."""
 HIDDEN_IN_A_WAVE = 0.5  # of the time of a gather's last wave: tiles wait for columns, not for rows
 
 
@@ -54,9 +57,9 @@ def estimate(
         return _attention(work)
     if work.product is None:
         raise ValueError("only operations with a matmul have an estimate.")
-    sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
     if measured is None or work.traffic is None or work.traffic.devices > MOST_DEVICES:
         compute, waves = products.by_tiles(*work.product, machine.multiprocessors)
+        sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
         fused = compute + max(0.0, sent_us - compute * (waves - 1) / waves) + FUSED_LAUNCH_US
         sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
         return fused, _by_xla_in_waves(work, machine) + sent_by_xla
@@ -69,22 +72,21 @@ def estimate(
     )
     by_xla = products.by_xla(*product) + launches_us + collective_us
     launch_us = by_kernel + LAUNCH_BESIDE_US[name]
-    return _beside_transfer(work, machine, sent_us) + launch_us, by_xla
+    return _beside_transfer(work, machine) + launch_us, by_xla
 
 
-def _beside_transfer(work: Work, machine: Machine, sent_us: float) -> float:
+def _beside_transfer(work: Work, machine: Machine) -> float:
     """Microseconds of a kernel without its launch: its tiles, and what they do not hide."""
     if work.product is None or work.traffic is None:
-        return sent_us
+        return 0.0
     gathers = work.traffic.gathers
     least_columns = 0 if gathers else LEAST_COLUMNS_OF_SUMS
     tiles = *work.product, machine.multiprocessors
     compute, waves = products.by_best_tiles(*tiles, least_columns)
     compute = max(compute, products.moved(*work.product, work.traffic.itemsize))
-    hidden = (waves - 1) / waves
+    sent_us, hidden = 1e6 * work.sent_bytes / FUSED_BYTES, (waves - 1) / waves
     if gathers:
-        hidden = max(hidden, HIDDEN_IN_A_WAVE)
-        sent_us = max(sent_us, _pieces_us(work, machine))
+        sent_us, hidden = _gathered_us(work, machine), max(hidden, HIDDEN_IN_A_WAVE)
     return compute + max(0.0, sent_us - compute * hidden)
 
 
@@ -102,13 +104,15 @@ def _by_xla_in_waves(work: Work, machine: Machine) -> float:
     return max(by_tiles, unaligned if unaligned >= UNALIGNED_FROM_US else 0.0)
 
 
-def _pieces_us(work: Work, machine: Machine) -> float:
-    """Microseconds in which each block pulls its pieces of a gather, one after another."""
-    if work.traffic is None or not work.traffic.gathers:
+def _gathered_us(work: Work, machine: Machine) -> float:
+    """Microseconds in which a gather is sent, or each block pulls its pieces one after another."""
+    if work.product is None or work.traffic is None:
         return 0.0
     rows, columns = work.traffic.shape
+    of_bytes, piece_us = ALONG_K if columns < work.product[1] else ALONG_OTHERS
     pieces = (work.traffic.devices - 1) * ceil_div(rows, PIECE[0]) * ceil_div(columns, PIECE[1])
-    return PIECE_US * (ceil_div(pieces, machine.multiprocessors) - 1)
+    pulled_us = piece_us * (ceil_div(pieces, machine.multiprocessors) - 1)
+    return max(1e6 * work.sent_bytes / of_bytes, pulled_us)
 
 
 def _attention(work: Work) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -
         gathered = problem.devices * math.prod(work.traffic.shape)
         others = contraction * (rows + columns) - gathered
         hidden_us = 1e6 * 2 * itemsize * others / products.FILLED_BYTES
-        return RECORDING_SAVES_US - hidden_us
+        return RECORDING_SAVES_US + misaligned_us(work.traffic) - hidden_us
     is_long = contraction >= LONG_CONTRACTION[_launches(operation, problem)]
     is_narrow = not gathers or columns <= MOST_COLUMNS
     return (1 - FEW_ROWS_TAKE) * xla_us if is_long and is_narrow else 0.0

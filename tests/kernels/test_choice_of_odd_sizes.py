@@ -342,3 +342,36 @@ def test_copies_beside_a_matmul_count_by_their_number_and_kind():
         problem(19566, 10898, 8, operation="matmul_reduce_scatter", devices=2)
     )
     assert costs.copied_for_sizes_us(padded, 2, 216_000_000) == pytest.approx(133, rel=0.2)
+
+
+def estimated(name: str, *sizes: int) -> tuple[float, float]:
+    """Of the kernel and of XLA."""
+    asked = problem(*sizes, operation=name, devices=2, kind=H200.kind)
+    return transfers.estimate(OPERATIONS[name], asked)
+
+
+def test_each_wave_of_tiles_begins_and_stores_them():
+    """A short contraction, many tiles: the kernel took 40, XLA 35. It was estimated to take 28."""
+    fused_us, _ = estimated("all_gather_matmul_k", 2760, 16, 16384)
+    assert fused_us == pytest.approx(40, rel=0.2)
+    asked = problem(2760, 16, 16384, operation="all_gather_matmul_k", devices=2, kind=H200.kind)
+    assert chosen(asked).backend == "xla"
+
+
+def test_results_larger_than_the_l2_are_written_at_memorys_rate():
+    """326 MB took XLA 120 with its gather; 165 were estimated for the product alone."""
+    assert products.by_xla(6960, 32, 23440, 2, 132) == pytest.approx(93, rel=0.2)
+
+
+def test_a_gather_along_rows_or_columns_sends_faster_than_one_along_the_contraction():
+    """45 MB for few rows took 197 in one kernel, 294 by XLA."""
+    asked = problem(24, 10800, 4000, operation="all_gather_matmul_n", devices=2, kind=H200.kind)
+    assert chosen(asked).backend == "pallas"
+    along = {axis: estimated(f"all_gather_matmul{axis}", 8192, 8192, 16)[0] for axis in ("", "_k")}
+    assert along[""] < 0.95 * along["_k"]
+
+
+def test_the_kernel_gathers_misaligned_shards_as_fast_as_others():
+    """XLA's gather is slow there: two parts took 61 where XLA took 92, and 38 where 58."""
+    assert is_unfused("all_gather_matmul_n", 10, 4349, 1718)
+    assert is_unfused("all_gather_matmul", 662, 5019, 6)
