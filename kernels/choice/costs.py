@@ -182,7 +182,8 @@ def _row_bytes(work: Work, itemsize: int) -> tuple[int, ...]:
     if work.product is None:
         return ()
     _, k, n = work.product
-    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
+    gathered = work.traffic if work.traffic is not None and work.traffic.gathers else None
+    columns = k if gathered is None else gathered.shape[1]
     return columns * itemsize, n * itemsize
 
 

@@ -375,3 +375,19 @@ def test_the_kernel_gathers_misaligned_shards_as_fast_as_others():
     """XLA's gather is slow there: two parts took 61 where XLA took 92, and 38 where 58."""
     assert is_unfused("all_gather_matmul_n", 10, 4349, 1718)
     assert is_unfused("all_gather_matmul", 662, 5019, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "copies"),
+    [
+        ("matmul_reduce_scatter", (64, 16, 6), 2),  # rhs and the result; lhs has rows of 16 bytes.
+        ("matmul_reduce_scatter", (64, 20, 8), 2),
+        ("all_gather_matmul", (64, 10, 16), 2),
+        ("all_gather_matmul_k", (64, 24, 16), 2),
+        ("all_gather_matmul_n", (64, 10, 20), 3),
+        ("matmul_all_reduce", (64, 16, 8), 0),
+    ],
+)
+def test_how_many_operands_and_results_are_copied(name, sizes, copies):
+    asked = problem(*sizes, operation=name, devices=2, kind=H200.kind)
+    assert costs.copies(OPERATIONS[name].work(asked), 2) == copies
