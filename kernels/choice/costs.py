@@ -19,8 +19,10 @@ ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
 COPIES_BESIDE_US = {0: 0.0, 2: 6.0, 3: 4.4}
-"""The same of a matmul's, by their number. Three are enough kernels in a row, with what else
-surrounds a call, for XLA to record them in a command buffer; two are launched one by one."""
+"""The same of a matmul's, by their number."""
+RECORDED_COPIES_US = {3: 0.5}
+"""The same where the host limits a call: these are enough kernels in a row, with one that the
+caller has there, for XLA to record them in a command buffer (`xla_flags.record_runs_of_four`)."""
 WORD_BYTES, NOT_IN_WORDS = 4, 1.8  # copies of rows of no words take a collective so much longer
 COPIED_BYTES = 3.6e12  # per second, read and written by these
 PADDED_BYTES = 3.8e12  # the same of a matmul's operands
@@ -131,12 +133,15 @@ def sent_by_xla_us(sent: float) -> float:
     return 1e6 * sent / XLA_BYTES
 
 
-def copies_launches_us(work: Work, itemsize: int) -> float:
+def copies_launches_us(work: Work, itemsize: int, *, is_short: bool = False) -> float:
     """Microseconds of the launches that copy a matmul's operands and result to aligned rows.
 
-    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
+    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied. The host
+    limits a call that `is_short`.
     """
-    return COPIES_BESIDE_US[copies(work, itemsize)]
+    count = copies(work, itemsize)
+    beside = COPIES_BESIDE_US[count]
+    return RECORDED_COPIES_US.get(count, beside) if is_short else beside
 
 
 def copies(work: Work, itemsize: int) -> int:

@@ -173,7 +173,8 @@ def _with_copies(
     fused_us += costs.copied_for_sizes_us(work, itemsize, of_sizes)
     margin = 0.0
     if of_sizes:
-        launches_us = costs.copies_launches_us(work, itemsize)
+        is_short = operation.communicates and xla_us < tables.SHORT_US
+        launches_us = costs.copies_launches_us(work, itemsize, is_short=is_short)
         fused_us += launches_us
         margin = transfers.MARGIN_BESIDE_COPIES
         if launches_us and operation.communicates:
