@@ -170,6 +170,8 @@ def _with_copies(
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied)
     work, itemsize = operation.work(problem), problem.types.itemsize
+    if kernel.stands_for is not None:
+        work = work.transposed  # As the kernel multiplies.
     fused_us += costs.copied_for_sizes_us(work, itemsize, of_sizes)
     margin = 0.0
     if of_sizes:
@@ -178,7 +180,8 @@ def _with_copies(
         fused_us += launches_us
         margin = transfers.MARGIN_BESIDE_COPIES
         if launches_us and operation.communicates:
-            margin = transfers.margin_of_copies(operation, problem, xla_us)
+            count = costs.copies(work, itemsize)
+            margin = transfers.margin_of_copies(operation, problem, xla_us, count)
     is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"

@@ -226,8 +226,8 @@ def _elements(work: Work) -> int:
     return 0 if work.traffic is None else math.prod(work.traffic.shape)
 
 
-def margin_of_copies(operation: Operation, problem: Problem, xla_us: float) -> float:
-    """The share by which a kernel that needs copies must be faster than XLA's `xla_us`.
+def margin_of_copies(operation: Operation, problem: Problem, xla_us: float, copies: int) -> float:
+    """The share by which a kernel that needs so many copies must be faster than XLA's `xla_us`.
 
     All of it beside a tiny product of what is gathered: XLA may record that whole, and took 17 and
     36 at two sizes.
@@ -238,7 +238,6 @@ def margin_of_copies(operation: Operation, problem: Problem, xla_us: float) -> f
         return 1.0
     if xla_us >= tables.SHORT_US or is_divided(operation, problem):
         return MARGIN_BESIDE_COPIES
-    copies = costs.copies(work, problem.types.itemsize)
     return MARGIN_OF_THREE_COPIES if copies == 3 else tables.MARGIN_OF_SHORT
 
 
@@ -265,9 +264,9 @@ def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -
     if work.product is None or work.traffic is None:
         return 0.0
     rows, contraction, columns = work.product
+    itemsize, gathers = work.traffic.itemsize, work.traffic.gathers
     if rows > FEW_ROWS:
         return 0.0
-    itemsize, gathers = work.traffic.itemsize, work.traffic.gathers
     if products.is_tiny(*work.product):
         return 0.0 if gathers else RECORDING_SAVES_US
     if is_divided(operation, problem):
