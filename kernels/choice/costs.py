@@ -39,6 +39,7 @@ LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
 LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # of a matmul's kernel
 PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
 MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
+SUMMED_BYTES = dict(reduce_scatter=245e9, all_reduce=280e9)  # per second, sent by one device
 PIECE = 16, 256  # rows and columns that a kernel pulls at once
 ALONG_OTHERS, ALONG_K = (280e9, 3.5), (245e9, 4.0)
 """Of gathers, bytes that one device sends per second, and microseconds of a piece. Along the
@@ -86,7 +87,8 @@ def _beside_transfer(work: Work, machine: Machine) -> float:
     tiles = *work.product, machine.multiprocessors
     compute, waves = products.by_best_tiles(*tiles, least_columns)
     compute = max(compute, products.moved(*work.product, work.traffic.itemsize))
-    sent_us, hidden = 1e6 * work.sent_bytes / FUSED_BYTES, (waves - 1) / waves
+    sent_us = 1e6 * work.sent_bytes / SUMMED_BYTES.get(work.traffic.collective, FUSED_BYTES)
+    hidden = (waves - 1) / waves
     if gathers:
         sent_us, hidden = _gathered_us(work, machine), max(hidden, HIDDEN_IN_A_WAVE)
     return compute + max(0.0, sent_us - compute * hidden)
