@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.kernels.choice import costs, tables, transfers
+from stretto.kernels.choice import costs, in_parts, tables, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem import machine
@@ -41,9 +41,9 @@ def _or_apart(
         return found
     _, xla_us = estimate(operation, kernel, problem)
     is_tuned = tables.table_for(problem.machine.kind).nearest(problem) is not None
-    two = None if is_tuned else transfers.of_few_rows(operation, kernel, problem, xla_us)
+    two = None if is_tuned else in_parts.of_few_rows(operation, kernel, problem, xla_us)
     if two is None and (of_sizes or not (is_tuned or found.backend == "pallas")):
-        two = transfers.apart(operation, kernel, problem, xla_us)
+        two = in_parts.apart(operation, kernel, problem, xla_us)
     if two is None or two.fused_us is None:
         return found
     is_faster = found.backend == "pallas" and (found.fused_us or 0.0) <= two.fused_us
