@@ -40,6 +40,10 @@ LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # 
 PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
 MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
 SUMMED_BYTES = dict(reduce_scatter=245e9, all_reduce=280e9)  # per second, sent by one device
+MOST_BLOCKS, COUNTED_START_US = 15 / 16, 5.0
+"""Share of the multiprocessors beyond which a kernel's tiles fill the device; and what a
+reduce-scatter takes less there since counters begin it, and not XLA's barrier, with which the rest
+was fitted: 5 to 9 at three sizes."""
 PIECE = 16, 256  # rows and columns that a kernel pulls at once
 ALONG_OTHERS, ALONG_K = (280e9, 3.5), (245e9, 4.0)
 """Of gathers, bytes that one device sends per second, and microseconds of a piece. Along the
@@ -75,7 +79,18 @@ def estimate(
     )
     by_xla = products.by_xla(*product) + launches_us + collective_us
     launch_us = by_kernel + LAUNCH_BESIDE_US[name]
+    if name == "reduce_scatter" and _fills(work, machine):
+        launch_us -= COUNTED_START_US
     return _beside_transfer(work, machine) + launch_us, by_xla
+
+
+def _fills(work: Work, machine: Machine) -> bool:
+    """Whether a kernel's tiles of 128 columns leave less than a sixteenth of a device free."""
+    if work.product is None:
+        return False
+    m, _, n = work.product
+    tiles = ceil_div(m, products.TILE_M) * ceil_div(n, LEAST_COLUMNS_OF_SUMS)
+    return tiles > MOST_BLOCKS * machine.multiprocessors
 
 
 def _beside_transfer(work: Work, machine: Machine) -> float:

@@ -27,7 +27,7 @@ def chosen(asked: Problem):
         ("all_gather_matmul", (1000, 3070, 8200), False),  # No whole rows.
         ("all_gather_matmul", (64, 3072, 8200), False),  # Too short.
         ("all_gather_matmul", (8192, 520, 8200), True),  # Fused, more is copied than multiplied.
-        ("matmul_reduce_scatter", (1000, 1032, 4096), True),
+        ("matmul_reduce_scatter", (1000, 1032, 4096), False),  # By estimates 46 and 45.
     ],
 )
 def test_a_matmul_is_in_two_parts_where_its_collective_saves_enough(name, sizes, unfused):

@@ -302,3 +302,14 @@ def test_large_sums_are_sent_at_their_own_rates():
     assert estimated("matmul_reduce_scatter", 7456, 16, 2744)[0] == pytest.approx(95, rel=0.15)
     asked = problem(1464, 208, 15456, operation="matmul_all_reduce", devices=2, kind=H200.kind)
     assert chosen(asked).backend == "pallas"
+
+
+def test_a_reduce_scatter_of_many_tiles_starts_by_counters():
+    """XLA's barrier began kernels that fill the device when the rest of the estimate was fitted."""
+
+    def kernel_us(name: str, m: int) -> float:
+        return estimated(name, m, 64, 2048)[0]
+
+    full, free = 1024, 896  # 128 tiles of 128 columns, and 112.
+    assert kernel_us("matmul_reduce_scatter", full) < kernel_us("matmul_reduce_scatter", free)
+    assert kernel_us("matmul_all_reduce", full) > kernel_us("matmul_all_reduce", free)
