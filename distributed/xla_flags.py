@@ -7,13 +7,16 @@ from collections.abc import Mapping, MutableMapping
 
 VARIABLE = "XLA_FLAGS"
 NO_RECORDED_KERNELS = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
+LEAST_RECORDED = "--xla_gpu_graph_min_graph_size=4"
+ON_IMPORT = (NO_RECORDED_KERNELS, LEAST_RECORDED)
+"""What `import stretto` adds."""
 NO_SLICES_IN_CALLS = "--xla_gpu_enable_dynamic_slice_fusion=false"
 """What kernels need whose devices belong to several processes (`share_memory_of_kernels`)."""
 
 
 def given(environ: Mapping[str, str] = os.environ) -> str:
     """The flags of the user, without those that are set here."""
-    own = (NO_RECORDED_KERNELS, NO_SLICES_IN_CALLS)
+    own = (*ON_IMPORT, NO_SLICES_IN_CALLS)
     return " ".join(x for x in environ.get(VARIABLE, "").split() if x not in own)
 
 
@@ -30,6 +33,28 @@ def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str] = os.
         environ[VARIABLE] = f"{flags} {NO_RECORDED_KERNELS}".strip()
 
 
+def record_runs_of_four(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has XLA record four of its kernels in a row in a command buffer, in place of five or more.
+
+    A kernel between them ends such a run. What XLA launches before and after one, to fill up
+    operands and to cut out results, are often four with one that the caller has there.
+
+    A flag that the user has set is left as it is.
+    """
+    _add(LEAST_RECORDED, environ)
+
+
+def _add(flag: str, environ: MutableMapping[str, str]) -> None:
+    """Adds a flag unless the environment has it, with any value."""
+    if not _decides(flag, environ):
+        environ[VARIABLE] = f"{environ.get(VARIABLE, '')} {flag}".strip()
+
+
+def _decides(flag: str, environ: Mapping[str, str]) -> bool:
+    name = flag.partition("=")[0]
+    return any(own.partition("=")[0] == name for own in environ.get(VARIABLE, "").split())
+
+
 def share_memory_of_kernels(environ: MutableMapping[str, str] = os.environ) -> None:
     """Has XLA put all that kernels read and write into memory that processes share.
 
@@ -41,11 +66,9 @@ def share_memory_of_kernels(environ: MutableMapping[str, str] = os.environ) -> N
 
     A flag that the user has set is left as it is.
     """
-    if not decides_on_slices(environ):
-        environ[VARIABLE] = f"{environ.get(VARIABLE, '')} {NO_SLICES_IN_CALLS}".strip()
+    _add(NO_SLICES_IN_CALLS, environ)
 
 
 def decides_on_slices(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment says whether slices become part of calls."""
-    name = NO_SLICES_IN_CALLS.partition("=")[0]
-    return any(flag.partition("=")[0] == name for flag in environ.get(VARIABLE, "").split())
+    return _decides(NO_SLICES_IN_CALLS, environ)

@@ -18,9 +18,11 @@ XLA_BYTES = 270e9  # per second, NCCL alone
 ATTENTION_FLOPS = 550e12  # per second, of cuDNN's attention forward on an H200
 ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
-COPIES_BESIDE_US = {0: 0.0, 2: 7.0, 3: 5.4}
-"""The same of a matmul's, by their number. Three are enough kernels in a row, with what else
-surrounds a call, for XLA to record them in a command buffer; two are launched one by one."""
+COPIES_BESIDE_US = {0: 0.0, 2: 6.0, 3: 4.4}
+"""The same of a matmul's, by their number."""
+RECORDED_COPIES_US = {3: 0.5}
+"""The same where the host limits a call: these are enough kernels in a row, with one that the
+caller has there, for XLA to record them in a command buffer (`xla_flags.record_runs_of_four`)."""
 WORD_BYTES, NOT_IN_WORDS = 4, 1.8  # copies of rows of no words take a collective so much longer
 COPIED_BYTES = 3.6e12  # per second, read and written by these
 PADDED_BYTES = 3.8e12  # the same of a matmul's operands
@@ -34,10 +36,18 @@ UNALIGNED_FROM_US = 150.0  # of XLA's matmul of rows that are not aligned
 # What follows was fitted to random sizes on 2 H200s. It serves where a table has collectives.
 MOST_DEVICES = 2  # of which what follows is known
 LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
-LAUNCH_BESIDE_US = dict(all_gather=3.0, reduce_scatter=6.0, all_reduce=9.5)  # of a matmul's kernel
-PRODUCT_LAUNCH_US = dict(all_gather=2.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
+LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # of a matmul's kernel
+PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
 MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
-PIECE, PIECE_US = (16, 256), 4.0  # rows and columns that a kernel pulls at once
+SUMMED_BYTES = dict(reduce_scatter=245e9, all_reduce=280e9)  # per second, sent by one device
+MOST_BLOCKS, COUNTED_START_US = 15 / 16, 5.0
+"""Share of the multiprocessors beyond which a kernel's tiles fill the device; and what a
+reduce-scatter takes less there since counters begin it, and not XLA's barrier, with which the rest
+was fitted: 5 to 9 at three sizes."""
+PIECE = 16, 256  # rows and columns that a kernel pulls at once
+ALONG_OTHERS, ALONG_K = (280e9, 3.5), (245e9, 4.0)
+"""Of gathers, bytes that one device sends per second, and microseconds of a piece. Along the
+contraction the shards of a row lie side by side."""
 HIDDEN_IN_A_WAVE = 0.5  # of the time of a gather's last wave: tiles wait for columns, not for rows
 
 
@@ -54,9 +64,9 @@ def estimate(
         return _attention(work)
     if work.product is None:
         raise ValueError("only operations with a matmul have an estimate.")
-    sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
     if measured is None or work.traffic is None or work.traffic.devices > MOST_DEVICES:
         compute, waves = products.by_tiles(*work.product, machine.multiprocessors)
+        sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
         fused = compute + max(0.0, sent_us - compute * (waves - 1) / waves) + FUSED_LAUNCH_US
         sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
         return fused, _by_xla_in_waves(work, machine) + sent_by_xla
@@ -69,22 +79,33 @@ def estimate(
     )
     by_xla = products.by_xla(*product) + launches_us + collective_us
     launch_us = by_kernel + LAUNCH_BESIDE_US[name]
-    return _beside_transfer(work, machine, sent_us) + launch_us, by_xla
+    if name == "reduce_scatter" and _fills(work, machine):
+        launch_us -= COUNTED_START_US
+    return _beside_transfer(work, machine) + launch_us, by_xla
 
 
-def _beside_transfer(work: Work, machine: Machine, sent_us: float) -> float:
+def _fills(work: Work, machine: Machine) -> bool:
+    """Whether a kernel's tiles of 128 columns leave less than a sixteenth of a device free."""
+    if work.product is None:
+        return False
+    m, _, n = work.product
+    tiles = ceil_div(m, products.TILE_M) * ceil_div(n, LEAST_COLUMNS_OF_SUMS)
+    return tiles > MOST_BLOCKS * machine.multiprocessors
+
+
+def _beside_transfer(work: Work, machine: Machine) -> float:
     """Microseconds of a kernel without its launch: its tiles, and what they do not hide."""
     if work.product is None or work.traffic is None:
-        return sent_us
+        return 0.0
     gathers = work.traffic.gathers
     least_columns = 0 if gathers else LEAST_COLUMNS_OF_SUMS
     tiles = *work.product, machine.multiprocessors
     compute, waves = products.by_best_tiles(*tiles, least_columns)
     compute = max(compute, products.moved(*work.product, work.traffic.itemsize))
+    sent_us = 1e6 * work.sent_bytes / SUMMED_BYTES.get(work.traffic.collective, FUSED_BYTES)
     hidden = (waves - 1) / waves
     if gathers:
-        hidden = max(hidden, HIDDEN_IN_A_WAVE)
-        sent_us = max(sent_us, _pieces_us(work, machine))
+        sent_us, hidden = _gathered_us(work, machine), max(hidden, HIDDEN_IN_A_WAVE)
     return compute + max(0.0, sent_us - compute * hidden)
 
 
@@ -102,13 +123,15 @@ def _by_xla_in_waves(work: Work, machine: Machine) -> float:
     return max(by_tiles, unaligned if unaligned >= UNALIGNED_FROM_US else 0.0)
 
 
-def _pieces_us(work: Work, machine: Machine) -> float:
-    """Microseconds in which each block pulls its pieces of a gather, one after another."""
-    if work.traffic is None or not work.traffic.gathers:
+def _gathered_us(work: Work, machine: Machine) -> float:
+    """Microseconds in which a gather is sent, or each block pulls its pieces one after another."""
+    if work.product is None or work.traffic is None:
         return 0.0
     rows, columns = work.traffic.shape
+    of_bytes, piece_us = ALONG_K if columns < work.product[1] else ALONG_OTHERS
     pieces = (work.traffic.devices - 1) * ceil_div(rows, PIECE[0]) * ceil_div(columns, PIECE[1])
-    return PIECE_US * (ceil_div(pieces, machine.multiprocessors) - 1)
+    pulled_us = piece_us * (ceil_div(pieces, machine.multiprocessors) - 1)
+    return max(1e6 * work.sent_bytes / of_bytes, pulled_us)
 
 
 def _attention(work: Work) -> tuple[float, float]:
@@ -127,12 +150,15 @@ def sent_by_xla_us(sent: float) -> float:
     return 1e6 * sent / XLA_BYTES
 
 
-def copies_launches_us(work: Work, itemsize: int) -> float:
+def copies_launches_us(work: Work, itemsize: int, *, is_short: bool = False) -> float:
     """Microseconds of the launches that copy a matmul's operands and result to aligned rows.
 
-    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
+    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied. The host
+    limits a call that `is_short`.
     """
-    return COPIES_BESIDE_US[copies(work, itemsize)]
+    count = copies(work, itemsize)
+    beside = COPIES_BESIDE_US[count]
+    return RECORDED_COPIES_US.get(count, beside) if is_short else beside
 
 
 def copies(work: Work, itemsize: int) -> int:
@@ -178,7 +204,8 @@ def _row_bytes(work: Work, itemsize: int) -> tuple[int, ...]:
     if work.product is None:
         return ()
     _, k, n = work.product
-    columns = k if work.traffic is None else min(k, work.traffic.shape[1])
+    gathered = work.traffic if work.traffic is not None and work.traffic.gathers else None
+    columns = k if gathered is None else gathered.shape[1]
     return columns * itemsize, n * itemsize
 
 

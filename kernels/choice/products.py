@@ -12,22 +12,26 @@ from stretto.distributed.schedule import ceil_div
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
 NARROW_STEP_US = {64: 0.27, 128: 0.42}  # of tiles of so many columns
+STORING_STEPS = 3.5  # that take as long as to begin a tile and to store it (`engine/waves.py`)
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
 XLA_TILE = 128
 XLA_STEP_US, XLA_STEP_OF_WHOLE_TILE_US = 0.056, 0.317
 """Of XLA's tile, for one step of TILE_K along k: of any, and in proportion to the side of a smaller
 one."""
+XLA_STORING_US = 0.8  # of a wave of whole tiles after the first, besides its steps
 READ_BYTES, FILLED_BYTES, SUMMED_BYTES = 2.1e12, 4.7e12, 5.0e12
 """Per second: operands that a matmul reads, those that it fills up first, and parts of its
 result that it adds."""
 DIVIDED_READ_BYTES = 3.4e12
 """The same of a product that XLA divides along k: more multiprocessors read. Seen at one size, a
 reduce-scatter of 11312 x 11712 x 8, where the fused kernel's 89 tiles took 1.4 of XLA's time."""
-CACHED_BYTES, WRITTEN_BYTES = 30e6, 1.8e12  # of a result: what stays in the L2; per second beyond
+CACHED_BYTES, WRITTEN_BYTES = 30e6, 3.3e12  # of a result: what stays in the L2; per second beyond
 MOST_PARTS = 2048  # of a product that XLA divides along k
-SUM_COST, SUM_COST_OF_A_BYTE = 436e3, 1.93  # of its partial products, in operations of one tile
+SUM_COST, SUM_COST_OF_A_BYTE = 401e3, 2.28  # of its partial products, in operations of one tile
 COST_OF_A_BYTE = 1.94e-3  # of operands and products; this and the two above as XLA has them
 ALIGNED_BYTES = 16  # of each part's share of k, to which XLA fills up both operands
+LEAST_ELEMENTS = 100
+"""Of both operands, of a product that XLA generates code for; smaller ones are cuBLAS's."""
 UNALIGNED_US = {8: 0.0089, 4: 0.016, 2: 0.0205, 1: 0.0205}
 """Of XLA's matmul for each k of a tile, by the bytes of which rows of its operands are multiples.
 8: 1.49, 1.60 and 1.50 of the time with multiples of 16, seen beside 1000 x 3072 x 4100, 4096 x 8192
@@ -46,12 +50,14 @@ def by_best_tiles(
 ) -> tuple[float, int]:
     """(microseconds, waves) by the tiles of `least_columns` or more whose waves take least time.
 
+    Launches have what a first wave takes besides its products.
     The default configurations of kernels have such tiles, too.
     """
 
     def by(tile_n: int, step_us: float) -> tuple[float, int]:
         waves = ceil_div(ceil_div(m, TILE_M) * ceil_div(n, tile_n), multiprocessors)
-        return waves * ceil_div(k, TILE_K) * step_us, waves
+        steps = waves * ceil_div(k, TILE_K) + (waves - 1) * STORING_STEPS
+        return steps * step_us, waves
 
     widths = {**NARROW_STEP_US, TILE_N: STEP_US}
     return min(by(*width) for width in widths.items() if width[0] >= least_columns)
@@ -70,6 +76,7 @@ def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float
     waves, of_a_part = ceil_div(tiles, multiprocessors), ceil_div(k, parts)
     step_us = XLA_STEP_US + XLA_STEP_OF_WHOLE_TILE_US * share**0.5
     tiles_us = waves * ceil_div(of_a_part, TILE_K) * step_us
+    tiles_us += (waves - 1) * XLA_STORING_US * share**0.5
     operands = itemsize * k * (m + n)
     moved_us = moved(m, k, n, itemsize, READ_BYTES if parts == 1 else DIVIDED_READ_BYTES)
     sizes = (n,) if filled else (k, n)
@@ -90,6 +97,15 @@ def launches_of_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int)
     if parts == 1:
         return 1
     return 2 if k * itemsize % (parts * ALIGNED_BYTES) == 0 else 4
+
+
+def is_tiny(m: int, k: int, n: int) -> bool:
+    """Whether XLA leaves a product to cuBLAS (JAX 0.11.2), with two kernels that fill up operands
+    and one that rounds.
+
+    So have programs it that were compiled for an H100. A vector's product is none.
+    """
+    return min(m, n) > 1 and k * (m + n) < LEAST_ELEMENTS
 
 
 def _parts(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> int:

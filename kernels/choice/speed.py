@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.kernels.choice import costs, tables, transfers
+from stretto.kernels.choice import costs, in_parts, tables, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem import machine
@@ -41,9 +41,9 @@ def _or_apart(
         return found
     _, xla_us = estimate(operation, kernel, problem)
     is_tuned = tables.table_for(problem.machine.kind).nearest(problem) is not None
-    two = None if is_tuned else transfers.of_few_rows(operation, kernel, problem, xla_us)
+    two = None if is_tuned else in_parts.of_few_rows(operation, kernel, problem, xla_us)
     if two is None and (of_sizes or not (is_tuned or found.backend == "pallas")):
-        two = transfers.apart(operation, kernel, problem, xla_us)
+        two = in_parts.apart(operation, kernel, problem, xla_us)
     if two is None or two.fused_us is None:
         return found
     is_faster = found.backend == "pallas" and (found.fused_us or 0.0) <= two.fused_us
@@ -170,14 +170,18 @@ def _with_copies(
         fused_us, xla_us = estimate(operation, kernel, problem)
     fused_us += costs.moved_in_memory_us(problem.copied + problem.applied)
     work, itemsize = operation.work(problem), problem.types.itemsize
+    if kernel.stands_for is not None:
+        work = work.transposed  # As the kernel multiplies.
     fused_us += costs.copied_for_sizes_us(work, itemsize, of_sizes)
     margin = 0.0
     if of_sizes:
-        launches_us = costs.copies_launches_us(work, itemsize)
+        is_short = operation.communicates and xla_us < tables.SHORT_US
+        launches_us = costs.copies_launches_us(work, itemsize, is_short=is_short)
         fused_us += launches_us
         margin = transfers.MARGIN_BESIDE_COPIES
         if launches_us and operation.communicates:
-            margin = transfers.margin_of_copies(operation, problem, xla_us)
+            count = costs.copies(work, itemsize)
+            margin = transfers.margin_of_copies(operation, problem, xla_us, count)
     is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"

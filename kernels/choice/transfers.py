@@ -10,9 +10,9 @@ import numpy as np
 from stretto.kernels.choice import costs, groups, products, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
-from stretto.kernels.operation import Kernel, Operation
+from stretto.kernels.operation import Operation
 from stretto.kernels.problem.problem import Problem
-from stretto.kernels.problem.work import Traffic, Work
+from stretto.kernels.problem.work import Traffic
 
 MARGIN_OF_COPIES, MARGIN_BESIDE_COPIES = 0.1, 0.05
 """Share by which a collective's kernel must be faster where copies that its sizes need were
@@ -22,26 +22,14 @@ SHORT_BY_HALF_WORDS_US, MARGIN_BY_HALF_WORDS = 40.0, 0.15
 0.84 to 0.89 was expected, 0.96, 0.98, 1.00, 1.06 and 1.20 were measured."""
 MARGIN_OF_THREE_COPIES = 0.08
 """The same of a matmul that takes XLA a short time, with both operands and the result copied."""
-MARGIN_OF_PARTS = 0.1
-"""Share of XLA's time that two parts must save."""
 PART_BYTES = 16  # of which a part that NCCL moves at its full rate is a multiple
 MISALIGNED_US = dict(all_gather=2.0e-6, reduce_scatter=1.1e-6, all_to_all=4.9e-6)
 """For each byte that a device sends of one that is not, beyond what an aligned one takes."""
+MOST_LAUNCHES = 4  # of kernels of a product that XLA divides and whose operands it fills up
 SLOW_SUMS, SLOW_SUM_US = (500_000, 5_000_000), 17e-6
 """Bytes of an all-reduce that takes XLA so much longer for each of them if they are no whole words.
 Matmuls with such sums took 36.7 in place of 25 (0.59 MB), 34 of 23 (0.56 MB) and 99 of 40 (4.1 MB),
 and with 0.46 MB and 6.2 MB as long as others: NCCL has other protocols there."""
-FEW_ROWS, LONG_CONTRACTION, MOST_COLUMNS = 1024, 2048, 1024
-FEW_ROWS_TAKE = 0.8
-"""Of products of few rows: rows, contraction, columns after a gather, and what two parts take of
-XLA's time."""
-MESSAGES_TAKE = 0.89
-"""Of XLA's time, products in two parts whose sums are whole messages: 0.88, 0.90 and 0.91."""
-MOST_LAUNCHES, RECORDING_SAVES_US = 4, 9.0
-"""Kernels of a product that XLA divides and whose operands it fills up, and what is saved where it
-records them."""
-SURE = 0.5
-"""Of what a collective's kernel saves by the table, what a matmul with it is expected to save."""
 
 
 def times(problem: Problem, name: str, elements: int) -> tuple[float, float] | None:
@@ -146,144 +134,30 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
     )
 
 
-def of_few_rows(
-    operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
-) -> Choice | None:
-    """A product of few rows in two parts, where that is faster though they hide nothing, or None.
+def margin_of_copies(operation: Operation, problem: Problem, xla_us: float, copies: int) -> float:
+    """The share by which a kernel that needs so many copies must be faster than XLA's `xla_us`.
 
-    That is one that XLA divides along the contraction: XLA launches four kernels for it, which it
-    records in a command buffer beside a kernel of ours, and not beside NCCL. And one of a long
-    contraction: at nine such sizes on two H200s two parts took 0.55 to 0.84 of XLA's time. And a
-    short sum of whole messages, which need no copies.
+    All of it beside a tiny product of what is gathered: XLA may record that whole, and took 17 and
+    36 at two sizes.
     """
     work = operation.work(problem)
-    default = kernel.default(problem)
-    if work.product is None or work.traffic is None or not hasattr(default, "unfused"):
-        return None
-    name = work.traffic.collective
-    is_known = problem.devices <= costs.MOST_DEVICES and problem.types.scales is None
-    if not is_known or times(problem, name, 1) is None:
-        return None
-    if name == "all_reduce":
-        why = "the sum is short, or no whole words"
-        saved_us = max(
-            _saved_by_messages(operation, kernel, problem, xla_us),
-            _saved_of_slow_sum(work, problem),
-        )
-    else:
-        why = "XLA divides the product along its contraction"
-        saved_us = _saved_by_recording(operation, problem, xla_us)
-    if saved_us < MARGIN_OF_PARTS * xla_us:
-        return None
-    config = dataclasses.replace(default, unfused=True)
-    return Choice(
-        problem=problem,
-        kernel=kernel,
-        config=config,
-        backend="pallas",
-        reason=f"{why}, a kernel has the {name.replace('_', '-')}",
-        fused_us=xla_us - saved_us,
-        xla_us=xla_us,
-    )
-
-
-def _saved_by_messages(
-    operation: Operation, kernel: Kernel, problem: Problem, xla_us: float
-) -> float:
-    """Microseconds that two parts save where a short sum is of whole messages; 0 elsewhere."""
-    is_whole = kernel.apart is not None and kernel.apart(problem) is not None
-    is_short = problem.sizes["m"] <= FEW_ROWS and xla_us < tables.SHORT_US
-    if not (is_whole and is_short) or _launches(operation, problem) > 1:
-        return 0.0
-    return (1 - MESSAGES_TAKE) * xla_us
-
-
-def _saved_of_slow_sum(work: Work, problem: Problem) -> float:
-    """Microseconds that two parts save where NCCL is slow, less copies to whole rows and back."""
-    if work.traffic is None or problem.sizes["m"] > FEW_ROWS:
-        return 0.0
-    slow_us, found = misaligned_us(work.traffic), times(problem, "all_reduce", _elements(work))
-    if not slow_us or found is None:
-        return 0.0
-    copied = 2e6 * work.traffic.size * (1 / costs.PADDED_BYTES + 1 / costs.CUT_BYTES)
-    return slow_us + found[1] - found[0] - costs.COPIES_BESIDE_US[2] - copied
-
-
-def _elements(work: Work) -> int:
-    """Of a device's operand of the collective inside."""
-    return 0 if work.traffic is None else math.prod(work.traffic.shape)
-
-
-def margin_of_copies(operation: Operation, problem: Problem, xla_us: float) -> float:
-    """The share by which a kernel that needs copies must be faster than XLA's `xla_us`."""
+    gathers = work.traffic is not None and work.traffic.gathers
+    if gathers and work.product is not None and products.is_tiny(*work.product):
+        return 1.0
     if xla_us >= tables.SHORT_US or is_divided(operation, problem):
         return MARGIN_BESIDE_COPIES
-    copies = costs.copies(operation.work(problem), problem.types.itemsize)
     return MARGIN_OF_THREE_COPIES if copies == 3 else tables.MARGIN_OF_SHORT
 
 
 def is_divided(operation: Operation, problem: Problem) -> bool:
     """Whether XLA divides the product along the contraction, and fills its operands up first."""
-    return _launches(operation, problem) == MOST_LAUNCHES
+    return launches(operation, problem) == MOST_LAUNCHES
 
 
-def _launches(operation: Operation, problem: Problem) -> int:
+def launches(operation: Operation, problem: Problem) -> int:
     """Kernels that XLA launches for the product; 0 without a product and a collective."""
     work = operation.work(problem)
     if work.product is None or work.traffic is None:
         return 0
     sizes = *work.product, work.traffic.itemsize, problem.machine.multiprocessors
     return products.launches_of_xla(*sizes)
-
-
-def _saved_by_recording(operation: Operation, problem: Problem, xla_us: float) -> float:
-    """Microseconds that two parts save where XLA divides the product along the contraction.
-
-    Beside its own gather XLA fills up the operand that is not gathered; beside ours it does not.
-    """
-    work = operation.work(problem)
-    if work.product is None or work.traffic is None:
-        return 0.0
-    rows, contraction, columns = work.product
-    if rows > FEW_ROWS:
-        return 0.0
-    itemsize, gathers = work.traffic.itemsize, work.traffic.gathers
-    if is_divided(operation, problem):
-        if not gathers:
-            return RECORDING_SAVES_US
-        gathered = problem.devices * math.prod(work.traffic.shape)
-        others = contraction * (rows + columns) - gathered
-        hidden_us = 1e6 * 2 * itemsize * others / products.FILLED_BYTES
-        return RECORDING_SAVES_US - hidden_us
-    is_few = rows <= FEW_ROWS and contraction >= LONG_CONTRACTION
-    return (
-        (1 - FEW_ROWS_TAKE) * xla_us if is_few and (not gathers or columns <= MOST_COLUMNS) else 0.0
-    )
-
-
-def apart(operation: Operation, kernel: Kernel, problem: Problem, xla_us: float) -> Choice | None:
-    """A matmul in two parts, where the kernel of its collective saves enough of `xla_us`.
-
-    None where it does not, where parts would be copied, and where the transfer is so short that
-    launches decide.
-    """
-    config = None if kernel.apart is None else kernel.apart(problem)
-    traffic = operation.work(problem).traffic
-    if config is None or traffic is None:
-        return None
-    found = times(problem, traffic.collective, math.prod(traffic.shape))
-    if found is None or found[1] < tables.SHORT_US:
-        return None
-    saved = SURE * (found[1] - found[0])
-    if saved < tables.MARGIN * xla_us:
-        return None
-    return Choice(
-        problem=problem,
-        kernel=kernel,
-        config=config,
-        backend="pallas",
-        reason=f"by its table the kernel of the {traffic.collective} should save {saved:.0f} us,"
-        " and XLA multiplies",
-        fused_us=xla_us - saved,
-        xla_us=xla_us,
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from stretto.kernels.fused import all_gather_matmul, copied
+from stretto.kernels.fused import all_gather_matmul, copied, unfused
 from stretto.kernels.fused.all_gather_matmul import Config
 from stretto.kernels.problem.problem import Problem
 
@@ -40,5 +40,5 @@ KERNEL = dataclasses.replace(
     candidates=candidates,
     stands_for=transposed,
     copies=lambda problem, config: copied.by_rows(transposed(problem)[0], config),
-    apart=None,
+    apart=unfused.by_gather(Config(unfused=True), "n"),
 )

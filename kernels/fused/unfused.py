@@ -55,9 +55,12 @@ def matmul_all_reduce(operands: Pairs, call: Call) -> jax.Array:
     return arrays.all_reduce(product, axes=call.axes, interpret=call.interpret)
 
 
-def by_gather(config: Any) -> Callable[[Problem], Any]:
-    """`Kernel.apart` of an all-gather matmul: `config` where a shard is gathered as it is."""
-    return lambda problem: _config_in_rows(config, problem, 1, "m", "k")
+def by_gather(config: Any, divided: str = "m") -> Callable[[Problem], Any]:
+    """`Kernel.apart` of an all-gather matmul: `config` where a shard is gathered as it is.
+
+    `divided` is the size along which shards are joined.
+    """
+    return lambda problem: _config_in_rows(config, problem, 1, divided, "k")
 
 
 def by_scatter(config: Any) -> Callable[[Problem], Any]:

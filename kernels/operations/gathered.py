@@ -231,10 +231,13 @@ def _of_blocks(
 
 
 def work(problem: Problem, *, gather_axis: str) -> Work:
-    """A device multiplies its part of the whole; what travels is a shard of one operand."""
+    """A device multiplies its part of the whole; what travels is a shard of one operand.
+
+    A shard of columns is moved transposed, by rows (`all_gather_matmul_n`).
+    """
     m, k, n = (problem.sizes[name] for name in "mkn")
     d = problem.devices
-    shapes = {"m": (-(-m // d), k), "k": (m, -(-k // d)), "n": (k, -(-n // d))}
+    shapes = {"m": (-(-m // d), k), "k": (m, -(-k // d)), "n": (-(-n // d), k)}
     product = (-(-m // d), k, n) if gather_axis == "n" else (m, k, -(-n // d))
     traffic = Traffic(
         collective="all_gather",

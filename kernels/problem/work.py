@@ -68,6 +68,14 @@ class Work:
     attention: int = 0
 
     @property
+    def transposed(self) -> Work:
+        """The same with the product transposed: columns of the result are its rows."""
+        if self.product is None:
+            return self
+        m, k, n = self.product
+        return dataclasses.replace(self, product=(n, k, m))
+
+    @property
     def flops(self) -> int:
         """Floating-point operations, two for each multiply-add."""
         if self.product is None:

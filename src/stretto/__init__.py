@@ -10,7 +10,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from stretto.distributed.xla_flags import exclude_kernels_from_command_buffers
+from stretto.distributed.xla_flags import (
+    exclude_kernels_from_command_buffers,
+    record_runs_of_four,
+)
 
 if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
@@ -109,6 +112,7 @@ _MODULES = {
 
 
 exclude_kernels_from_command_buffers()
+record_runs_of_four()
 if "jax" in sys.modules:
     importlib.import_module("stretto.kernels.operations.matmuls")
 

@@ -124,6 +124,19 @@ def test_other_flags_are_kept() -> None:
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {NO_RECORDED_KERNELS}"
 
 
+def test_runs_of_four_kernels_are_recorded_unless_the_user_decides() -> None:
+    xla_flags.record_runs_of_four(environ := {"XLA_FLAGS": "--xla_dump_to=here"})
+    xla_flags.record_runs_of_four(environ)
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=here {xla_flags.LEAST_RECORDED}"
+    assert xla_flags.given(environ) == "--xla_dump_to=here"
+    own = xla_flags.LEAST_RECORDED.replace("4", "7")
+    xla_flags.record_runs_of_four(environ := {"XLA_FLAGS": own})
+    assert environ["XLA_FLAGS"] == own
+    assert run("import os, stretto; print(os.environ['XLA_FLAGS'])").split() == [
+        *xla_flags.ON_IMPORT
+    ]
+
+
 def test_the_flag_for_kernels_between_processes() -> None:
     flag = xla_flags.NO_SLICES_IN_CALLS
     environ = {"XLA_FLAGS": "--xla_dump_to=here"}

@@ -33,6 +33,7 @@ def grouped(*sizes: int) -> Problem:
         ((65, 12377, 435, 44), "pallas"),  # 0.81
         ((1616, 4152, 6192, 3), "pallas"),  # 0.76
         ((3686, 2556, 464, 5), "pallas"),  # 0.36
+        ((2, 2322, 5456, 6), "pallas"),  # 0.78: of six matrices two are read at most.
         ((3405, 3, 3269, 3), "xla"),  # 1.00
         ((83, 5209, 1179, 2), "xla"),  # 1.11
         ((92, 3730, 3264, 11), "xla"),  # 1.10
@@ -68,3 +69,16 @@ def test_xla_multiplies_all_rows_by_all_groups():
     few, many = (groups.by_xla(8192, 1024, 1024, count, 2, 132) for count in (1, 16))
     assert many > 7 * few
     assert groups.by_kernel(8192, 1024, 1024, 16, 2, 132) < 0.5 * many
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [  # Waves of 132 tiles of 128 and of 256 columns, and the times with both.
+        ((4342, 16106, 1294, 15), 128),  # 4 and 3: 705 and 831.
+        ((361, 41, 1547, 40), 128),  # 5 and 3: 32 and 33.
+        ((1616, 4152, 6192, 3), 256),  # 6 and 3: 276 and 266.
+        ((1734, 5724, 5812, 39), 256),  # 19 and 10: 2255 and 2204.
+    ],
+)
+def test_tiles_are_as_narrow_as_their_waves_ask_for(sizes, columns):
+    assert GROUPED.kernels[0].default(grouped(*sizes)).tiles.tile_n == columns

@@ -14,7 +14,7 @@ from pathlib import Path
 import network_hosts as helper
 import pytest
 
-from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
+from stretto.distributed.xla_flags import ON_IMPORT
 from stretto.launch.planning.launchers import find_mpirun
 
 MPIRUN = find_mpirun()
@@ -86,7 +86,7 @@ def test_place_and_environment(start_on, three_hosts, tmp_path):
     a, b, c = three_hosts.names
     assert [(me, host) for me, host, _ in told] == [(0, a), (1, b), (2, b), (3, c)]
     assert [e["STRETTO_LOCAL_PROCESS_ID"] for _, _, e in told] == ["0", "0", "1", "0"]
-    assert all(e["XLA_FLAGS"] == f"{flags} {NO_RECORDED_KERNELS}" for _, _, e in told)
+    assert all(e["XLA_FLAGS"] == " ".join((flags, *ON_IMPORT)) for _, _, e in told)
     assert not any("O" in environ for _, _, environ in told)
     assert nothing_left(three_hosts)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import stretto.launch
-from stretto.distributed.xla_flags import NO_RECORDED_KERNELS
+from stretto.distributed.xla_flags import ON_IMPORT
 
 LOCAL = ("--launcher", "local")
 PREAMBLE = "import json, os, signal, sys, time\nme = int(os.environ['STRETTO_PROCESS_ID'])\n"
@@ -81,7 +81,7 @@ def test_environment_is_an_allow_list_byte_for_byte(run_job):
     assert result.status == 0, result.stderr
     for line in result.stdout.splitlines():
         got = json.loads(line[4:])
-        assert got["XLA_FLAGS"] == f"{flags} {NO_RECORDED_KERNELS}"
+        assert got["XLA_FLAGS"] == " ".join((flags, *ON_IMPORT))
         assert (got["JAX_FOO"], got["NCCL_DEBUG"]) == ("=x=", "")
         assert (got["A"], got["B"], got["THIRD"]) == ("", "1=\n2", "3")
         assert "OTHER" not in got
