@@ -113,6 +113,7 @@ class Semaphore:
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire); `decrement` then subtracts it.
 
+        With `decrement` only one warp or warpgroup at a time may wait for a semaphore.
         Past the limit of `settings.wait_limit_s` (for a local semaphore a quarter later) the kernel
         reports the wait (`mailbox`) and stops.
         """

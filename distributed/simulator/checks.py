@@ -185,7 +185,26 @@ class Checks:
                     take.site,
                     name=semaphore.name,
                 )
-        (semaphore.takes if decrement else semaphore.looks).append(access)
+        if not decrement:
+            semaphore.looks.append(access)
+
+    def taking_wait(self, semaphore: Semaphore, access: Access) -> None:
+        """A bounded wait with decrement, which subtracts without looking again."""
+        if not self._on:
+            return
+        for other in semaphore.takes:
+            if other.timeline != access.timeline and not other.before(access):
+                self._find(
+                    "race",
+                    f"race on semaphore {semaphore.name} of device {semaphore.device}:\n"
+                    f"  {other.describe()}\n  {access.describe()}\n"
+                    "  Both may see the same count and subtract it. With decrement=True only one"
+                    " warp or warpgroup at a time may wait for a semaphore.",
+                    other.site,
+                    access.site,
+                    name=semaphore.name,
+                )
+        semaphore.takes.append(access)
 
     def _store_race(self, semaphore: Semaphore, first: Access, second: Access) -> None:
         self._find(
@@ -291,14 +310,9 @@ class Checks:
     def _left_over(self, semaphore: Semaphore) -> None:
         sites = tuple(sorted({s for _, s in semaphore.signalled_by}, key=str))
         lines = "; ".join(map(str, sites))
-        what = (
-            "It lies in the heap, where the next launch will find it so and take it for its own."
-            " Was handshake.wait_at_end() left out, or do more or fewer warps call"
-            " handshake.wait() than waiting_warps says?"
-            if semaphore.persistent
-            else "XLA zeroes semaphores before each launch, so this is harmless as long as they do"
-            " not outlive the kernel."
-        )
+        what = _HARMLESS
+        if semaphore.persistent:
+            what = f"{_IN_HEAP} {_OF_HANDSHAKE if semaphore.early else _RESTORED}"
         self._report.add(
             Finding(
                 kind="semaphore not zero",
@@ -311,6 +325,18 @@ class Checks:
                 is_warning=not semaphore.persistent,
             )
         )
+
+
+_IN_HEAP = "It lies in the heap, where the next launch will find it so and take it for its own."
+_OF_HANDSHAKE = (
+    "Was handshake.wait_at_end() left out, or do more or fewer warps call handshake.wait() than"
+    " waiting_warps says?"
+)
+_RESTORED = "A kernel waits with decrement=True for all signals of its restored semaphores."
+_HARMLESS = (
+    "XLA zeroes semaphores before each launch, so this is harmless as long as they do not outlive"
+    " the kernel."
+)
 
 
 def _overtakes(earlier: Access, access: Access, committed: Clock) -> bool:

@@ -108,7 +108,7 @@ def fuse(
     memory = dict(**operands, **made_of, **(symmetric or {}))
     arrays = dict(semaphores or {})
     if team is not None:
-        arrays["released"] = SemaphoreArray()
+        arrays["released"] = SemaphoreArray(restored=True)
     if remainder is not None:
         arrays["given_sums"] = joining.semaphores(remainder)
     each = buffers if isinstance(buffers, Sequence) else [buffers]
@@ -238,7 +238,7 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
             def _():
                 handshake.forget_start()
                 # No block of a peer reads this device's memory any more.
-                released.wait(num_blocks * (team.size - 1))
+                released.wait(num_blocks * (team.size - 1), decrement=True)
                 if transfer.finish is not None:
                     transfer.finish()
 

@@ -74,7 +74,7 @@ class Joining:
         @pl.when(_part(tile).takes > 0)
         def _():
             # All other sums of the tile are in memory.
-            self.given_sums.at[_part(tile).number].wait(_part(tile).takes)
+            self.given_sums.at[_part(tile).number].wait(_part(tile).takes, decrement=True)
             # Publishes that to the multiplying warpgroups.
             plgpu.barrier_arrive(self.joined)
 
@@ -146,7 +146,7 @@ def memory(remainder: Remainder, shape: TileShape) -> jax.ShapeDtypeStruct:
 
 def semaphores(remainder: Remainder) -> SemaphoreArray:
     """One for each tile that is shared."""
-    return SemaphoreArray((remainder.tiles,), local=True)
+    return SemaphoreArray((remainder.tiles,), local=True, restored=True)
 
 
 def scratch(warpgroups: int) -> dict[str, Any]:

@@ -277,9 +277,9 @@ def launch(
         outs=dict(out=out),
         symmetric=dict(partial=kept, fetched=kept),
         semaphores=dict(
-            produced=SemaphoreArray((peers, shard.tiles_per_shard)),
-            arrived=SemaphoreArray((shard.tiles_per_shard,), local=True),
-            **(dict(finished=SemaphoreArray()) if everywhere else {}),
+            produced=SemaphoreArray((peers, shard.tiles_per_shard), restored=True),
+            arrived=SemaphoreArray((shape.blocks, shard.tiles_per_shard), local=True, restored=True),
+            **(dict(finished=SemaphoreArray(restored=True)) if everywhere else {}),
         ),
         buffers=Buffers(config.pull_slots, PIECE_ROWS, row_elements(out_dtype), out_dtype),
         signals=True,
