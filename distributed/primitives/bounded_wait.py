@@ -172,7 +172,7 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int | None) -> str:
     with no one else who subtracts, the counter cannot have become smaller since the last poll.
     """
     look = f"ld.acquire.{scope}.global.u32 $0, [$2]; setp.ge.u32 p, $0, $3;"
-    take = f"neg.s32 n, $3; red.relaxed.{scope}.global.add.u32 [$2], n;"
+    take = f"sub.u32 n, 0, $3; red.relaxed.{scope}.global.add.u32 [$2], n;"
     look_at_the_clock = f"""
         mov.u64 now, %globaltimer;
         setp.eq.u64 p, begin, 0;
@@ -184,7 +184,7 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int | None) -> str:
     """
     return f"""{{
         .reg .pred p;
-        .reg .s32 n;
+        .reg .u32 n;
         .reg .u64 begin, now;
         mov.u32 $1, 0;
         mov.u64 begin, 0;

@@ -9,7 +9,8 @@
 
 Warps that multiply wait for barriers of their block alone: where they wait for semaphores, the
 assembler serialises the tensor cores. The memory is the device's own, float32, a tile for each
-block that gives; it lies so that a warp's store or load is 256 bytes in one place.
+block that gives; it lies so that a warp's store or load is 256 bytes in one place. The owner's storing
+warp, which alone waits for `given_sums[tile]`, leaves it at zero.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def test_fused_matmuls(name, case, tmp_path):
     for program in compiled:
         assert not COPIED.search(program["hlo"]), f"{program['label']}:\n{program['hlo']}"
         assert "S(1)" not in program["hlo"], "no memory of NCCL in a process that has all GPUs"
+        assert "s32" not in program["hlo"], "there is something for XLA to zero"
 
 
 @pytest.mark.slow

@@ -169,6 +169,19 @@ def _semaphore_read(compiler: Compiler, eqn: Any) -> Step:
     return True, step
 
 
+@rule("stretto_zero")
+def _zero(compiler: Compiler, eqn: Any) -> Step:
+    (ref,), site = compiler.ins(eqn), compiler.site
+
+    def step(task: Any, env: list) -> Generator:
+        yield
+        for semaphore in env[ref].items:
+            task.machine.checks.plain_store(semaphore, task, site)
+            semaphore.set(0)
+
+    return True, step
+
+
 @rule("semaphore_wait", "stretto_wait")
 def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
     ref, transforms, value, *rest = _semaphore_arguments(eqn)
