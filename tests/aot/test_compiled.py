@@ -320,7 +320,7 @@ def test_layers_of_a_process_a_gpu(tmp_path):
     (call,) = [line for line in layers["hlo"].splitlines() if "mosaic_gpu_v2" in line]
     results = call.partition("= (")[2].partition(") custom-call(")[0].split(", ")
     assert all("S(1)" in result for result in results), call.partition("module =")[0]
-    weights = re.search(r"custom-call\(\S+, (%\S+),", call)
+    weights = re.search(r"custom-call\(\S+, (%[^\s,)]+)", call)
     assert weights is not None
     (made,) = [x for x in layers["hlo"].splitlines() if f"{weights[1]} = " in x]
     assert made.partition("} ")[0].endswith("S(1)"), made
