@@ -40,9 +40,13 @@ class SemaphoreArray:
     values of the previous launch. An array may be empty, such as one of `team.size - 1` on one
     device.
 
-    `restored` semaphores are zero again when the kernel ends, since it subtracts what it has waited
-    for, once all have waited (`wait(decrement=True)`). `kernel.launch` has these in the heap, where
-    it can, and then XLA has nothing to zero. Peers signal them only after the start of the launch.
+    `restored` semaphores are zero again when the kernel ends: whoever waits for one subtracts what
+    it has waited for (`wait(decrement=True)`), or one warp zeroes an array that several wait for
+    (`zero`). Everything that is signalled must be waited for. `kernel.launch` has these in the
+    heap, as far as that has words for them, and then XLA has nothing to zero. All kernels have the
+    same words there, so peers signal them only after the start of the launch. A kernel that is
+    stopped in the middle, such as by a wait past its limit, leaves them as they are. CUDA then ends
+    the context of the process, its other kernels cannot run either, and the heap ends with it.
 
     Raises:
       ValueError: `shape` is no tuple of integers, or one of them is negative.
@@ -113,6 +117,7 @@ class Semaphore:
     def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire); `decrement` then subtracts it.
 
+        With `decrement` only one warp or warpgroup at a time may wait for a semaphore.
         Past the limit of `settings.wait_limit_s` (for a local semaphore a quarter later) the kernel
         reports the wait (`mailbox`) and stops.
         """
@@ -125,6 +130,23 @@ class Semaphore:
             site=self.site,
             across_devices=self.team is not None and not self.team.is_alone,
         )
+
+    def zero(self) -> None:
+        """Sets all semaphores of a `restored` array to 0; called once, by one warp or warpgroup.
+
+        For those that several wait for, so that none of them can subtract. All signals and waits
+        must come before. Where XLA zeroes the array it does nothing.
+
+        Raises:
+          ValueError: the array is not `restored`.
+        """
+        if not self.spec.restored or self.indices:
+            raise ValueError(
+                f"semaphore {self.site.semaphore}: zero() is for an array as a whole, with"
+                " SemaphoreArray(..., restored=True)."
+            )
+        if self.spec.heap_word is not None and self.spec.size:
+            heap_semaphores.zero(self.ref)
 
     def _element(self) -> Any:
         if len(self.indices) != len(self.spec.shape):

@@ -46,7 +46,7 @@ def bounded_wait(
       semaphore: ref (or view) of one regular semaphore.
       value: int32, what to wait for.
       indices: position of the semaphore in its array, for the report only.
-      decrement: subtract `value` once the wait is over.
+      decrement: subtract `value` once the wait is over; nobody else may be waiting then.
       scope: "sys" where the signals can come from another device, "gpu" where they cannot.
       site: names the wait in the report, and holds its limit.
       across_devices: whether the kernel has a team, and so a device id to report.
@@ -168,15 +168,11 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int | None) -> str:
 
     The clock is read only after the first poll has failed. Polls acquire by themselves: a fence
     after the spin would wait for everything that the thread has in flight. The proxy fence orders
-    bulk copies, issued next, after what the signaller wrote.
+    bulk copies, issued next, after what the signaller wrote. What is subtracted is not waited for:
+    with no one else who subtracts, the counter cannot have become smaller since the last poll.
     """
     look = f"ld.acquire.{scope}.global.u32 $0, [$2]; setp.ge.u32 p, $0, $3;"
-    take = f"""
-        @!p bra LATER;
-        sub.u32 n, $0, $3;
-        atom.acquire.{scope}.global.cas.b32 w, [$2], $0, n;
-        setp.eq.u32 p, w, $0;
-    """
+    take = f"sub.u32 n, 0, $3; red.relaxed.{scope}.global.add.u32 [$2], n;"
     look_at_the_clock = f"""
         mov.u64 now, %globaltimer;
         setp.eq.u64 p, begin, 0;
@@ -188,13 +184,13 @@ def _spin_ptx(scope: MemoryScope, decrement: bool, limit_ns: int | None) -> str:
     """
     return f"""{{
         .reg .pred p;
-        .reg .u32 w, n;
+        .reg .u32 n;
         .reg .u64 begin, now;
         mov.u32 $1, 0;
         mov.u64 begin, 0;
         AGAIN: {look}
-        {take if decrement else ""}
         @p bra DONE;
-        LATER: {"bra AGAIN;" if limit_ns is None else look_at_the_clock}
+        {"bra AGAIN;" if limit_ns is None else look_at_the_clock}
         DONE: fence.proxy.async;
+        {take if decrement else ""}
     }}"""

@@ -1,36 +1,22 @@
-"""Checks beside data races: what is left at the end, and semaphores used against their nature."""
+"""Checks beside data races: copies, barriers, and what is left at the end."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stretto.distributed.simulator.reports.report import Finding
+from stretto.distributed.simulator.semaphore_checks import SemaphoreChecks
 from stretto.distributed.simulator.state.alignment import misalignments
 from stretto.distributed.simulator.state.clocks import Clock, knows
 from stretto.distributed.simulator.state.engine import Taken
 from stretto.distributed.simulator.state.mail import Message
 from stretto.distributed.simulator.state.memory import Region
 from stretto.distributed.simulator.state.races import Access
-from stretto.distributed.simulator.state.semaphores import Semaphore
 from stretto.distributed.sites import Site
 
 
-class Checks:
-    """The checks of one launch.
-
-    Args:
-      machine: the launch.
-      of_hardware: report what no GPU does.
-    """
-
-    def __init__(self, machine: Any, of_hardware: bool):
-        self._machine = machine
-        self.of_hardware = of_hardware
-        self._report = machine.report
-        self._on = machine.detector.detect_races
-
-    def _find(self, kind: str, message: str, *sites: Site, name: str = "") -> None:
-        self._report.add(Finding(kind=kind, key=(kind, *sites, name), message=message, sites=sites))
+class Checks(SemaphoreChecks):
+    """The checks of one launch."""
 
     def committed(self, region: Region, access: Access, committed: Clock) -> None:
         """Checks what a copy or a tensor core operation that is being issued comes after.
@@ -137,68 +123,6 @@ class Checks:
             copy.site,
         )
 
-    def narrow_signal(self, semaphore: Semaphore, task: Any, site: Site) -> None:
-        """A signal of scope "gpu" goes to another device."""
-        self._find(
-            "semaphore scope",
-            f"{task.describe()} signals {semaphore.name} of device {semaphore.device} in scope"
-            f' "gpu" at {site}, which says nothing to another device. Use scope "sys".',
-            site,
-        )
-
-    def atomic_touch(self, semaphore: Semaphore, access: Access) -> None:
-        """A signal, a wait or a read of a semaphore."""
-        if not self._on:
-            return
-        if semaphore.store is not None and not semaphore.store.before(access):
-            self._store_race(semaphore, semaphore.store, access)
-        semaphore.touches[access.timeline] = access
-
-    def plain_store(self, semaphore: Semaphore, task: Any, site: Site) -> None:
-        """A plain store to a semaphore."""
-        if not self._on:
-            return
-        store = task.access("plain store", site)
-        for access in semaphore.touches.values():
-            if not access.before(store):
-                self._store_race(semaphore, access, store)
-        semaphore.store = store
-        self._machine.touch(semaphore.device, store)
-
-    def persistent_wait(self, semaphore: Semaphore, access: Access, *, decrement: bool) -> None:
-        """A wait for a persistent semaphore, which the next launch may find signalled already.
-
-        A decrement must be ordered after all waits that look for the same signal.
-        """
-        if not self._on:
-            return
-        others = semaphore.looks if decrement else semaphore.takes
-        for other in others:
-            if other.timeline != access.timeline and not (decrement and other.before(access)):
-                look, take = (other, access) if decrement else (access, other)
-                self._find(
-                    "race",
-                    f"race on semaphore {semaphore.name} of device {semaphore.device}:\n"
-                    f"  {look.describe()}\n  {take.describe()}\n"
-                    "  The second takes off what the first waits for, and may come before it.",
-                    look.site,
-                    take.site,
-                    name=semaphore.name,
-                )
-        (semaphore.takes if decrement else semaphore.looks).append(access)
-
-    def _store_race(self, semaphore: Semaphore, first: Access, second: Access) -> None:
-        self._find(
-            "race",
-            f"race on semaphore {semaphore.name} of device {semaphore.device}:\n"
-            f"  {first.describe()}\n  {second.describe()}\n"
-            "  A plain store can undo a signal that lands just before it. Take back what was"
-            " waited for with semaphore_wait(decrement=True) instead.",
-            first.site,
-            second.site,
-            name=semaphore.name,
-        )
-
     def before_start(self, device: Any, access: Access) -> None:
         """A launch without a barrier at its start touches a peer that may not have started."""
         self._find(
@@ -243,7 +167,7 @@ class Checks:
                 for semaphore in array.items:
                     # One that is only ever compared counts up by design.
                     if semaphore.value and (semaphore.persistent or semaphore.uses != {False}):
-                        self._left_over(semaphore)
+                        self.left_over(semaphore)
 
     def _after_end(self, device: Any, access: Access) -> None:
         if knows(device.clock, access.timeline, access.value):
@@ -286,30 +210,6 @@ class Checks:
             " the turn before the last were: receive all of a turn before the next is sent.",
             access.site,
             old.written.site,
-        )
-
-    def _left_over(self, semaphore: Semaphore) -> None:
-        sites = tuple(sorted({s for _, s in semaphore.signalled_by}, key=str))
-        lines = "; ".join(map(str, sites))
-        what = (
-            "It lies in the heap, where the next launch will find it so and take it for its own."
-            " Was handshake.wait_at_end() left out, or do more or fewer warps call"
-            " handshake.wait() than waiting_warps says?"
-            if semaphore.persistent
-            else "XLA zeroes semaphores before each launch, so this is harmless as long as they do"
-            " not outlive the kernel."
-        )
-        self._report.add(
-            Finding(
-                kind="semaphore not zero",
-                key=("semaphore not zero", sites, semaphore.name.split("[")[0]),
-                message=(
-                    f"semaphore {semaphore.name} of device {semaphore.device} ends at"
-                    f" {semaphore.value}, raised at {lines}. {what}"
-                ),
-                sites=sites,
-                is_warning=not semaphore.persistent,
-            )
         )
 
 

@@ -185,7 +185,7 @@ class Machine:
         target = self.devices[device]
         if isinstance(ref, SemaphoreArray):
             shape = ref.ids.data.shape
-            return self.semaphores(target, ref.key, ref.name, shape, ref.persistent)
+            return self.semaphores(target, ref.key, ref.name, shape, ref.persistent, ref.early)
         if isinstance(ref, Buffer) and ref.space == "gmem":
             return target.buffers[ref.key]
         raise ValueError("only operands, results and semaphores in global memory can be remote.")
@@ -197,12 +197,13 @@ class Machine:
         name: str,
         shape: tuple[int, ...],
         persistent: bool = False,
+        early: bool = False,
     ) -> SemaphoreArray:
         """The semaphores of `device` called `key`; made, at zero, at its first use."""
         found = device.semaphores.get(key)
         if found is None:
             found = SemaphoreArray(
-                name, shape, device.index, self.scheduler, key, persistent=persistent
+                name, shape, device.index, self.scheduler, key, persistent, early
             )
             device.semaphores[key] = found
         return found

@@ -11,11 +11,14 @@ What stands between devices is the same for all kernels that pull:
 |---|---|---|---|---|
 | `opening` | every device's block 0 (`handshake`) | transfer; polling and signalling warps | 1 | that device has started |
 | `released` | the peers' transfer warps, once each | block 0's transfer warp | blocks x peers | no peer reads this device's memory any more |
+| `awaited` | the polling warps, once each | block 0's transfer warp | blocks | no block waits for operands any more |
+
+Block 0's transfer warp leaves `released` and `awaited` at zero. After `awaited` it may zero what the polling
+warps have waited for (`Transfer.finish`), since several wait for each and none of them can subtract.
 """  # noqa: E501
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -81,7 +84,7 @@ def fuse(
       operands: this device's arrays, by name; each value is an array or a sequence of them.
       outs: shapes and types of the results, by name, likewise.
       symmetric: those of buffers that are not returned, likewise.
-      semaphores: by name; all zero at the start. `released` is this function's own.
+      semaphores: by name; all zero at the start. `released` and `awaited` are this function's own.
       buffers: of the transfer, one or several of different names.
       transfer_registers: of each thread of a warpgroup that runs the transfer, for one that
         calculates; by default a single warp does. Those that multiply have fewer then.
@@ -108,7 +111,9 @@ def fuse(
     memory = dict(**operands, **made_of, **(symmetric or {}))
     arrays = dict(semaphores or {})
     if team is not None:
-        arrays["released"] = SemaphoreArray()
+        arrays["released"] = SemaphoreArray(restored=True)
+    if team is not None and waits:
+        arrays["awaited"] = SemaphoreArray(local=True, restored=True)
     if remainder is not None:
         arrays["given_sums"] = joining.semaphores(remainder)
     each = buffers if isinstance(buffers, Sequence) else [buffers]
@@ -134,13 +139,13 @@ def fuse(
         roles = [*mainloop.roles(block, polled, rest)]
         _check_roles(name, mainloop, roles)
         if handshake is not None and made.transfer is not None:
-            moving = _moving(made.transfer, handshake, rest["released"])
+            moving = _moving(made.transfer, handshake, rest["released"], rest.get("awaited"))
             if transfer_registers is not None:
                 roles = assignment.with_fewer_registers(roles, transfer_registers, of_warps)
             roles.append(Role(moving, int(calculates), transfer_registers))
         if polled is not None:
             # Peers have started, or the time that takes would count against the limit of waits.
-            roles.append(Role(functools.partial(polled.poll, before=wait)))
+            roles.append(Role(_polling(polled, wait, rest.get("awaited"))))
         registers.check(name, roles, num_warpgroups)
         assignment.assign(roles, num_warpgroups)
 
@@ -222,7 +227,23 @@ def _gates(block: Block, mainloop: Mainloop, scratch: Mapping[str, Ref]) -> Gate
     return Gates(block, arrival, mainloop.config.tile_k, opened=opened, passed=passed)
 
 
-def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Callable[[], None]:
+def _polling(
+    polled: Gates, before: Callable[[], None], awaited: Semaphore | None
+) -> Callable[[], None]:
+    """The polling warp."""
+
+    def run() -> None:
+        polled.poll(before)
+        if awaited is not None:
+            # Publishes that this block has seen all its operands arrive.
+            awaited.signal()
+
+    return run
+
+
+def _moving(
+    transfer: Transfer, handshake: Handshake, released: Semaphore, awaited: Semaphore | None
+) -> Callable[[], None]:
     """The transfer's warp, which also starts the kernel together with the peers, and ends it."""
     team, num_blocks = handshake.team, handshake.num_blocks
 
@@ -238,7 +259,10 @@ def _moving(transfer: Transfer, handshake: Handshake, released: Semaphore) -> Ca
             def _():
                 handshake.forget_start()
                 # No block of a peer reads this device's memory any more.
-                released.wait(num_blocks * (team.size - 1))
+                released.wait(num_blocks * (team.size - 1), decrement=True)
+                if awaited is not None:
+                    # No block waits for operands any more.
+                    awaited.wait(num_blocks, decrement=True)
                 if transfer.finish is not None:
                     transfer.finish()
 

@@ -9,7 +9,8 @@
 
 Warps that multiply wait for barriers of their block alone: where they wait for semaphores, the
 assembler serialises the tensor cores. The memory is the device's own, float32, a tile for each
-block that gives; it lies so that a warp's store or load is 256 bytes in one place.
+block that gives; it lies so that a warp's store or load is 256 bytes in one place. The owner's storing
+warp, which alone waits for `given_sums[tile]`, leaves it at zero.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Joining:
         @pl.when(_part(tile).takes > 0)
         def _():
             # All other sums of the tile are in memory.
-            self.given_sums.at[_part(tile).number].wait(_part(tile).takes)
+            self.given_sums.at[_part(tile).number].wait(_part(tile).takes, decrement=True)
             # Publishes that to the multiplying warpgroups.
             plgpu.barrier_arrive(self.joined)
 
@@ -146,7 +147,7 @@ def memory(remainder: Remainder, shape: TileShape) -> jax.ShapeDtypeStruct:
 
 def semaphores(remainder: Remainder) -> SemaphoreArray:
     """One for each tile that is shared."""
-    return SemaphoreArray((remainder.tiles,), local=True)
+    return SemaphoreArray((remainder.tiles,), local=True, restored=True)
 
 
 def scratch(warpgroups: int) -> dict[str, Any]:

@@ -234,8 +234,8 @@ class Transfer:
 
     Attributes:
       run: called once peers' memory may be read; returns when this block has read all it needs.
-      finish: called in block 0, once no peer reads this device's memory any more; waits for
-        all other events that must precede the end of the kernel.
+      finish: called in block 0, once no peer reads this device's memory any more and no block
+        waits for operands; waits for all other events that must precede the end of the kernel.
     """
 
     run: Callable[[], None]

@@ -14,6 +14,9 @@ and multiplied as one matrix (`gathering_rows_first`); `received` then has no fi
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
 
 Peers' operands are ready once the pulling warp has waited for the peers' start (`handshake`).
+
+The kernel leaves `received` at zero: block 0's pulling warp zeroes it once no polling warp waits any more (`fuse`).
+All signals came before, since for each element some tile waits until it is complete.
 """  # noqa: E501
 
 from __future__ import annotations

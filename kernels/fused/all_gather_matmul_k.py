@@ -12,6 +12,8 @@ fetches the peers' columns meanwhile, one band of rows after another, in the ord
 | `gathered[:, i]` | the pulling warps | | | columns of the `i + 1`-th successor |
 | `received[i, m]` | each pulling warp, per piece | the polling warps, tiles of row `m` | pieces in the rows | a tile's rows of those columns are in place |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads this device's lhs any more |
+
+Block 0's pulling warp zeroes `received` at the end, as in `all_gather_matmul`.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class _Kernel:
             epilogue=elementwise(function, self.forms),
             beside=self._beside(refs),
             scales=self._scales(refs),
-            transfer=Transfer(run=lambda: self._fetch(refs)),
+            transfer=Transfer(run=lambda: self._fetch(refs), finish=refs.received.zero),
         )
 
     def _rhs(self, refs: Refs) -> Stream:
@@ -196,7 +196,7 @@ def launch(
             **({} if scaling is None else scaling.operands()),
         ),
         outs=dict(outs=outs, **kept),
-        semaphores=dict(received=SemaphoreArray(gather.received, local=True)),
+        semaphores=dict(received=SemaphoreArray(gather.received, local=True, restored=True)),
         buffers=pulled,
         waits=True,
         compiler_params=kernel.compiler_params,

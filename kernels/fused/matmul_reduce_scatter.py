@@ -13,7 +13,7 @@ its own memory, or for an all-reduce on every device.
 | `partial[s]` | the storing warps | | | the product for the `s + 1`-th successor |
 | `produced[s, tile]` | storing warps of the device at `-(s + 1)` | pulling warps | blocks of a tile | its `partial[s]` holds the tile |
 | `fetched[s]` | the pulling warps | | | the product of the device at `-(s + 1)` |
-| `arrived[tile]` | the pulling warps | storing warps | peers | the tile is in all of `fetched` |
+| `arrived[block, tile]` | the pulling warps | the storing warp of that block of the tile | peers | the tile is in all of `fetched` |
 | `released` | the peers' pulling warps, once each | block 0's pulling warp | blocks x peers | no peer reads `partial` any more |
 | `finished` | owners' storing warps, per tile | block 0's pulling warp | peers x tiles x blocks of a tile | all of `out` is in place (all-reduce) |
 
@@ -22,6 +22,12 @@ Tiles for peers are computed before the peers have started. Pulling and storing 
 compute tiles wave by wave in the same order, and a tile waits only for tiles of the same wave or an
 earlier one. The blocks of a wave run at the same time and only own tiles wait, so that devices
 never wait for each other in a circle.
+
+The kernel leaves all semaphores at zero (`SemaphoreArray.restored`). For each of them one warp waits,
+which subtracts what it has waited for, and what is signalled is waited for in full: `produced[s, tile]` by the warp
+that pulls the tile, `arrived[block, tile]` by one storing warp, `released` and `finished` by block 0's
+pulling warp. So they are zero when the last block has ended. A peer signals the next launch's `produced`,
+`finished` and `released` only after that launch has started on this device, and so after that.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -277,9 +283,11 @@ def launch(
         outs=dict(out=out),
         symmetric=dict(partial=kept, fetched=kept),
         semaphores=dict(
-            produced=SemaphoreArray((peers, shard.tiles_per_shard)),
-            arrived=SemaphoreArray((shard.tiles_per_shard,), local=True),
-            **(dict(finished=SemaphoreArray()) if everywhere else {}),
+            produced=SemaphoreArray((peers, shard.tiles_per_shard), restored=True),
+            arrived=SemaphoreArray(
+                (shape.blocks, shard.tiles_per_shard), local=True, restored=True
+            ),
+            **(dict(finished=SemaphoreArray(restored=True)) if everywhere else {}),
         ),
         buffers=Buffers(config.pull_slots, PIECE_ROWS, row_elements(out_dtype), out_dtype),
         signals=True,

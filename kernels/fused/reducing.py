@@ -44,6 +44,11 @@ class Products:
         """The other devices; the step of the own tiles."""
         return self.team.size - 1
 
+    @property
+    def _blocks(self) -> int:
+        """Blocks that make a tile together."""
+        return self.order.shard.shape.blocks
+
     def addends(self, residual: Ref | None = None) -> Addends:
         """The addends of the own rows: the peers' products, and a matrix that lies as the result.
 
@@ -53,7 +58,9 @@ class Products:
 
         def wait(tile: Tile) -> None:
             # All peers' products of the tile have been fetched.
-            self.refs.arrived.at[self._number(tile)].wait(self.peers)
+            block = 0 if self._blocks == 1 else kernel.block_in_cluster()
+            arrived = self.refs.arrived.at[block, self._number(tile)]
+            arrived.wait(self.peers, decrement=True)
 
         return Addends(
             most=most,
@@ -116,11 +123,12 @@ class Products:
         def fetch_tile(i: jax.Array, _: None) -> None:
             tile = self.order.locate_for_peers(block + i * num_blocks)
             # The stores of all the peer's blocks that compute this tile are in place.
-            blocks = self.order.shard.shape.blocks
-            self.refs.produced.at[tile.step, self._number(tile)].wait(blocks)
+            produced = self.refs.produced.at[tile.step, self._number(tile)]
+            produced.wait(self._blocks, decrement=True)
             self._fetch_tile(tile, sources)
-            # Publishes the tile to the storing warps of all blocks.
-            self.refs.arrived.at[self._number(tile)].signal()
+            # Publishes the tile to the storing warps of the blocks that own it.
+            for owner in range(self._blocks):
+                self.refs.arrived.at[owner, self._number(tile)].signal()
 
         tiles_of_peers = self.peers * self.order.shard.tiles_per_shard
         lax.fori_loop(0, schedule.share(tiles_of_peers, block, num_blocks), fetch_tile, None)
@@ -151,8 +159,8 @@ class Products:
     def finish(self) -> None:
         """In block 0: returns once the peers have stored all their sums here, in an all-reduce."""
         if self.everywhere:
-            shard = self.order.shard
-            self.refs.finished.wait(self.peers * shard.tiles_per_shard * shard.shape.blocks)
+            tiles = self.peers * self.order.shard.tiles_per_shard
+            self.refs.finished.wait(tiles * self._blocks, decrement=True)
 
     def _number(self, tile: Tile) -> Int:
         """The number of a tile among those of a shard."""

@@ -46,7 +46,7 @@ def starts_by_counters(name, config, devices=2):
     lhs, rhs = operands(name, devices)
     with st.simulate(core_count=CORES):
         traced = jax.make_jaxpr(program(name, config, devices))(lhs.astype(BF16), rhs.astype(BF16))
-    return "stretto_heap_semaphores" in str(traced)
+    return "sem_name=opening" in str(traced)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -72,7 +72,7 @@ def test_one_of_several_teams_keeps_the_barrier(few_are_lacking):
     lhs, rhs = operands(SCATTER)
     with st.simulate(core_count=CORES):
         traced = jax.make_jaxpr(call)(lhs.astype(BF16), rhs.astype(BF16))
-    assert "stretto_heap_semaphores" not in str(traced)
+    assert "sem_name=opening" not in str(traced)
 
 
 def test_on_many_devices_all_blocks_may_be_held_up(few_are_lacking):
@@ -156,4 +156,4 @@ def test_a_dispatch_whose_blocks_all_wait_starts_by_the_barrier():
     with st.simulate(core_count=16):
         traced = str(jax.make_jaxpr(mapped)(x, index))
     assert "expert_dispatch_counted" in traced and "grid=(16,)" in traced
-    assert "stretto_heap_semaphores" not in traced
+    assert "sem_name=opening" not in traced

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.distributed.memory import heap
 from stretto.distributed.simulator.program import Compiler, Step, rule, to_scalar
 from stretto.distributed.simulator.reports.errors import UnsupportedKernelError
 from stretto.distributed.simulator.state.allocations import (
@@ -123,10 +124,11 @@ def _heap_semaphores(compiler: Compiler, eqn: Any) -> Step:
     what, word, name = (eqn.params[key] for key in ("what", "word", "sem_name"))
     (out,) = compiler.outs(eqn)
     compiler.tags[eqn.outvars[0]] = (name, "heap", word)
+    early = word < heap.TURNS  # Of the handshake; others are a launch's own while it runs.
 
     def step(task: Any, env: list) -> None:
         env[out] = task.machine.semaphores(
-            task.device, ("heap", word), name, what.shape, persistent=True
+            task.device, ("heap", word), name, what.shape, persistent=True, early=early
         )
 
     return False, step

@@ -45,7 +45,7 @@ def signal(
       scope: "sys" or "gpu".
     """
     machine = task.machine
-    if clock is not None and not semaphore.persistent:
+    if clock is not None and not semaphore.early:
         machine.touch(semaphore.device, access)
     machine.checks.atomic_touch(semaphore, access)
     machine.report.statistics.signals += 1
@@ -169,6 +169,19 @@ def _semaphore_read(compiler: Compiler, eqn: Any) -> Step:
     return True, step
 
 
+@rule("stretto_zero")
+def _zero(compiler: Compiler, eqn: Any) -> Step:
+    (ref,), site = compiler.ins(eqn), compiler.site
+
+    def step(task: Any, env: list) -> Generator:
+        yield
+        for semaphore in env[ref].items:
+            task.machine.checks.plain_store(semaphore, task, site)
+            semaphore.set(0)
+
+    return True, step
+
+
 @rule("semaphore_wait", "stretto_wait")
 def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
     ref, transforms, value, *rest = _semaphore_arguments(eqn)
@@ -179,6 +192,7 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
     )
     scope = eqn.params.get("memory_scope") or eqn.params.get("scope") or "sys"
     tag, kernel = compiler.tag(ref), compiler.kernel
+    is_bounded = eqn.primitive.name == "stretto_wait"
 
     def helpers(semaphore: Semaphore) -> str:
         lines = [f"{who} x{n} at {at}" for (who, at), n in semaphore.signalled_by.items()]
@@ -214,8 +228,10 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
             task.machine.note(task, f"wait {semaphore.name}", begin)
         access = task.access("wait", site, "sys")
         task.machine.checks.atomic_touch(semaphore, access)
+        checks, takes = task.machine.checks, bool(decrement(env))
         if semaphore.persistent:
-            takes = bool(decrement(env))
-            task.machine.checks.persistent_wait(semaphore, access, decrement=takes)
+            checks.persistent_wait(semaphore, access, decrement=takes)
+        if takes and is_bounded:
+            checks.taking_wait(semaphore, access)
 
     return True, step

@@ -45,18 +45,28 @@ class Semaphore:
       store: the last plain store.
       uses: how it has been waited on: True with, False without decrement.
       persistent: it is there before the kernel and after it, and has to be 0 between launches.
-      looks, takes: the waits for a persistent one, without decrement and with.
+      early: peers may signal a persistent one before this device has started the launch.
+      looks: the waits for a persistent one without decrement.
+      takes: the bounded waits with decrement.
     """
 
     __slots__ = (
-        "_joined", "_signals", "_taken", "device", "looks", "name", "persistent",
+        "_joined", "_signals", "_taken", "device", "early", "looks", "name", "persistent",
         "scheduler", "signalled_by", "store", "takes", "total", "touches", "uses", "waiters",
     )  # fmt: skip
 
-    def __init__(self, name: str, device: int, scheduler: Any, persistent: bool = False):
+    def __init__(
+        self,
+        name: str,
+        device: int,
+        scheduler: Any,
+        persistent: bool = False,
+        early: bool = False,
+    ):
         self.name = name
         self.device = device
         self.persistent = persistent
+        self.early = early
         self.looks: list[Access] = []
         self.takes: list[Access] = []
         self.total = 0
@@ -150,15 +160,16 @@ class SemaphoreArray:
 
     def __init__(
         self, name: str, shape: tuple[int, ...], device: int, scheduler: Any, key: Any,
-        persistent: bool = False,
+        persistent: bool = False, early: bool = False,
     ):  # fmt: skip
         count = int(np.prod(shape))
         self.name = name
         self.items = [
-            Semaphore(name if not shape else f"{name}[{i}]", device, scheduler, persistent)
+            Semaphore(name if not shape else f"{name}[{i}]", device, scheduler, persistent, early)
             for i in range(count)
         ]
         self.device = device
         self.key = key
         self.persistent = persistent
+        self.early = early
         self.ids = id_buffer(name, shape)
