@@ -150,6 +150,7 @@ def fuse(
         assignment.assign(roles, num_warpgroups)
 
     held = 0 if held_up is None else held_up(num_clusters, remainder.tiles if remainder else 0)
+    most_end = held is not None and residency.most_blocks_end(num_blocks, held)
     results = kernel.launch(
         body,
         *jax.tree.leaves([*operands.values()]),
@@ -169,8 +170,8 @@ def fuse(
         },
         # `released` and the transfer's `finish` close the kernel.
         waiting_warps=0 if team is None else 1 + waits + signals,
-        all_wait=held is None,
-        fills=bool(held) and residency.most_blocks_end(num_blocks, held),
+        all_wait=not most_end,
+        fills=held_up is not None and most_end,
         invariant=invariant,
         compiler_params=compiler_params,
         interpret=interpret,

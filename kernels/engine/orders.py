@@ -171,11 +171,12 @@ class OwnersOrder:
     def held_up(self, shared: int) -> int | None:
         """How many blocks of a device a block of each peer holds up that does not start.
 
-        Without a lag the own tiles of a block wait for the tiles of one block of each peer; where
-        the last `shared` ones are shared, a block makes parts of three at most. With a lag tiles
-        are rotated, and sooner or later all blocks are held up: None.
+        Without a lag the own tiles of a block wait for the tiles of one block of each peer, as does
+        the only tile of a block; where the last `shared` ones are shared, a block makes parts of
+        three at most. With a lag tiles are rotated, and sooner or later all blocks are held up:
+        None.
         """
-        if self.lag is not None:
+        if self.lag is not None and self.num_tiles > self.num_blocks:
             return None
         return self.peers * (3 if shared else 1)
 

@@ -41,10 +41,10 @@ def operands(name, devices=2):
     return cases.operands(*cases.whole(name, devices, *SIZES))
 
 
-def starts_by_counters(name, config, devices=2):
+def starts_by_counters(name, config, devices=2, cores=CORES):
     """Whether the kernel, which fills the device, starts without XLA's barrier."""
     lhs, rhs = operands(name, devices)
-    with st.simulate(core_count=CORES):
+    with st.simulate(core_count=cores):
         traced = jax.make_jaxpr(program(name, config, devices))(lhs.astype(BF16), rhs.astype(BF16))
     return "sem_name=opening" in str(traced)
 
@@ -80,15 +80,24 @@ def test_on_many_devices_all_blocks_may_be_held_up(few_are_lacking):
     assert not starts_by_counters(SCATTER, LAST, devices=8)
 
 
+def test_then_a_sixteenth_is_not_enough_room(few_are_lacking, monkeypatch):
+    monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "1")
+    monkeypatch.setattr(residency, "LACKING", 2)
+    assert not starts_by_counters(SCATTER, LAST, devices=8, cores=16)
+    monkeypatch.setenv("STRETTO_FREE_MULTIPROCESSORS", "4")
+    assert starts_by_counters(SCATTER, LAST, devices=8, cores=16)
+
+
 def test_gathers_that_fill_the_device_keep_the_barrier(few_are_lacking):
     assert not starts_by_counters("all_gather_matmul", cases.IN_SHARDS)
 
 
-@pytest.mark.parametrize(("devices", "shared", "lag", "held_up"), [
-    (2, 0, None, 1), (4, 0, None, 3), (2, 8, None, 3), (2, 0, 3, None),
+@pytest.mark.parametrize(("devices", "columns", "shared", "lag", "held_up"), [
+    (2, 1024, 0, None, 1), (4, 1024, 0, None, 3), (2, 1024, 8, None, 3), (2, 1024, 0, 3, None),
+    (2, 512, 0, 3, 1),
 ])  # fmt: skip
-def test_how_many_blocks_one_holds_up(devices, shared, lag, held_up):
-    shard = ShardOrder(1024, 1024, NARROWEST, steps=devices)
+def test_how_many_blocks_one_holds_up(devices, columns, shared, lag, held_up):
+    shard = ShardOrder(1024, columns, NARROWEST, steps=devices)
     assert OwnersOrder(shard, devices, 132, lag=lag).held_up(shared) == held_up
 
 
