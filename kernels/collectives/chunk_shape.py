@@ -9,6 +9,12 @@ from stretto.distributed.schedule import ceil_div
 
 LANES = 128
 """A warpgroup has as many threads."""
+COPIED = 8
+"""The copy engine takes multiples of 16 bytes: of so many counts of 16 bits."""
+COUNTS_BYTES = 8192
+"""Of a slot for counts of chunks."""
+COUNTS_SLOTS = 3
+"""Of a warpgroup."""
 UNROLLED = 8
 """Entries that a loop takes at once, and of which chunks have a multiple."""
 
@@ -21,7 +27,7 @@ class Shape:
       devices: of the team.
       tokens: of a chunk.
       vectors: that a chunk's entries fill.
-      expert_vectors: that a number for each expert fills.
+      experts: a number for each, and what fills up the last vector.
     """
 
     devices: int
@@ -29,7 +35,7 @@ class Shape:
     top_k: int
     num_experts: int
     vectors: int
-    expert_vectors: int
+    experts: int
 
     @classmethod
     def of(cls, devices: int, tokens: int, top_k: int, num_experts: int, blocks: int) -> Shape:
@@ -42,7 +48,7 @@ class Shape:
             top_k=top_k,
             num_experts=num_experts,
             vectors=ceil_div(most * top_k, LANES),
-            expert_vectors=ceil_div(num_experts, LANES),
+            experts=ceil_div(num_experts, LANES) * LANES,
         )
 
     @property
@@ -56,15 +62,21 @@ class Shape:
         return self.tokens * self.top_k
 
     @property
+    def counts(self) -> int:
+        """Of a chunk: of each expert, then of entries that are out of range, then zeros."""
+        return max(self.experts, ceil_div(self.num_experts + 1, COPIED) * COPIED)
+
+    @property
     def smem_bytes(self) -> int:
         """Of all tables but the counts of all chunks."""
-        of_entries = (2 * self.devices + 1) * self.vectors
-        return 4 * LANES * (of_entries + (self.devices + 3) * self.expert_vectors)
+        of_entries = (2 * self.devices + 1) * self.vectors * LANES
+        of_experts = (2 * self.devices + 2) * self.experts + self.devices
+        return 4 * (of_entries + of_experts) + 2 * (self.experts + LANES)
 
-    def chunks_within(self, chunks: int, room: int) -> int:
-        """Of `chunks` those whose counts fit into `room` bytes at once; a divisor of them."""
-        most = max(1, room // (4 * LANES * self.expert_vectors))
-        return max(n for n in range(1, min(chunks, most) + 1) if chunks % n == 0)
+    def piece(self, chunks: int) -> int:
+        """Counts of as many of `chunks` as a slot holds; a divisor of all."""
+        most = max(1, COUNTS_BYTES // (2 * self.counts))
+        return self.counts * max(n for n in range(1, min(chunks, most) + 1) if chunks % n == 0)
 
 
 def _together(top_k: int) -> int:

@@ -1,4 +1,4 @@
-"""Which row each entry of a block's chunks goes to, found by one warpgroup in shared memory.
+"""Which row each entry of a block's chunks goes to, found by warpgroups in shared memory.
 
 A chunk is some tokens of a device. Its entries are their choices in order, in vectors of `LANES`.
 An entry's row is the sum of three numbers:
@@ -6,12 +6,11 @@ An entry's row is the sum of three numbers:
 | number | of | found by |
 |---|---|---|
 | the first row of the expert's group of that device | all counts | `find_first_rows` |
-| entries of that expert in the device's chunks before | the counts of those | `find_first_rows` |
+| entries of that expert in the device's chunks before | the counts of those | `sum_counts` |
 | entries of that expert before it in its chunk | comparisons with each other | `rank` |
 
 A thread has an entry, or an expert, of each vector. What all are compared with is read as a scalar,
-which all threads get at once. A count has 16 bits; the upper half of the first one counts entries
-that are out of range.
+which all threads get at once.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
-from stretto.distributed.schedule import Int, ceil_div
+from stretto.distributed.schedule import Int
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_shape import LANES, UNROLLED, Shape
+from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, UNROLLED, Shape
 from stretto.kernels.collectives.token_tables import load
 from stretto.kernels.problem.routing import NONE
 
-HALF = 16
-"""Bits of a count."""
+MOST_UNROLLED = 12
+"""Chunks that a loop adds at once: each waits for its loads, which are under way together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,24 +43,28 @@ class Tables:
       tokens: of this block's chunks; their entries are a multiple of `UNROLLED`.
       entries: `[devices, vectors * LANES]`, by the offset of the device on the ring. Some of the
         next chunk may follow, and then none (`clear_ends`).
-      places: likewise: the place of each in its chunk (`rank`), then its row here (`place`), or none.
-      own_positions: `[vectors * LANES]`, those of this device's tokens as `Routing.positions` has them.
-      own_counts: `[expert_vectors, LANES]`, of this device's chunk (`count`).
-      sums: `[2, expert_vectors, LANES]`: entries of each expert; first in the other half, and zeros,
-        those that are out of range.
-      firsts: `[devices, expert_vectors, LANES]`, the row of the first entry of each chunk.
-      counts_of, counts_arrived: slots for counts of chunks.
-    """  # noqa: E501
+      ranks: likewise, how many entries before each in its chunk have its expert (`rank`).
+      own_positions: `[vectors * LANES]`, those of this device's tokens as `Routing.positions` has
+        them (`find_positions`).
+      own_counts: int16, `Shape.counts` of this device's chunk (`count`), and room for a vector.
+      sums: `[devices, experts]`, entries of each expert in all chunks of a device.
+      firsts: likewise, those in the chunks before; then the row of the first one of the chunk.
+      strays: `[devices]`, entries that are out of range.
+      scan: `[2 * experts]`, for sums over experts.
+      counts_of, counts_arrived: slots of each warpgroup for counts of chunks, and for each slot.
+    """
 
     shape: Shape
     team: Team
     tokens: Int
     entries: Any
-    places: Any
+    ranks: Any
     own_positions: Any
     own_counts: Any
     sums: Any
     firsts: Any
+    strays: Any
+    scan: Any
     counts_of: Any
     counts_arrived: Any
 
@@ -74,28 +77,31 @@ class Tables:
 
     def count(self) -> None:
         """Counts this device's chunk."""
-        lane, chosen = _lanes(), self._loaded(self.entries, 0)
+        lane, expert = _lanes(), _lanes(self.shape.experts)
         stray = sum(
             jnp.sum(jnp.where(self._is_stray(x) & (lane < self._filled(v)), 1, 0))
-            for v, x in enumerate(chosen)
+            for v, x in enumerate(self._loaded(self.entries, 0))
         )
 
-        def step(i: jax.Array, counts: tuple[jax.Array, ...], vector: int) -> tuple:
+        def step(i: jax.Array, counts: jax.Array, vector: int) -> jax.Array:
             for j in range(UNROLLED):
                 entry = self.entries[0, vector * LANES + i * UNROLLED + j]
-                counts = tuple(
-                    count + jnp.where(lane == entry - w * LANES, 1, 0)
-                    for w, count in enumerate(counts)
-                )
+                counts += jnp.where(expert == entry, 1, 0)
             return counts
 
-        counts = tuple(_zeros() for _ in range(self.shape.expert_vectors))
+        counts = _zeros(self.shape.experts)
         for v in range(self.shape.vectors):
             number = self._steps(v)
             counts = lax.fori_loop(0, number, lambda i, x, v=v: step(i, x, v), counts)
-        for w, count in enumerate(counts):
-            also = jnp.where(lane == 0, stray << HALF, 0) if w == 0 else 0
-            self.own_counts[w] = count + also
+        self._store_counts(counts, stray)
+
+    def _store_counts(self, counts: jax.Array, stray: jax.Array) -> None:
+        experts, stray_at = self.shape.experts, self.shape.num_experts
+        counts = jnp.where(_lanes(experts) == stray_at, stray, counts)
+        self.own_counts[pl.ds(0, experts)] = counts.astype(jnp.int16)
+        if stray_at >= experts:
+            after = jnp.where(_lanes() == 0, stray, 0)
+            self.own_counts[pl.ds(experts, LANES)] = after.astype(jnp.int16)
         plgpu.commit_smem()
 
     def rank(self, offset: int) -> None:
@@ -118,7 +124,7 @@ class Tables:
             )
             ranks[v:] = found
         for v, rank in enumerate(ranks):
-            self.places[offset, _of_vector(v)] = rank
+            self.ranks[offset, _of_vector(v)] = rank
 
     def _is_stray(self, entry: jax.Array) -> jax.Array:
         return (entry >= self.shape.num_experts) | (entry < NONE)
@@ -134,143 +140,142 @@ class Tables:
         """
         return schedule.div(self._filled(vector), UNROLLED)
 
-    def find_first_rows(self, counts: Any, chunk: Int) -> None:
-        """Sums counts `[devices, chunks, expert_vectors, LANES]` of all, and of those before."""
-        sums, stray = [], [_zeros() for _ in range(self.shape.expert_vectors)]
-        together = self.counts_of.shape[1]
-        pieces = counts.shape[1] // together
-        for number in range(min(self.counts_of.shape[0], self.shape.devices * pieces)):
-            self._load_counts(counts, jnp.int32(number), pieces)
-        for device in range(self.shape.devices):
-            both, stray = self._sums_of(counts, device, pieces, chunk, stray)
-            sums.append(both)
-        every = [sum(both[0][w] for both in sums) for w in range(self.shape.expert_vectors)]
-        for w, (number, strays) in enumerate(zip(every, stray, strict=True)):
-            self.sums[0, w] = number
-            self.sums[1, w] = strays
-        plgpu.commit_smem()
-        first = self._before_experts()
-        for device, (whole, before) in enumerate(sums):
-            for w in range(self.shape.expert_vectors):
-                self.firsts[device, w] = first[w] + before[w]
-                first[w] += whole[w]
+    def sum_counts(self, counts: Any, chunk: Int, worker: Int, workers: int) -> None:
+        """Sums counts `[devices, chunks * Shape.counts]` of all chunks, and of those before `chunk`.
 
-    def _load_counts(self, counts: Any, number: Int, pieces: int) -> None:
-        """Starts to load a piece of the counts of all devices."""
-        slot = schedule.rem(number, self.counts_of.shape[0])
-        device = schedule.div(number, pieces)
-        together = self.counts_of.shape[1]
-        window = pl.ds((number - device * pieces) * together, together)
-        target, arrived = self.counts_of.at[slot], self.counts_arrived.at[slot]
-        load(counts.at[device, window], target, arrived, flat=True)
+        Of so many `workers`, each a warpgroup, this one does so for its share of the devices.
+        """  # noqa: E501
+        slots, pieces = COUNTS_SLOTS, self._pieces(counts)
+        total = schedule.share(self.shape.devices, worker, workers) * pieces
 
-    def _sums_of(
-        self, counts: Any, device: int, pieces: int, chunk: Int, stray: list[jax.Array]
-    ) -> tuple[tuple[list[jax.Array], list[jax.Array]], list[jax.Array]]:
-        """((all of a device's counts, of chunks before `chunk`), entries out of range added)."""
-        slots, together, vectors, _ = self.counts_of.shape
+        def load_piece(number: Int) -> None:
+            i = schedule.div(number, pieces)
+            window = pl.ds((number - i * pieces) * self._piece, self._piece)
+            slot = worker * slots + schedule.rem(number, slots)
+            target = self.counts_of.at[slot]
+            source = counts.at[worker + i * workers, window]
+            load(source, target, self.counts_arrived.at[slot], flat=True)
 
-        def add(i: jax.Array, found: tuple, slot: Int, first: Int) -> tuple:
-            whole, before, stray = (list(x) for x in found)
-            is_before = jnp.where(first + i < chunk, 1, 0)
-            for w in range(vectors):
-                word = self._vector(self.counts_of.at[slot, i, w])
-                count = word & (2**HALF - 1)
-                whole[w] += count
-                before[w] += count * is_before
-                if w == 0:
-                    stray[w] += word >> HALF
-            return tuple(whole), tuple(before), tuple(stray)
-
-        def step(piece: jax.Array, found: tuple) -> tuple:
-            number = device * pieces + piece
-            slot = schedule.rem(number, slots)
-            plgpu.barrier_wait(self.counts_arrived.at[slot])
-            found = lax.fori_loop(
-                *(0, together),
-                lambda i, x: add(i, x, slot, piece * together),
-                found,
-                unroll=next(n for n in range(UNROLLED, 0, -1) if together % n == 0),
-            )
-            plgpu.commit_smem()  # All threads have read the slot.
-            following = number + slots
-            pl.when(following < self.shape.devices * pieces)(
-                lambda: self._load_counts(counts, following, pieces)
-            )
-            return found
-
-        nothing = tuple(_zeros() for _ in range(vectors))
-        whole, before, stray_ = lax.fori_loop(0, pieces, step, (nothing, nothing, tuple(stray)))
-        return (list(whole), list(before)), list(stray_)
-
-    def _before_experts(self) -> list[jax.Array]:
-        """Of each expert all entries of those before it on the same device."""
-        own = self.shape.num_experts // self.shape.devices
-        experts = [_lanes() + w * LANES for w in range(self.shape.expert_vectors)]
-        firsts = [lax.div(expert, jnp.full_like(expert, own)) * own for expert in experts]
-        found = tuple(_zeros() for _ in experts)
-        for v in range(self.shape.expert_vectors):
-            count = min(LANES, self.shape.num_experts - v * LANES)
-
-            def step(i: jax.Array, found: tuple, v: int = v) -> tuple:
-                for j in range(UNROLLED):
-                    number = i * UNROLLED + j
-                    expert, size = v * LANES + number, self.sums[0, v, number]
-                    found = tuple(
-                        x + jnp.where((expert < this) & (expert >= first), size, 0)
-                        for x, this, first in zip(found, experts, firsts, strict=True)
-                    )
+        def of_device(i: jax.Array, _: None) -> None:
+            def step(piece: jax.Array, found: tuple) -> tuple:
+                number = i * pieces + piece
+                slot = worker * slots + schedule.rem(number, slots)
+                plgpu.barrier_wait(self.counts_arrived.at[slot])
+                found = self._with_piece(slot, chunk - piece * self._together, found)
+                plgpu.commit_smem()  # All threads have read the slot.
+                following = number + slots
+                pl.when(following < total)(lambda: load_piece(following))
                 return found
 
-            found = lax.fori_loop(0, ceil_div(count, UNROLLED), step, found)
-        return list(found)
+            nothing = _zeros(self.shape.experts), _zeros(self.shape.experts), jnp.int32(0)
+            whole, before, stray = lax.fori_loop(0, pieces, step, nothing)
+            device = worker + i * workers
+            self.sums[device] = whole
+            self.firsts[device] = before
+            self.strays[device] = stray
 
-    def place(self, offset: int, first_expert: Int) -> None:
-        """Makes rows of places: of this device's chunk on all devices, of others' here."""
-        shape, device = self.shape, self.team.neighbour(offset)
-        own = shape.num_experts // shape.devices
-        chosen, places = self._loaded(self.entries, offset), self._loaded(self.places, offset)
-        low, count = (0, shape.num_experts) if offset == 0 else (first_expert, own)
+        for number in range(slots):
+            pl.when(number < total)(lambda number=number: load_piece(jnp.int32(number)))
+        lax.fori_loop(0, schedule.share(self.shape.devices, worker, workers), of_device, None)
 
-        def step(i: jax.Array, found: tuple) -> tuple:
-            expert = low + i
-            vector = schedule.div(expert, LANES)
-            first = self.firsts[device, vector, expert - vector * LANES]
+    @property
+    def _piece(self) -> int:
+        """Counts that are loaded at once."""
+        return self.counts_of.shape[1]
+
+    @property
+    def _together(self) -> int:
+        """Chunks whose counts these are."""
+        return self._piece // self.shape.counts
+
+    def _pieces(self, counts: Any) -> int:
+        """Of the counts of a device."""
+        return counts.shape[1] // self._piece
+
+    def _with_piece(self, slot: Int, chunk: Int, found: tuple) -> tuple:
+        """(all counts, those of chunks before `chunk`, strays) with a piece's; from 0 in it."""
+
+        def add(i: jax.Array, found: tuple) -> tuple:
+            whole, before, stray = found
+            first = i * self.shape.counts
+            before = jnp.where(i == chunk, whole, before)
+            count = self.counts_of[slot, pl.ds(first, self.shape.experts)]
+            whole += plgpu.layout_cast(count, _layout(self.shape.experts)).astype(jnp.int32)
+            stray += self.counts_of[slot, first + self.shape.num_experts].astype(jnp.int32)
+            return whole, before, stray
+
+        unroll = next(n for n in range(MOST_UNROLLED, 0, -1) if self._together % n == 0)
+        return lax.fori_loop(0, self._together, add, found, unroll=unroll)
+
+    def find_first_rows(self) -> None:
+        """Adds to each expert's entries in the chunks before what comes before the device's."""
+        sums = [self._of_experts(self.sums.at[d]) for d in range(self.shape.devices)]
+        first = self._before_experts(sum(sums[1:], start=sums[0]))
+        for device, size in enumerate(sums):
+            self.firsts[device] = first + self._of_experts(self.firsts.at[device])
+            first += size
+
+    def _before_experts(self, sizes: jax.Array) -> jax.Array:
+        """Of each expert all entries of those before it on the same device."""
+        own, room = self.shape.num_experts // self.shape.devices, self.shape.experts
+        expert = _lanes(room)
+        place = lax.rem(expert, jnp.full_like(expert, own))  # Among the experts of its device.
+        found, step = sizes, 1
+        self.scan[pl.ds(0, room)] = _zeros(room)
+        while step < own:  # Each has the sum of `step` experts that end with it.
+            self.scan[pl.ds(room, room)] = found
+            earlier = self._of_experts(self.scan.at[pl.ds(room - step, room)])
+            found += jnp.where(place >= step, earlier, 0)
+            step *= 2
+        return found - sizes
+
+    def find_positions(self, me: Int) -> None:
+        """Makes the positions of this device's entries."""
+        shape = self.shape
+        own, chosen = shape.num_experts // shape.devices, self._loaded(self.entries, 0)
+
+        def step(expert: jax.Array, found: tuple) -> tuple:
+            first = self.firsts[me, expert]
             return tuple(
                 x + jnp.where(entry == expert, first, 0)
                 for x, entry in zip(found, chosen, strict=True)
             )
 
-        unroll = next(n for n in (8, 4, 2, 1) if count % n == 0)
-        places = lax.fori_loop(0, count, step, tuple(places), unroll=unroll)
-        for v, (place, entry) in enumerate(zip(places, chosen, strict=True)):
-            here = (entry >= first_expert) & (entry < first_expert + own)
-            self.places[offset, _of_vector(v)] = jnp.where(here, place, NONE)
-            if offset == 0:
-                goes = (entry >= 0) & (entry < shape.num_experts)
-                where = lax.div(jnp.maximum(entry, 0), jnp.full_like(entry, own))
-                position = jnp.where(goes, place * shape.devices + where, NONE)
-                self.own_positions[_of_vector(v)] = position
+        unroll = next(n for n in (8, 4, 2, 1) if shape.num_experts % n == 0)
+        ranks = tuple(self._loaded(self.ranks, 0))
+        rows = lax.fori_loop(0, shape.num_experts, step, ranks, unroll=unroll)
+        for v, (row, entry) in enumerate(zip(rows, chosen, strict=True)):
+            goes = (entry >= 0) & (entry < shape.num_experts)
+            where = lax.div(jnp.maximum(entry, 0), jnp.full_like(entry, own))
+            position = jnp.where(goes, row * shape.devices + where, NONE)
+            self.own_positions[_of_vector(v)] = position
         plgpu.commit_smem()
 
-    def _loaded(self, ref: Any, offset: int) -> list[jax.Array]:
-        return [self._vector(ref.at[offset, _of_vector(v)]) for v in range(self.shape.vectors)]
+    def row(self, offset: Int, device: Int, number: Int, low: Int) -> tuple[jax.Array, jax.Array]:
+        """(whether an entry's expert is of those here, from `low` on, its row then)."""
+        entry = self.entries[offset, number]
+        here = (entry >= low) & (entry < low + self.shape.num_experts // self.shape.devices)
+        return here, self.firsts[device, jnp.where(here, entry, low)] + self.ranks[offset, number]
 
-    def _vector(self, ref: Any) -> jax.Array:
-        return plgpu.layout_cast(ref[...], _layout())
+    def _loaded(self, ref: Any, offset: int) -> list[jax.Array]:
+        vectors = range(self.shape.vectors)
+        return [plgpu.layout_cast(ref[offset, _of_vector(v)], _layout()) for v in vectors]
+
+    def _of_experts(self, ref: Any) -> jax.Array:
+        return plgpu.layout_cast(ref[...], _layout(self.shape.experts))
 
 
 def _of_vector(number: int) -> Any:
     return pl.ds(number * LANES, LANES)
 
 
-def _layout() -> Any:
-    return plgpu.Layout.WG_STRIDED((LANES,), 1)
+def _layout(size: int = LANES) -> Any:
+    return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
-def _lanes() -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_layout())
+def _lanes(size: int = LANES) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_layout(size))
 
 
-def _zeros() -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.int32), _layout())
+def _zeros(size: int = LANES) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((size,), jnp.int32), _layout(size))

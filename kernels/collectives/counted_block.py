@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,12 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import kernel, schedule
 from stretto.distributed.schedule import Int
 from stretto.distributed.semaphores import Semaphore
-from stretto.kernels.collectives.chunk_shape import LANES
 from stretto.kernels.collectives.chunk_tables import Tables
 from stretto.kernels.collectives.counted_layout import Layout
 from stretto.kernels.collectives.table_results import TableResults
 from stretto.kernels.collectives.token_tables import everyones, load, of_device
-from stretto.kernels.problem.routing import NONE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,25 +28,28 @@ class Block:
 
     Attributes:
       warpgroup: its number.
-      results: of which `first_expert` is read once: in a loop with barriers it would be read from
-        memory each time.
+      me: this device.
     """
 
     how: Layout
     warpgroup: Int
+    me: Int
     x: Any
     index: Any
     rows: Any
     results: TableResults
     counts: Any
     counted: Semaphore
+    seen: Semaphore
     entries: Any
     entries_arrived: Any
-    places: Any
+    ranks: Any
     own_positions: Any
     own_counts: Any
     sums: Any
     firsts: Any
+    strays: Any
+    scan: Any
     found: Any
     counts_of: Any
     counts_arrived: Any
@@ -61,22 +64,26 @@ class Block:
         pl.when(is_first)(self._tell)
         for offset in range(how.team.size):
             self._see(offset)
+        others = self.warpgroup > 0
+        pl.when(others)(lambda: self._each(tables.rank))
         sources = everyones(self.x, how.team)
         total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        self._each(tables.rank)
+        pl.when(is_first)(lambda: self._each(tables.rank))
+        self.counted.wait(how.num_blocks * how.team.size)
+        tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
+        self._meet()
 
         @pl.when(is_first)
         def _():
-            self.counted.wait(how.num_blocks * how.team.size)
-            tables.find_first_rows(self.counts, kernel.block_id())
+            self.seen.signal()
+            tables.find_first_rows()
+            self._store_counts()
 
         self._meet()
-        self._each(lambda offset: tables.place(offset, self.results.first_expert))
-        self._meet()
-        pl.when(is_first)(self._store_tables)
-        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
+        lax.fori_loop(0, total, lambda i, _: self._step(tables, sources, i, total), None)
+        pl.when(is_first & (kernel.block_id() == 0))(self._zero_counted)
         # Nothing else waits for the last stores where there are no peers to part from.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -116,11 +123,13 @@ class Block:
             team=self.how.team,
             tokens=self._tokens(),
             entries=self.entries,
-            places=self.places,
+            ranks=self.ranks,
             own_positions=self.own_positions,
             own_counts=self.own_counts,
             sums=self.sums,
             firsts=self.firsts,
+            strays=self.strays,
+            scan=self.scan,
             counts_of=self.counts_of,
             counts_arrived=self.counts_arrived,
         )
@@ -134,10 +143,11 @@ class Block:
 
     def _publish_counts(self) -> None:
         """Starts to store the own counts on every device."""
-        team = self.how.team
+        team, number = self.how.team, self.how.tables.counts
         for ref in everyones(self.counts, team):
-            window = ref.at[team.device_id(), kernel.block_id()]
-            plgpu.copy_smem_to_gmem(self.own_counts, window, commit_group=False)
+            window = ref.at[self.me, pl.ds(kernel.block_id() * number, number)]
+            source = self.own_counts.at[pl.ds(0, number)]
+            plgpu.copy_smem_to_gmem(source, window, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 
     def _tell(self) -> None:
@@ -147,9 +157,32 @@ class Block:
         for offset in self.how.team.peer_offsets:
             self.counted.signal(peer_id=self.how.team.neighbour(offset))
 
-    def _store_tables(self) -> None:
-        """Starts to store the positions of the own chunk, and stores what some experts have."""
+    def _zero_counted(self) -> None:
+        """Leaves it as it was, once no block waits for it."""
+        self.seen.wait(self.how.num_blocks, decrement=True)
+        self.counted.zero()
+
+    def _store_counts(self) -> None:
+        """Stores how many entries some experts have, and how many are out of range."""
+        how, experts = self.how, self.how.tables.num_experts
+
+        def total(of_device: Callable[[int], jax.Array]) -> jax.Array:
+            return functools.reduce(jnp.add, map(of_device, range(how.team.size)))
+
+        def store(i: Any, _: None) -> None:
+            expert = kernel.block_id() + i * how.num_blocks
+            self.results.store_count(expert, total(lambda device: self.sums[device, expert]))
+
+        lax.fori_loop(0, schedule.share(experts, kernel.block_id(), how.num_blocks), store, None)
+
+        @pl.when(kernel.block_id() == how.num_blocks - 1)  # It has no more experts than others.
+        def _():
+            self.results.store_count(jnp.int32(experts), total(lambda device: self.strays[device]))
+
+    def _store_positions(self, tables: Tables) -> None:
+        """Makes the positions of the own chunk, and starts to store them."""
         how, top_k = self.how, self.how.tables.top_k
+        tables.find_positions(self.me)
         for size in filter(None, how.sizes):
 
             @pl.when(self._tokens() * top_k == size)
@@ -160,29 +193,13 @@ class Block:
                     commit_group=False,
                 )
 
-        plgpu.commit_smem_to_gmem_group()
-        experts = how.tables.num_experts
-
-        def store(i: Any, _: None) -> None:
-            expert = kernel.block_id() + i * how.num_blocks
-            vector = schedule.div(expert, LANES)
-            self.results.store_count(expert, self.sums[0, vector, expert - vector * LANES])
-
-        lax.fori_loop(0, schedule.share(experts, kernel.block_id(), how.num_blocks), store, None)
-
-        @pl.when(kernel.block_id() == how.num_blocks - 1)  # It has no more experts than others.
-        def _():
-            self.results.store_count(jnp.int32(experts), self.sums[1, 0, 0])
-
     def _place(self, i: Int) -> tuple[Int, Int]:
         """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset.
 
         Each warpgroup has tokens of all devices.
         """
-        size = self.how.team.size
         number = i * self.how.warpgroups + self.warpgroup
-        token = schedule.div(number, size)
-        return schedule.rem(number - token * size + token, size), token
+        return self.how.order(number, self._tokens())
 
     def _slot(self, i: Int) -> Int:
         return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)
@@ -212,19 +229,22 @@ class Block:
         """Where the tables have a choice of a token."""
         return offset, token * self.how.tables.top_k + choice
 
-    def _step(self, sources: list[Any], i: Int, total: Int) -> None:
+    def _step(self, tables: Tables, sources: list[Any], i: Int, total: Int) -> None:
         """Stores token `i` to its rows, and loads another one into a slot that is free."""
         how = self.how
         offset, token = self._place(i)
         slot = self._slot(i)
-        rows = [self.places[self._entry(offset, token, j)] for j in range(how.tables.top_k)]
-        wanted = rows[0] != NONE
-        for row in rows[1:]:
-            wanted |= row != NONE
+        device = schedule.rem(self.me + offset, how.team.size)
+        low = self.results.first_expert
+        rows = [
+            tables.row(offset, device, token * how.tables.top_k + j, low)
+            for j in range(how.tables.top_k)
+        ]
+        wanted = functools.reduce(jnp.logical_or, [here for here, _ in rows])
         pl.when(wanted)(lambda: plgpu.barrier_wait(self.arrived.at[slot]))
-        for row in rows:
+        for here, row in rows:
 
-            @pl.when(row != NONE)
+            @pl.when(here)
             def _(row=row):
                 plgpu.copy_smem_to_gmem(
                     self.buffers.at[slot, pl.ds(0, how.row.parts)],
@@ -232,6 +252,9 @@ class Block:
                     commit_group=False,
                 )
 
+        # While tokens before this one are being stored.
+        is_time = (self.warpgroup == 0) & (i == jnp.minimum(how.stores, total - 1))
+        pl.when(is_time)(lambda: self._store_positions(tables))
         plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
 
         # Only the newest tokens' stores are unfinished: the one before has left its slot.

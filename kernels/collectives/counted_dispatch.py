@@ -2,18 +2,19 @@
 
 The tokens of each device are cut into a chunk for each block. A block counts the experts in the chunk
 of its own device's tokens, and stores the counts on all devices. While those of the other blocks
-arrive, it loads tokens and finds the place of each entry among those of its chunk. The counts of the
-chunks before then say which row that is (`chunk_tables`). The order of rows is that of
+arrive, it loads tokens and finds the place of each entry among those of its chunk. The counts of all
+chunks then say which row that is (`chunk_tables`). The order of rows is that of
 `kernels/xla/routing.py`.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `rows` | its device | | | the tokens of its experts |
 | `counts[d]` | the blocks of device `d` | | | entries of each expert in each of its chunks |
-| `counted` | every block of every device | every block | all | `counts` is complete |
+| `counted` | every block of every device | every warpgroup | all | `counts` is complete |
+| `seen` | every block | block 0 | all | `counted` may be zeroed |
 | `entries_arrived[offset]` | the copy engine | both warpgroups | 1 | what a device's chunk chose is there |
-| `counts_arrived[slot]` | the copy engine | the block | 1 | counts of some chunks are there |
-| `found` | the warpgroups | the warpgroups | all | the first rows are found; then the rows of all entries |
+| `counts_arrived[slot]` | the copy engine | its warpgroup | 1 | counts of some chunks are there |
+| `found` | the warpgroups | the warpgroups | all | all counts are summed; then the first rows are found |
 | `arrived[slot]` | the copy engine | its warpgroup | 1 | a token is there |
 | stores of the token `stores` before | | its warpgroup | all | its slot may be filled again |
 | `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens and choices have been read |
@@ -30,19 +31,15 @@ from jax import lax
 from stretto.distributed import kernel, residency
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_shape import LANES, Shape
+from stretto.kernels.collectives.chunk_shape import COUNTS_BYTES, COUNTS_SLOTS, LANES, Shape
 from stretto.kernels.collectives.counted_block import Block
-from stretto.kernels.collectives.counted_layout import (
-    COUNTS_BYTES,
-    COUNTS_SLOTS,
-    Layout,
-)
+from stretto.kernels.collectives.counted_layout import Layout
 from stretto.kernels.collectives.table_results import TableResults, as_routing
 from stretto.kernels.collectives.token_tables import Row
 from stretto.kernels.problem.routing import Routing
 
 MOST_VECTORS = 16
-"""Of `LANES` entries of a chunk: a thread holds an entry of each, and its place, in registers."""
+"""Of `LANES` entries of a chunk: a thread holds an entry of each, and its rank, in registers."""
 MOST_EXPERTS = 512
 WARPGROUPS = 2
 """Of a block, which share out the tables of the devices' chunks, and then the tokens."""
@@ -77,7 +74,8 @@ def obstacle(
 
 def _slots(shape: Shape, row_bytes: int) -> int:
     """Tokens that fit into shared memory beside the tables."""
-    return (SMEM_BYTES - COUNTS_SLOTS * COUNTS_BYTES - shape.smem_bytes) // row_bytes
+    counts_bytes = WARPGROUPS * COUNTS_SLOTS * COUNTS_BYTES
+    return (SMEM_BYTES - counts_bytes - shape.smem_bytes) // row_bytes
 
 
 def dispatch(
@@ -118,17 +116,19 @@ def dispatch(
     def body(
         x, index, rows, positions, group_sizes, tokens_per_expert, out_of_range, counts, **scratch
     ):
+        me = team.device_id()  # Read once: in a loop with barriers it would be read each time.
         results = TableResults(
             positions=positions,
             group_sizes=group_sizes,
             tokens_per_expert=tokens_per_expert,
             out_of_range=out_of_range,
-            first_expert=team.device_id() * (num_experts // team.size),
+            first_expert=me * (num_experts // team.size),
         )
         warpgroup, refs = lax.axis_index(kernel.THREAD_AXIS), dict(x=x, index=index, rows=rows)
-        Block(how=how, warpgroup=warpgroup, results=results, counts=counts, **refs, **scratch).run()
+        Block(
+            how=how, warpgroup=warpgroup, me=me, results=results, counts=counts, **refs, **scratch
+        ).run()
 
-    counts = (team.size, blocks, shape.expert_vectors, LANES)
     out, *tables = kernel.launch(
         body,
         x.reshape(tokens, row.parts, row.columns),
@@ -139,8 +139,10 @@ def dispatch(
             jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype),
             *TableResults.types(how.entries, num_experts, team.size),
         ],
-        symmetric=[jax.ShapeDtypeStruct(counts, jnp.int32)],
-        semaphore_arrays=dict(counted=SemaphoreArray()),
+        symmetric=[jax.ShapeDtypeStruct((team.size, blocks * shape.counts), jnp.int16)],
+        semaphore_arrays=dict(
+            counted=SemaphoreArray(restored=True), seen=SemaphoreArray(local=True, restored=True)
+        ),
         num_blocks=blocks,
         num_threads=WARPGROUPS,
         all_wait=True,  # For the counts of all blocks of all devices.

@@ -12,13 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed import schedule
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_shape import LANES, Shape
+from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, Shape
 from stretto.kernels.collectives.token_tables import Row
 from stretto.kernels.problem.routing import NONE
-
-COUNTS_BYTES = 32_768
-"""Of a slot for counts of chunks."""
-COUNTS_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +63,15 @@ class Layout:
         first = schedule.div(block * self._pieces, self.num_blocks)
         return first * self.tables.together
 
+    def order(self, number: Int, tokens: Int) -> tuple[Int, Int]:
+        """(whose, which of the chunk) a block's token `number` is; whose as a ring's offset.
+
+        Chunks have `tokens` tokens, one of each device.
+        """
+        size = self.team.size
+        token = schedule.div(number, size)
+        return schedule.rem(number - token * size + token, size), token
+
     def flat(self, expert_index: jax.Array) -> jax.Array:
         """`[tokens, top_k]` -> `[entries]`."""
         index = expert_index.reshape(-1)
@@ -75,20 +80,21 @@ class Layout:
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
-        shape, experts = self.tables, (self.tables.expert_vectors, LANES)
-        entries = (self.team.size, shape.vectors * LANES)
-        together = shape.chunks_within(self.num_blocks, COUNTS_BYTES)
-        slots = self.warpgroups * self.slots
+        shape = self.tables
+        entries, experts = (self.team.size, shape.vectors * LANES), (self.team.size, shape.experts)
+        slots, counts_slots = self.warpgroups * self.slots, self.warpgroups * COUNTS_SLOTS
         return dict(
             entries=plgpu.SMEM(entries, jnp.int32),
             entries_arrived=plgpu.Barrier(num_barriers=self.team.size),
-            places=plgpu.SMEM(entries, jnp.int32),
+            ranks=plgpu.SMEM(entries, jnp.int32),
             own_positions=plgpu.SMEM(entries[1:], jnp.int32),
-            own_counts=plgpu.SMEM(experts, jnp.int32),
-            sums=plgpu.SMEM((2, *experts), jnp.int32),
-            firsts=plgpu.SMEM((self.team.size, *experts), jnp.int32),
-            counts_of=plgpu.SMEM((COUNTS_SLOTS, together, *experts), jnp.int32),
-            counts_arrived=plgpu.Barrier(num_barriers=COUNTS_SLOTS),
+            own_counts=plgpu.SMEM((shape.experts + LANES,), jnp.int16),
+            sums=plgpu.SMEM(experts, jnp.int32),
+            firsts=plgpu.SMEM(experts, jnp.int32),
+            strays=plgpu.SMEM(experts[:1], jnp.int32),
+            scan=plgpu.SMEM((2 * shape.experts,), jnp.int32),
+            counts_of=plgpu.SMEM((counts_slots, shape.piece(self.num_blocks)), jnp.int16),
+            counts_arrived=plgpu.Barrier(num_barriers=counts_slots),
             found=plgpu.Barrier(num_arrivals=self.warpgroups),
             buffers=plgpu.SMEM((slots, self.row.padded, self.row.columns), dtype),
             arrived=plgpu.Barrier(num_barriers=slots),
