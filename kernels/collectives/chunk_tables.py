@@ -198,9 +198,10 @@ class Tables:
         def add(i: jax.Array, found: tuple) -> tuple:
             whole, before, stray = found
             first = i * self.shape.counts
-            before = jnp.where(i == chunk, whole, before)
-            count = self.counts_of[slot, pl.ds(first, self.shape.experts)]
-            whole += plgpu.layout_cast(count, _layout(self.shape.experts)).astype(jnp.int32)
+            count = self._of_experts(self.counts_of.at[slot, pl.ds(first, self.shape.experts)])
+            count = count.astype(jnp.int32)
+            whole += count
+            before += count * jnp.where(i < chunk, 1, 0)
             stray += self.counts_of[slot, first + self.shape.num_experts].astype(jnp.int32)
             return whole, before, stray
 

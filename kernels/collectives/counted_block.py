@@ -67,7 +67,7 @@ class Block:
         others = self.warpgroup > 0
         pl.when(others)(lambda: self._each(tables.rank))
         sources = everyones(self.x, how.team)
-        total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
+        total = sum(how.share(self.warpgroup, self._tokens()))
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
         pl.when(is_first)(lambda: self._each(tables.rank))
@@ -194,12 +194,8 @@ class Block:
                 )
 
     def _place(self, i: Int) -> tuple[Int, Int]:
-        """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset.
-
-        Each warpgroup has tokens of all devices.
-        """
-        number = i * self.how.warpgroups + self.warpgroup
-        return self.how.order(number, self._tokens())
+        """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset."""
+        return self.how.order(i, self.warpgroup, self._tokens())
 
     def _slot(self, i: Int) -> Int:
         return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
@@ -63,14 +64,33 @@ class Layout:
         first = schedule.div(block * self._pieces, self.num_blocks)
         return first * self.tables.together
 
-    def order(self, number: Int, tokens: Int) -> tuple[Int, Int]:
-        """(whose, which of the chunk) a block's token `number` is; whose as a ring's offset.
+    def share(self, warpgroup: Int, tokens: Int) -> tuple[Int, Int]:
+        """How many tokens of (this device, its peers) a warpgroup has, of `tokens` of each."""
+        number = self.warpgroups
+        own = schedule.share(tokens, warpgroup, number)
+        return own, schedule.share(tokens * (self.team.size - 1), number - 1 - warpgroup, number)
 
-        Chunks have `tokens` tokens, one of each device.
+    def order(self, i: Int, warpgroup: Int, tokens: Int) -> tuple[Int, Int]:
+        """(whose, which of the chunk) a warpgroup's token `i` is; whose as a ring's offset.
+
+        Until rows are known no token can be stored, and as many are on their way as there are
+        slots: all peers', so that the links are busy in that time. Then come the own ones, evenly
+        among the others.
         """
-        size = self.team.size
-        token = schedule.div(number, size)
-        return schedule.rem(number - token * size + token, size), token
+        if self.team.is_alone:
+            return 0, i * self.warpgroups + warpgroup
+        own, peers = self.share(warpgroup, tokens)
+        first = jnp.minimum(self.slots, peers)
+        rest = jnp.maximum(own + peers - first, 1)
+        own_before, own_then = (
+            schedule.div(jnp.maximum(n - first, 0) * own + rest - 1, rest) for n in (i, i + 1)
+        )
+        number = (i - own_before) * self.warpgroups + self.warpgroups - 1 - warpgroup
+        token = schedule.div(number, self.team.size - 1)
+        offset = 1 + number - token * (self.team.size - 1)
+        is_own = own_then > own_before
+        own_token = own_before * self.warpgroups + warpgroup
+        return lax.select(is_own, jnp.int32(0), offset), lax.select(is_own, own_token, token)
 
     def flat(self, expert_index: jax.Array) -> jax.Array:
         """`[tokens, top_k]` -> `[entries]`."""
