@@ -74,11 +74,11 @@ class Block:
         self.counted.wait(how.num_blocks * how.team.size)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
+        pl.when(is_first)(tables.find_first_rows)
 
-        @pl.when(is_first)
+        @pl.when(self.warpgroup == how.warpgroups - 1)
         def _():
             self.seen.signal()
-            tables.find_first_rows()
             self._store_counts()
 
         self._meet()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.collectives import chunk_tables, counted_block, counted_dispatch, dispatch
+from stretto.kernels.collectives.counted_layout import Layout
 from stretto.kernels.problem.routing import Routing
 
 D, TOKENS, TOP_K = 64, 45, 5
@@ -118,6 +121,36 @@ def test_calls_that_it_does_not_serve():
     assert name not in kernels(tokens=2 * counted_dispatch.MOST_VECTORS * 128, num_blocks=2)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("slots", [2, 5])
+def test_every_token_has_its_turn(devices, slots):
+    """Once, in a warpgroup that has about as many as the other one; the first ones are peers'."""
+    team = SimpleNamespace(size=devices, is_alone=devices == 1)
+    how = Layout(
+        team=team,
+        row=None,
+        tokens=0,
+        num_blocks=1,
+        warpgroups=2,
+        slots=slots,
+        stores=1,
+        tables=None,
+    )
+    for tokens in (0, 1, 2, 7, 20):
+        found, numbers = [], []
+        for warpgroup in range(2):
+            own, peers = how.share(warpgroup, tokens)
+            order = [
+                tuple(map(int, how.order(jnp.int32(i), warpgroup, tokens)))
+                for i in range(own + peers)
+            ]
+            assert all(whose for whose, _ in order[: min(slots, peers)])
+            found += order
+            numbers.append(own + peers)
+        assert sorted(found) == list(itertools.product(range(devices), range(tokens)))
+        assert abs(numbers[0] - numbers[1]) <= 1
+
+
 def is_found(cores: int = 2) -> bool:
     """Whether the simulator finds anything in some of its orders."""
     x = jnp.asarray(whole_numbers(0, 2 * TOKENS, D), BF16)
@@ -197,6 +230,18 @@ def test_the_wait_for_counts_is_needed(monkeypatch, traces_apart):
             wait(self, *args, **kwargs)
 
     monkeypatch.setattr(semaphores.Semaphore, "wait", without)
+    assert is_found()
+
+
+@pytest.mark.parametrize("steps", [(), ("zero",), ("wait",)])
+def test_the_counter_is_zeroed_once_all_blocks_have_seen_it(monkeypatch, traces_apart, steps):
+    def some(self):
+        if "wait" in steps:
+            self.seen.wait(self.how.num_blocks, decrement=True)
+        if "zero" in steps:
+            self.counted.zero()
+
+    monkeypatch.setattr(counted_block.Block, "_zero_counted", some)
     assert is_found()
 
 
