@@ -78,10 +78,10 @@ class Tables:
     def count(self) -> None:
         """Counts this device's chunk."""
         lane, expert = _lanes(), _lanes(self.shape.experts)
-        stray = sum(
-            jnp.sum(jnp.where(self._is_stray(x) & (lane < self._filled(v)), 1, 0))
-            for v, x in enumerate(self._loaded(self.entries, 0))
-        )
+        stray = jnp.int32(0)
+        for v, entry in enumerate(self._loaded(self.entries, 0)):
+            mine = lane < self._filled(v)
+            stray += jnp.sum(jnp.where(self._is_stray(entry) & mine, 1, 0))
 
         def step(i: jax.Array, counts: jax.Array, vector: int) -> jax.Array:
             for j in range(UNROLLED):
@@ -104,7 +104,7 @@ class Tables:
             self.own_counts[pl.ds(experts, LANES)] = after.astype(jnp.int16)
         plgpu.commit_smem()
 
-    def rank(self, offset: int) -> None:
+    def rank(self, offset: Int) -> None:
         """Finds how many entries before each in its chunk have its expert."""
         lane, chosen = _lanes(), self._loaded(self.entries, offset)
         ranks = [_zeros() for _ in chosen]
@@ -258,7 +258,7 @@ class Tables:
         here = (entry >= low) & (entry < low + self.shape.num_experts // self.shape.devices)
         return here, self.firsts[device, jnp.where(here, entry, low)] + self.ranks[offset, number]
 
-    def _loaded(self, ref: Any, offset: int) -> list[jax.Array]:
+    def _loaded(self, ref: Any, offset: Int) -> list[jax.Array]:
         vectors = range(self.shape.vectors)
         return [plgpu.layout_cast(ref[offset, _of_vector(v)], _layout()) for v in vectors]
 

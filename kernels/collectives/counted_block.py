@@ -65,12 +65,12 @@ class Block:
         for offset in range(how.team.size):
             self._see(offset)
         others = self.warpgroup > 0
-        pl.when(others)(lambda: self._each(tables.rank))
+        pl.when(others)(lambda: self._rank(tables))
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        pl.when(is_first)(lambda: self._each(tables.rank))
+        pl.when(is_first)(lambda: self._rank(tables))
         self.counted.wait(how.num_blocks * how.team.size)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
@@ -106,11 +106,11 @@ class Block:
         # The first warpgroup has waited for these.
         pl.when(self.warpgroup > 0)(lambda: plgpu.barrier_wait(self.entries_arrived.at[0]))
 
-    def _each(self, fun: Callable[[int], None]) -> None:
-        """Of the devices' chunks those that are this warpgroup's share."""
-        for offset in range(self.how.team.size):
-            mine = self.warpgroup == offset % self.how.warpgroups
-            pl.when(mine)(lambda offset=offset: fun(offset))
+    def _rank(self, tables: Tables) -> None:
+        """Finds the ranks in the devices' chunks that are this warpgroup's share."""
+        number = self.how.warpgroups
+        share = schedule.share(self.how.team.size, self.warpgroup, number)
+        lax.fori_loop(0, share, lambda i, _: tables.rank(self.warpgroup + i * number), None)
 
     def _meet(self) -> None:
         """Returns once all warpgroups of the block are here."""
