@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,11 @@ from selection import slow
 import stretto as st
 from stretto.distributed import semaphores
 from stretto.distributed.simulator import SimulationError
+from stretto.distributed.team import Team
 from stretto.kernels.collectives import chunk_tables, counted_block, counted_dispatch, dispatch
+from stretto.kernels.collectives.chunk_shape import Shape
 from stretto.kernels.collectives.counted_layout import Layout
+from stretto.kernels.collectives.token_tables import Row
 from stretto.kernels.problem.routing import Routing
 
 D, TOKENS, TOP_K = 64, 45, 5
@@ -125,16 +127,15 @@ def test_calls_that_it_does_not_serve():
 @pytest.mark.parametrize("slots", [2, 5])
 def test_every_token_has_its_turn(devices, slots):
     """Once, in a warpgroup that has about as many as the other one; the first ones are peers'."""
-    team = SimpleNamespace(size=devices, is_alone=devices == 1)
     how = Layout(
-        team=team,
-        row=None,
-        tokens=0,
+        team=Team(("x",), devices),
+        row=Row(1, 8, 64),
+        tokens=20,
         num_blocks=1,
         warpgroups=2,
         slots=slots,
         stores=1,
-        tables=None,
+        tables=Shape.of(devices, 20, TOP_K, 8, 1),
     )
     for tokens in (0, 1, 2, 7, 20):
         found, numbers = [], []
