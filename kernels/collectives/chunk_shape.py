@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def smem_bytes(self) -> int:
-        """Of all tables but the counts of all chunks."""
+        """Of all tables but the counts of all chunks and those of warpgroups."""
         of_entries = (2 * self.devices + 1) * self.vectors * LANES
         of_experts = (2 * self.devices + 2) * self.experts + self.devices
         return 4 * (of_entries + of_experts) + 2 * (self.experts + LANES)

@@ -16,6 +16,7 @@ which all threads get at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, UNROLLE
 from stretto.kernels.collectives.token_tables import load
 from stretto.kernels.problem.routing import NONE
 
+CHAINS = 4
+"""Sums that a loop makes side by side: each addition waits for the one before it in its sum."""
 MOST_UNROLLED = 12
 """Chunks that a loop adds at once: each waits for its loads, which are under way together."""
 
@@ -46,7 +49,8 @@ class Tables:
       ranks: likewise, how many entries before each in its chunk have its expert (`rank`).
       own_positions: `[vectors * LANES]`, those of this device's tokens as `Routing.positions` has
         them (`find_positions`).
-      own_counts: int16, `Shape.counts` of this device's chunk (`count`), and room for a vector.
+      parts: `[warpgroups, experts]`, the counts of shares of this device's chunk (`count`).
+      own_counts: int16, `Shape.counts` of its chunk (`add_counts`), and room for a vector.
       sums: `[devices, experts]`, entries of each expert in all chunks of a device.
       firsts: likewise, those in the chunks before; then the row of the first one of the chunk.
       strays: `[devices]`, entries that are out of range.
@@ -60,6 +64,7 @@ class Tables:
     entries: Any
     ranks: Any
     own_positions: Any
+    parts: Any
     own_counts: Any
     sums: Any
     firsts: Any
@@ -75,32 +80,37 @@ class Tables:
                 self.entries[offset, _of_vector(self.shape.vectors - 1)] = _zeros() + NONE
             plgpu.commit_smem()
 
-    def count(self) -> None:
-        """Counts this device's chunk."""
-        lane, expert = _lanes(), _lanes(self.shape.experts)
+    def count(self, worker: Int, workers: int) -> None:
+        """Counts a share of this device's chunk; `add_counts` adds those of all warpgroups."""
+        expert = _lanes(self.shape.experts)
+
+        def step(i: jax.Array, counts: tuple[jax.Array, ...], vector: int) -> tuple:
+            first = vector * LANES + (i * workers + worker) * UNROLLED
+            found = list(counts)
+            for j in range(UNROLLED):
+                entry = self.entries[0, first + j]
+                found[j % len(found)] += jnp.where(expert == entry, 1, 0)
+            return tuple(found)
+
+        counts = tuple(_zeros(self.shape.experts) for _ in range(CHAINS))
+        for v in range(self.shape.vectors):
+            number = schedule.share(self._steps(v), worker, workers)
+            counts = lax.fori_loop(0, number, lambda i, x, v=v: step(i, x, v), counts)
+        self.parts[worker] = functools.reduce(jnp.add, counts)
+
+    def add_counts(self) -> None:
+        """Makes the counts of this device's chunk from those of its shares."""
+        lane, experts, stray_at = _lanes(), self.shape.experts, self.shape.num_experts
         stray = jnp.int32(0)
         for v, entry in enumerate(self._loaded(self.entries, 0)):
             mine = lane < self._filled(v)
             stray += jnp.sum(jnp.where(self._is_stray(entry) & mine, 1, 0))
-
-        def step(i: jax.Array, counts: jax.Array, vector: int) -> jax.Array:
-            for j in range(UNROLLED):
-                entry = self.entries[0, vector * LANES + i * UNROLLED + j]
-                counts += jnp.where(expert == entry, 1, 0)
-            return counts
-
-        counts = _zeros(self.shape.experts)
-        for v in range(self.shape.vectors):
-            number = self._steps(v)
-            counts = lax.fori_loop(0, number, lambda i, x, v=v: step(i, x, v), counts)
-        self._store_counts(counts, stray)
-
-    def _store_counts(self, counts: jax.Array, stray: jax.Array) -> None:
-        experts, stray_at = self.shape.experts, self.shape.num_experts
+        parts = [self._of_experts(self.parts.at[i]) for i in range(self.parts.shape[0])]
+        counts = functools.reduce(jnp.add, parts)
         counts = jnp.where(_lanes(experts) == stray_at, stray, counts)
         self.own_counts[pl.ds(0, experts)] = counts.astype(jnp.int16)
         if stray_at >= experts:
-            after = jnp.where(_lanes() == 0, stray, 0)
+            after = jnp.where(lane == 0, stray, 0)
             self.own_counts[pl.ds(experts, LANES)] = after.astype(jnp.int16)
         plgpu.commit_smem()
 

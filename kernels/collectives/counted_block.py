@@ -45,6 +45,7 @@ class Block:
     entries_arrived: Any
     ranks: Any
     own_positions: Any
+    parts: Any
     own_counts: Any
     sums: Any
     firsts: Any
@@ -59,13 +60,21 @@ class Block:
     def run(self) -> None:
         """Makes the tables of the block's chunks, and moves the tokens of this device's experts."""
         how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
-        pl.when(is_first)(lambda: self._count(tables))
+        pl.when(is_first)(lambda: self._load_entries(tables))
+        plgpu.barrier_wait(self.entries_arrived.at[0])
+        tables.count(self.warpgroup, how.warpgroups)
+        self._meet()
+
         # Before any token is asked for: signals that follow loads over the links come late.
-        pl.when(is_first)(self._tell)
-        for offset in range(how.team.size):
-            self._see(offset)
-        others = self.warpgroup > 0
-        pl.when(others)(lambda: self._rank(tables))
+        @pl.when(is_first)
+        def _():
+            tables.add_counts()
+            self._publish_counts()
+            self._tell()
+
+        for offset in range(1, how.team.size):
+            plgpu.barrier_wait(self.entries_arrived.at[offset])
+        pl.when(self.warpgroup > 0)(lambda: self._rank(tables))
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
         at_once = jnp.minimum(how.slots, total)
@@ -87,24 +96,13 @@ class Block:
         # Nothing else waits for the last stores where there are no peers to part from.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _count(self, tables: Tables) -> None:
-        """Loads the entries of all devices' chunks, counts the own ones, and starts to tell."""
+    def _load_entries(self, tables: Tables) -> None:
+        """Starts to load the entries of all devices' chunks, the own ones first."""
         tables.clear_ends()
         most, first = self.how.tables.entries, self._first_token() * self.how.tables.top_k
         for offset, ref in enumerate(everyones(self.index, self.how.team)):
             target = self.entries.at[offset, pl.ds(0, most)]
             load(ref.at[pl.ds(first, most)], target, self.entries_arrived.at[offset], flat=True)
-        plgpu.barrier_wait(self.entries_arrived.at[0])
-        tables.count()
-        self._publish_counts()
-
-    def _see(self, offset: int) -> None:
-        """Returns once the entries of a device's chunk are there."""
-        if offset:
-            plgpu.barrier_wait(self.entries_arrived.at[offset])
-            return
-        # The first warpgroup has waited for these.
-        pl.when(self.warpgroup > 0)(lambda: plgpu.barrier_wait(self.entries_arrived.at[0]))
 
     def _rank(self, tables: Tables) -> None:
         """Finds the ranks in the devices' chunks that are this warpgroup's share."""
@@ -125,6 +123,7 @@ class Block:
             entries=self.entries,
             ranks=self.ranks,
             own_positions=self.own_positions,
+            parts=self.parts,
             own_counts=self.own_counts,
             sums=self.sums,
             firsts=self.firsts,

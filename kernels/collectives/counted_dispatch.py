@@ -74,7 +74,7 @@ def obstacle(
 
 def _slots(shape: Shape, row_bytes: int) -> int:
     """Tokens that fit into shared memory beside the tables."""
-    counts_bytes = WARPGROUPS * COUNTS_SLOTS * COUNTS_BYTES
+    counts_bytes = WARPGROUPS * (COUNTS_SLOTS * COUNTS_BYTES + 4 * shape.experts)
     return (SMEM_BYTES - counts_bytes - shape.smem_bytes) // row_bytes
 
 

@@ -81,9 +81,10 @@ class Layout:
             return 0, i * self.warpgroups + warpgroup
         own, peers = self.share(warpgroup, tokens)
         first = jnp.minimum(self.slots, peers)
-        rest = jnp.maximum(own + peers - first, 1)
+        # Divided once, before the loops that call this: own tokens among the others, in 2**-16.
+        part = schedule.div(own << 16, jnp.maximum(own + peers - first, 1))
         own_before, own_then = (
-            schedule.div(jnp.maximum(n - first, 0) * own + rest - 1, rest) for n in (i, i + 1)
+            (jnp.maximum(n - first, 0) * part + (1 << 16) - 1) >> 16 for n in (i, i + 1)
         )
         number = (i - own_before) * self.warpgroups + self.warpgroups - 1 - warpgroup
         token = schedule.div(number, self.team.size - 1)
@@ -108,6 +109,7 @@ class Layout:
             entries_arrived=plgpu.Barrier(num_barriers=self.team.size),
             ranks=plgpu.SMEM(entries, jnp.int32),
             own_positions=plgpu.SMEM(entries[1:], jnp.int32),
+            parts=plgpu.SMEM((self.warpgroups, shape.experts), jnp.int32),
             own_counts=plgpu.SMEM((shape.experts + LANES,), jnp.int16),
             sums=plgpu.SMEM(experts, jnp.int32),
             firsts=plgpu.SMEM(experts, jnp.int32),
