@@ -57,7 +57,9 @@ def settled(x: jax.Array) -> jax.Array:
     return inline(_settled)(x)
 
 
-def _with_equivalent(equivalent: Callable[..., Any]) -> Callable[[Any], Any]:
+def with_equivalent(equivalent: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A function that GPUs run, and what the simulator computes of its operands but refs."""
+
     def mark(function: Any) -> Any:
         function.in_numpy = equivalent
         return function
@@ -67,7 +69,7 @@ def _with_equivalent(equivalent: Callable[..., Any]) -> Callable[[Any], Any]:
 
 @functools.cache  # One function for each limit: JAX compares kernels by it.
 def _any_above(limit: float) -> Callable[..., mgpu.FragmentedArray]:
-    @_with_equivalent(lambda x: np.int32(not np.all(x <= limit)))
+    @with_equivalent(lambda x: np.int32(not np.all(x <= limit)))
     def found(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         float32, int32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         most = arith.constant(float32, ir.FloatAttr.get(float32, limit))
@@ -85,7 +87,7 @@ def _any_above(limit: float) -> Callable[..., mgpu.FragmentedArray]:
     return found
 
 
-@_with_equivalent(lambda x: x)
+@with_equivalent(lambda x: x)
 def _settled(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     int32 = ir.IntegerType.get_signless(32)
     found = np.empty_like(x.registers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from stretto.distributed.primitives import alike
 from stretto.distributed.schedule import ceil_div
 
 LANES = 128
@@ -62,6 +63,11 @@ class Shape:
         return self.tokens * self.top_k
 
     @property
+    def kinds(self) -> int:
+        """Experts and what is out of range, in whole vectors."""
+        return alike.room_of(self.num_experts + 1)
+
+    @property
     def counts(self) -> int:
         """Of a chunk: of each expert, then of entries that are out of range, then zeros."""
         return max(self.experts, ceil_div(self.num_experts + 1, COPIED) * COPIED)
@@ -71,7 +77,7 @@ class Shape:
         """Of all tables but the counts of all chunks and those of warpgroups."""
         of_entries = (2 * self.devices + 1) * self.vectors * LANES
         of_experts = (2 * self.devices + 2) * self.experts + self.devices
-        return 4 * (of_entries + of_experts) + 2 * (self.experts + LANES)
+        return 4 * (of_entries + of_experts + self.devices * self.kinds) + 2 * self.kinds
 
     def piece(self, chunks: int) -> int:
         """Counts of as many of `chunks` as a slot holds; a divisor of all."""

@@ -7,7 +7,7 @@ An entry's row is the sum of three numbers:
 |---|---|---|
 | the first row of the expert's group of that device | all counts | `find_first_rows` |
 | entries of that expert in the device's chunks before | the counts of those | `sum_counts` |
-| entries of that expert before it in its chunk | comparisons with each other | `rank` |
+| entries of that expert before it in its chunk | its entries | `rank` |
 
 A thread has an entry, or an expert, of each vector. What all are compared with is read as a scalar,
 which all threads get at once.
@@ -16,7 +16,6 @@ which all threads get at once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -26,14 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
+from stretto.distributed.primitives import alike
 from stretto.distributed.schedule import Int
 from stretto.distributed.team import Team
-from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, UNROLLED, Shape
+from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, Shape
 from stretto.kernels.collectives.token_tables import load
 from stretto.kernels.problem.routing import NONE
 
-CHAINS = 4
-"""Sums that a loop makes side by side: each addition waits for the one before it in its sum."""
 MOST_UNROLLED = 12
 """Chunks that a loop adds at once: each waits for its loads, which are under way together."""
 
@@ -43,14 +41,14 @@ class Tables:
     """The tables of one block's chunks, one of each device, in a kernel.
 
     Attributes:
-      tokens: of this block's chunks; their entries are a multiple of `UNROLLED`.
+      tokens: of this block's chunks.
       entries: `[devices, vectors * LANES]`, by the offset of the device on the ring. Some of the
         next chunk may follow, and then none (`clear_ends`).
-      ranks: likewise, how many entries before each in its chunk have its expert (`rank`).
+      ranks: likewise, how many entries before each in its chunk have its expert; then how many
+        entries each expert has there (`rank`).
       own_positions: `[vectors * LANES]`, those of this device's tokens as `Routing.positions` has
         them (`find_positions`).
-      parts: `[warpgroups, experts]`, the counts of shares of this device's chunk (`count`).
-      own_counts: int16, `Shape.counts` of its chunk (`add_counts`), and room for a vector.
+      own_counts: int16, `Shape.counts` of this device's chunk (`store_counts`), and more zeros.
       sums: `[devices, experts]`, entries of each expert in all chunks of a device.
       firsts: likewise, those in the chunks before; then the row of the first one of the chunk.
       strays: `[devices]`, entries that are out of range.
@@ -64,7 +62,6 @@ class Tables:
     entries: Any
     ranks: Any
     own_positions: Any
-    parts: Any
     own_counts: Any
     sums: Any
     firsts: Any
@@ -80,75 +77,25 @@ class Tables:
                 self.entries[offset, _of_vector(self.shape.vectors - 1)] = _zeros() + NONE
             plgpu.commit_smem()
 
-    def count(self, worker: Int, workers: int) -> None:
-        """Counts a share of this device's chunk; `add_counts` adds those of all warpgroups."""
-        expert = _lanes(self.shape.experts)
+    def rank(self, offset: Int, scratch: Any) -> None:
+        """Finds how many entries before each in its chunk have its expert, and counts them.
 
-        def step(i: jax.Array, counts: tuple[jax.Array, ...], vector: int) -> tuple:
-            first = vector * LANES + (i * workers + worker) * UNROLLED
-            found = list(counts)
-            for j in range(UNROLLED):
-                entry = self.entries[0, first + j]
-                found[j % len(found)] += jnp.where(expert == entry, 1, 0)
-            return tuple(found)
-
-        counts = tuple(_zeros(self.shape.experts) for _ in range(CHAINS))
-        for v in range(self.shape.vectors):
-            number = schedule.share(self._steps(v), worker, workers)
-            counts = lax.fori_loop(0, number, lambda i, x, v=v: step(i, x, v), counts)
-        self.parts[worker] = functools.reduce(jnp.add, counts)
-
-    def add_counts(self) -> None:
-        """Makes the counts of this device's chunk from those of its shares."""
-        lane, experts, stray_at = _lanes(), self.shape.experts, self.shape.num_experts
-        stray = jnp.int32(0)
-        for v, entry in enumerate(self._loaded(self.entries, 0)):
-            mine = lane < self._filled(v)
-            stray += jnp.sum(jnp.where(self._is_stray(entry) & mine, 1, 0))
-        parts = [self._of_experts(self.parts.at[i]) for i in range(self.parts.shape[0])]
-        counts = functools.reduce(jnp.add, parts)
-        counts = jnp.where(_lanes(experts) == stray_at, stray, counts)
-        self.own_counts[pl.ds(0, experts)] = counts.astype(jnp.int16)
-        if stray_at >= experts:
-            after = jnp.where(lane == 0, stray, 0)
-            self.own_counts[pl.ds(experts, LANES)] = after.astype(jnp.int16)
-        plgpu.commit_smem()
-
-    def rank(self, offset: Int) -> None:
-        """Finds how many entries before each in its chunk have its expert."""
-        lane, chosen = _lanes(), self._loaded(self.entries, offset)
-        ranks = [_zeros() for _ in chosen]
-
-        def step(i: jax.Array, found: tuple[jax.Array, ...], v: int) -> tuple:
-            for j in range(UNROLLED):
-                number = i * UNROLLED + j
-                entry = self.entries[offset, v * LANES + number]
-                first, *others = (x == entry for x in chosen[v:])
-                alike = (first & (lane > number), *others)
-                found = tuple(x + jnp.where(y, 1, 0) for x, y in zip(found, alike, strict=True))
-            return found
-
-        for v in range(len(chosen)):
-            found = lax.fori_loop(
-                0, self._steps(v), lambda i, x, v=v: step(i, x, v), tuple(ranks[v:])
-            )
-            ranks[v:] = found
-        for v, rank in enumerate(ranks):
-            self.ranks[offset, _of_vector(v)] = rank
-
-    def _is_stray(self, entry: jax.Array) -> jax.Array:
-        return (entry >= self.shape.num_experts) | (entry < NONE)
-
-    def _filled(self, vector: int) -> Int:
-        """How many entries of a vector are the tokens', a multiple of `UNROLLED`."""
-        return jnp.clip(self.tokens * self.shape.top_k - vector * LANES, 0, LANES)
-
-    def _steps(self, vector: int) -> Int:
-        """For all entries of a vector.
-
-        Were it a constant, the compiler would unroll the whole loop, for half a minute.
+        An entry that is out of range has the number after the last expert.
         """
-        return schedule.div(self._filled(vector), UNROLLED)
+        shape, experts = self.shape, self.shape.num_experts
+        size = shape.vectors * LANES
+        entry = plgpu.layout_cast(self.entries[offset], _layout(size))
+        is_stray = (entry >= experts) | (entry < NONE)
+        is_filled = _lanes(size) < self.tokens * shape.top_k
+        kind = jnp.where(is_filled, jnp.where(is_stray, experts, entry), NONE)
+        self.ranks[offset] = alike.ranks_and_counts(kind, experts + 1, scratch)
+
+    def store_counts(self) -> None:
+        """Readies the counts of this device's chunk for the copy engine."""
+        first, number = self.shape.vectors * LANES, self.own_counts.shape[0]
+        counts = plgpu.layout_cast(self.ranks[0, pl.ds(first, number)], _layout(number))
+        self.own_counts[...] = counts.astype(jnp.int16)
+        plgpu.commit_smem()
 
     def sum_counts(self, counts: Any, chunk: Int, worker: Int, workers: int) -> None:
         """Sums counts `[devices, chunks * Shape.counts]` of all chunks, and of those before `chunk`.

@@ -45,7 +45,7 @@ class Block:
     entries_arrived: Any
     ranks: Any
     own_positions: Any
-    parts: Any
+    scratch: Any
     own_counts: Any
     sums: Any
     firsts: Any
@@ -62,24 +62,23 @@ class Block:
         how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
         pl.when(is_first)(lambda: self._load_entries(tables))
         plgpu.barrier_wait(self.entries_arrived.at[0])
-        tables.count(self.warpgroup, how.warpgroups)
-        self._meet()
 
         # Before any token is asked for: signals that follow loads over the links come late.
         @pl.when(is_first)
         def _():
-            tables.add_counts()
+            self._rank(tables, 0)
+            tables.store_counts()
             self._publish_counts()
             self._tell()
 
         for offset in range(1, how.team.size):
             plgpu.barrier_wait(self.entries_arrived.at[offset])
-        pl.when(self.warpgroup > 0)(lambda: self._rank(tables))
+        pl.when(self.warpgroup > 0)(lambda: self._rank_share(tables, 0))
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        pl.when(is_first)(lambda: self._rank(tables))
+        pl.when(is_first)(lambda: self._rank_share(tables, 1))
         self.counted.wait(how.num_blocks * how.team.size)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
@@ -104,11 +103,17 @@ class Block:
             target = self.entries.at[offset, pl.ds(0, most)]
             load(ref.at[pl.ds(first, most)], target, self.entries_arrived.at[offset], flat=True)
 
-    def _rank(self, tables: Tables) -> None:
-        """Finds the ranks in the devices' chunks that are this warpgroup's share."""
+    def _rank(self, tables: Tables, offset: Int) -> None:
+        tables.rank(offset, self.scratch.at[self.warpgroup])
+
+    def _rank_share(self, tables: Tables, first: int) -> None:
+        """Ranks the chunks of this warpgroup's share of the devices, from its `first` one on."""
         number = self.how.warpgroups
-        share = schedule.share(self.how.team.size, self.warpgroup, number)
-        lax.fori_loop(0, share, lambda i, _: tables.rank(self.warpgroup + i * number), None)
+
+        def rank(i: jax.Array, _: None) -> None:
+            self._rank(tables, self.warpgroup + i * number)
+
+        lax.fori_loop(first, schedule.share(self.how.team.size, self.warpgroup, number), rank, None)
 
     def _meet(self) -> None:
         """Returns once all warpgroups of the block are here."""
@@ -123,7 +128,6 @@ class Block:
             entries=self.entries,
             ranks=self.ranks,
             own_positions=self.own_positions,
-            parts=self.parts,
             own_counts=self.own_counts,
             sums=self.sums,
             firsts=self.firsts,

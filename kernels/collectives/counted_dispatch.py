@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed import kernel, residency
+from stretto.distributed.primitives import alike
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_shape import COUNTS_BYTES, COUNTS_SLOTS, LANES, Shape
@@ -74,8 +75,8 @@ def obstacle(
 
 def _slots(shape: Shape, row_bytes: int) -> int:
     """Tokens that fit into shared memory beside the tables."""
-    counts_bytes = WARPGROUPS * (COUNTS_SLOTS * COUNTS_BYTES + 4 * shape.experts)
-    return (SMEM_BYTES - counts_bytes - shape.smem_bytes) // row_bytes
+    of_warpgroup = COUNTS_SLOTS * COUNTS_BYTES + 4 * alike.WORDS * shape.kinds
+    return (SMEM_BYTES - WARPGROUPS * of_warpgroup - shape.smem_bytes) // row_bytes
 
 
 def dispatch(

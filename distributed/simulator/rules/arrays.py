@@ -87,11 +87,17 @@ _BY_WIDTH: dict[str, Callable[[int], Function]] = {
 }
 
 
-def define(compiler: Compiler, eqn: Any, compute: Callable[..., np.ndarray]) -> Step:
-    """The step that applies `compute` to the operands as arrays and stores the one result."""
-    ins = compiler.ins(eqn)
+def define(
+    compiler: Compiler, eqn: Any, compute: Callable[..., np.ndarray], operands: Any = None
+) -> Step:
+    """The step that applies `compute` to the operands as arrays and stores the one result.
+
+    `operands` are those of `eqn` that it takes, by default all.
+    """
+    operands = eqn.invars if operands is None else operands
+    ins = [compiler.slot(v) for v in operands]
     (out,) = compiler.outs(eqn)
-    dtypes = [v.aval.dtype for v in eqn.invars]
+    dtypes = [v.aval.dtype for v in operands]
     aval = eqn.outvars[0].aval
     dtype, is_scalar = np.dtype(aval.dtype), aval.shape == ()
 

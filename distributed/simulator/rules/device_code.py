@@ -12,10 +12,15 @@ from stretto.distributed.simulator.rules.arrays import define
 
 @rule("inline_mgpu")
 def _inline_mgpu(compiler: Compiler, eqn: Any) -> Step:
-    """The equivalent of device code; a fence between the two paths to shared memory commits."""
+    """The equivalent of device code; a fence between the two paths to shared memory commits.
+
+    The equivalent takes arrays. References among the operands are scratch of the device code.
+    """
     equivalent = in_numpy(eqn)
     if equivalent is not None:
-        return define(compiler, eqn, equivalent)
+        operands = eqn.invars[: eqn.params["pytree_args"].num_leaves]
+        arrays = [v for v in operands if not hasattr(v.aval, "inner_aval")]
+        return define(compiler, eqn, equivalent, arrays)
     if not is_proxy_fence(eqn):
         raise UnsupportedKernelError(INLINE)
     return False, lambda task, env: task.commit()

@@ -1,0 +1,183 @@
+"""Device code that finds, of each of some numbers, how many equal ones come before it.
+
+Comparing each with each other takes 20 times as long: a warp has an instruction that finds which of its
+threads have equal values. Warps tell each other by shared memory. The simulator runs the equivalent
+in numpy (`device_code`). Mosaic GPU's dialects are private JAX, checked on 0.11.2 and 0.12.0.1.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from stretto.distributed.primitives.device_code import with_equivalent
+
+WARPGROUP = 128
+WORDS = 2
+"""Of scratch for each value: how many the vectors before have, and a byte of each warp's own."""
+
+# `before` of the warp, then `all` of it, of which the first thread notes how many they are.
+_NOTE = """{
+.reg .pred valid, leads; .reg .b32 same, place;
+match.any.sync.b32 same, $2, 0xffffffff;
+popc.b32 $1, same;
+mov.u32 place, %lanemask_lt;
+and.b32 same, same, place;
+popc.b32 $0, same;
+setp.lt.u32 valid, $2, $4;
+setp.eq.and.u32 leads, $0, 0, valid;
+mad.lo.u32 place, $2, 8, $3;
+@leads st.shared.u8 [place], $1;
+}"""
+# Those of the vectors before, and of the warps before, whose bytes a product adds up.
+_LOOK = """{
+.reg .pred valid; .reg .b32 place, vectors, warps;
+setp.lt.u32 valid, $2, $4;
+mad.lo.u32 place, $2, 8, $3;
+mov.b32 vectors, 0; mov.b32 warps, 0;
+@valid ld.shared.v2.b32 {vectors, warps}, [place];
+and.b32 warps, warps, $5;
+mul.lo.u32 warps, warps, 0x01010101;
+shr.u32 warps, warps, 24;
+add.u32 vectors, vectors, warps;
+add.u32 vectors, vectors, $1;
+selp.b32 $0, vectors, 0, valid;
+}"""
+_ADD = """{
+.reg .pred valid, leads; .reg .b32 place, zero;
+setp.lt.u32 valid, $2, $4;
+setp.eq.and.u32 leads, $0, 0, valid;
+mad.lo.u32 place, $2, 8, $3;
+@leads red.shared.add.u32 [place], $1;
+mad.lo.u32 place, $2, 8, $5;
+mov.b32 zero, 0;
+@leads st.shared.u8 [place], zero;
+}"""
+
+
+def room_of(values: int) -> int:
+    """Counts that `ranks_and_counts` returns of so many values, with zeros up to whole vectors."""
+    return -(-values // WARPGROUP) * WARPGROUP
+
+
+def ranks_and_counts(x: jax.Array, values: int, scratch: Any) -> jax.Array:
+    """For each number how many equal ones come before it, then for each value how many there are.
+
+    Called by a warpgroup. Numbers that are no value (from 0 to `values - 1`) have rank 0.
+
+    Args:
+      x: int32 `[n]`, n a multiple of 128, an element a thread.
+      values: how many there are.
+      scratch: shared memory of the warpgroup alone, int32 `[WORDS * room_of(values)]`.
+
+    Returns:
+      int32 `[n + room_of(values)]`, an element a thread.
+    """
+    shape = (x.shape[0] + room_of(values),)
+    inline = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_STRIDED(x.shape, 1), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(
+            shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, 1)
+        ),
+    )
+    return inline(_ranks_and_counts(values))(x, scratch)
+
+
+def _in_numpy(x: np.ndarray, values: int) -> np.ndarray:
+    valid = (x >= 0) & (x < values)
+    ranks = np.tril(x[:, None] == x[None, :], -1).sum(axis=1) * valid
+    return np.concatenate([ranks, np.bincount(x[valid], minlength=room_of(values))])
+
+
+@functools.cache  # One function for each number: JAX compares kernels by it.
+def _ranks_and_counts(values: int) -> Callable[..., mgpu.FragmentedArray]:
+    @with_equivalent(lambda x: _in_numpy(x, values))
+    def found(_: Any, x: mgpu.FragmentedArray, scratch: ir.Value) -> mgpu.FragmentedArray:
+        warpgroup = _Warpgroup(scratch, values)
+        warpgroup.clear()
+        ranks = [warpgroup.ranks(_word(register)) for register in x.registers.flat]
+        return _array([*ranks, *warpgroup.counts()])
+
+    return found
+
+
+class _Warpgroup:
+    """What its threads do, as MLIR."""
+
+    def __init__(self, scratch: ir.Value, values: int) -> None:
+        self.places = room_of(values) // WARPGROUP
+        thread = arith.remui(mgpu_utils.thread_idx(), _constant(WARPGROUP))
+        warp = arith.shrui(thread, _constant(5))
+        self.values = _constant(values)
+        self.base = llvm.ptrtoint(_int32(), mgpu_utils.memref_ptr(scratch))
+        self.first = arith.addi(self.base, arith.muli(thread, _constant(4 * WORDS)))
+        self.noted = arith.addi(arith.addi(self.base, _constant(4)), warp)
+        shift = arith.muli(warp, _constant(8))
+        self.below = arith.subi(arith.shli(_constant(1), shift), _constant(1))
+
+    def clear(self) -> None:
+        for i in range(self.places):
+            text = f"st.shared.v2.b32 [$0+{4 * WORDS * WARPGROUP * i}], {{$1, $1}};"
+            _inline(None, text, self.first, _constant(0))
+        mgpu_utils.warpgroup_barrier()
+
+    def ranks(self, x: ir.Value) -> ir.Value:
+        """Of a vector's numbers, which are added to those before."""
+        pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
+        noted = _inline(pair, _NOTE, x, self.noted, self.values)
+        before, alike = (llvm.extractvalue(_int32(), noted, [i]) for i in range(2))
+        mgpu_utils.warpgroup_barrier()
+        rank = _inline(_int32(), _LOOK, before, x, self.base, self.values, self.below)
+        mgpu_utils.warpgroup_barrier()
+        _inline(None, _ADD, before, alike, x, self.base, self.values, self.noted)
+        mgpu_utils.warp_barrier()
+        return rank
+
+    def counts(self) -> list[ir.Value]:
+        """Of a thread's values."""
+        mgpu_utils.warpgroup_barrier()
+        found = []
+        for i in range(self.places):
+            text = f"ld.shared.b32 $0, [$1+{4 * WORDS * WARPGROUP * i}];"
+            found.append(_inline(_int32(), text, self.first))
+        mgpu_utils.warpgroup_barrier()  # Before it is cleared again.
+        return found
+
+
+def _inline(result: ir.Type | None, text: str, *operands: ir.Value) -> Any:
+    """PTX; all its operands and results are words."""
+    kind = ir.Type.parse("!llvm.void") if result is None else result
+    outs = 0 if result is None else 1 if result == _int32() else 2
+    constraints = ",".join(["=r"] * outs + ["r"] * len(operands))
+    return llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=True)
+
+
+def _int32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _constant(value: int) -> ir.Value:
+    return arith.constant(_int32(), ir.IntegerAttr.get(_int32(), value))
+
+
+def _word(register: ir.Value) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=[0])
+
+
+def _array(words: list[ir.Value]) -> mgpu.FragmentedArray:
+    shape = (WARPGROUP * len(words),)
+    registers = np.empty((len(words),), dtype=object)
+    for i, word in enumerate(words):
+        registers[i] = vector.broadcast(ir.VectorType.get((1,), _int32()), word)
+    layout = mgpu.WGStridedFragLayout(shape=shape, vec_size=1)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
