@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from stretto.distributed.primitives import alike
+from stretto.distributed.primitives import warpgroup_tables
 from stretto.distributed.schedule import ceil_div
 
 LANES = 128
@@ -65,7 +65,7 @@ class Shape:
     @property
     def kinds(self) -> int:
         """Experts and what is out of range, in whole vectors."""
-        return alike.room_of(self.num_experts + 1)
+        return warpgroup_tables.room_of(self.num_experts + 1)
 
     @property
     def counts(self) -> int:

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
-from stretto.distributed.primitives import alike
+from stretto.distributed.primitives import warpgroup_tables
 from stretto.distributed.schedule import Int
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, Shape
@@ -44,10 +44,10 @@ class Tables:
       tokens: of this block's chunks.
       entries: `[devices, vectors * LANES]`, by the offset of the device on the ring. Some of the
         next chunk may follow, and then none (`clear_ends`).
-      ranks: likewise, how many entries before each in its chunk have its expert; then how many
-        entries each expert has there (`rank`).
+      places: likewise, how many entries before each in its chunk have its expert, and then how
+        many each expert has there (`rank`); the former become rows here, or none (`place`).
       own_positions: `[vectors * LANES]`, those of this device's tokens as `Routing.positions` has
-        them (`find_positions`).
+        them (`place`).
       own_counts: int16, `Shape.counts` of this device's chunk (`store_counts`), and more zeros.
       sums: `[devices, experts]`, entries of each expert in all chunks of a device.
       firsts: likewise, those in the chunks before; then the row of the first one of the chunk.
@@ -60,7 +60,7 @@ class Tables:
     team: Team
     tokens: Int
     entries: Any
-    ranks: Any
+    places: Any
     own_positions: Any
     own_counts: Any
     sums: Any
@@ -88,12 +88,12 @@ class Tables:
         is_stray = (entry >= experts) | (entry < NONE)
         is_filled = _lanes(size) < self.tokens * shape.top_k
         kind = jnp.where(is_filled, jnp.where(is_stray, experts, entry), NONE)
-        self.ranks[offset] = alike.ranks_and_counts(kind, experts + 1, scratch)
+        self.places[offset] = warpgroup_tables.ranks_and_counts(kind, experts + 1, scratch)
 
     def store_counts(self) -> None:
         """Readies the counts of this device's chunk for the copy engine."""
         first, number = self.shape.vectors * LANES, self.own_counts.shape[0]
-        counts = plgpu.layout_cast(self.ranks[0, pl.ds(first, number)], _layout(number))
+        counts = plgpu.layout_cast(self.places[0, pl.ds(first, number)], _layout(number))
         self.own_counts[...] = counts.astype(jnp.int16)
         plgpu.commit_smem()
 
@@ -187,37 +187,24 @@ class Tables:
             step *= 2
         return found - sizes
 
-    def find_positions(self, me: Int) -> None:
-        """Makes the positions of this device's entries."""
-        shape = self.shape
-        own, chosen = shape.num_experts // shape.devices, self._loaded(self.entries, 0)
+    def place(self, offset: Int, device: Int, first_expert: Int, scratch: Any) -> None:
+        """Makes rows of ranks: of this device's chunk on all devices, of others' here."""
+        shape, size = self.shape, self.shape.vectors * LANES
+        own = shape.num_experts // shape.devices
+        entry = plgpu.layout_cast(self.entries[offset], _layout(size))
+        rank = plgpu.layout_cast(self.places[offset, pl.ds(0, size)], _layout(size))
+        firsts = self._of_experts(self.firsts.at[device])
+        row = rank + warpgroup_tables.looked_up(firsts, entry, scratch)
+        here = (entry >= first_expert) & (entry < first_expert + own)
+        self.places[offset, pl.ds(0, size)] = jnp.where(here, row, NONE)
 
-        def step(expert: jax.Array, found: tuple) -> tuple:
-            first = self.firsts[me, expert]
-            return tuple(
-                x + jnp.where(entry == expert, first, 0)
-                for x, entry in zip(found, chosen, strict=True)
-            )
-
-        unroll = next(n for n in (8, 4, 2, 1) if shape.num_experts % n == 0)
-        ranks = tuple(self._loaded(self.ranks, 0))
-        rows = lax.fori_loop(0, shape.num_experts, step, ranks, unroll=unroll)
-        for v, (row, entry) in enumerate(zip(rows, chosen, strict=True)):
+        @pl.when(offset == 0)
+        def _():
             goes = (entry >= 0) & (entry < shape.num_experts)
             where = lax.div(jnp.maximum(entry, 0), jnp.full_like(entry, own))
-            position = jnp.where(goes, row * shape.devices + where, NONE)
-            self.own_positions[_of_vector(v)] = position
+            self.own_positions[...] = jnp.where(goes, row * shape.devices + where, NONE)
+
         plgpu.commit_smem()
-
-    def row(self, offset: Int, device: Int, number: Int, low: Int) -> tuple[jax.Array, jax.Array]:
-        """(whether an entry's expert is of those here, from `low` on, its row then)."""
-        entry = self.entries[offset, number]
-        here = (entry >= low) & (entry < low + self.shape.num_experts // self.shape.devices)
-        return here, self.firsts[device, jnp.where(here, entry, low)] + self.ranks[offset, number]
-
-    def _loaded(self, ref: Any, offset: Int) -> list[jax.Array]:
-        vectors = range(self.shape.vectors)
-        return [plgpu.layout_cast(ref[offset, _of_vector(v)], _layout()) for v in vectors]
 
     def _of_experts(self, ref: Any) -> jax.Array:
         return plgpu.layout_cast(ref[...], _layout(self.shape.experts))

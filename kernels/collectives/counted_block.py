@@ -20,6 +20,7 @@ from stretto.kernels.collectives.chunk_tables import Tables
 from stretto.kernels.collectives.counted_layout import Layout
 from stretto.kernels.collectives.table_results import TableResults
 from stretto.kernels.collectives.token_tables import everyones, load, of_device
+from stretto.kernels.problem.routing import NONE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Block:
     seen: Semaphore
     entries: Any
     entries_arrived: Any
-    ranks: Any
+    places: Any
     own_positions: Any
     scratch: Any
     own_counts: Any
@@ -73,12 +74,13 @@ class Block:
 
         for offset in range(1, how.team.size):
             plgpu.barrier_wait(self.entries_arrived.at[offset])
-        pl.when(self.warpgroup > 0)(lambda: self._rank_share(tables, 0))
+        rank = functools.partial(self._rank, tables)
+        pl.when(self.warpgroup > 0)(lambda: self._each(rank))
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
         at_once = jnp.minimum(how.slots, total)
         lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
-        pl.when(is_first)(lambda: self._rank_share(tables, 1))
+        pl.when(is_first)(lambda: self._each(rank, 1))
         self.counted.wait(how.num_blocks * how.team.size)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
@@ -90,7 +92,10 @@ class Block:
             self._store_counts()
 
         self._meet()
-        lax.fori_loop(0, total, lambda i, _: self._step(tables, sources, i, total), None)
+        self._each(lambda offset: self._place_entries(tables, offset))
+        self._meet()
+        pl.when(is_first)(self._store_positions)
+        lax.fori_loop(0, total, lambda i, _: self._step(sources, i, total), None)
         pl.when(is_first & (kernel.block_id() == 0))(self._zero_counted)
         # Nothing else waits for the last stores where there are no peers to part from.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -106,14 +111,16 @@ class Block:
     def _rank(self, tables: Tables, offset: Int) -> None:
         tables.rank(offset, self.scratch.at[self.warpgroup])
 
-    def _rank_share(self, tables: Tables, first: int) -> None:
-        """Ranks the chunks of this warpgroup's share of the devices, from its `first` one on."""
+    def _place_entries(self, tables: Tables, offset: Int) -> None:
+        device = schedule.rem(self.me + offset, self.how.team.size)
+        scratch = self.scratch.at[self.warpgroup]
+        tables.place(offset, device, self.results.first_expert, scratch)
+
+    def _each(self, fun: Callable[[Int], None], first: int = 0) -> None:
+        """Of the devices' chunks those that are this warpgroup's share, from its `first` one on."""
         number = self.how.warpgroups
-
-        def rank(i: jax.Array, _: None) -> None:
-            self._rank(tables, self.warpgroup + i * number)
-
-        lax.fori_loop(first, schedule.share(self.how.team.size, self.warpgroup, number), rank, None)
+        share = schedule.share(self.how.team.size, self.warpgroup, number)
+        lax.fori_loop(first, share, lambda i, _: fun(self.warpgroup + i * number), None)
 
     def _meet(self) -> None:
         """Returns once all warpgroups of the block are here."""
@@ -126,7 +133,7 @@ class Block:
             team=self.how.team,
             tokens=self._tokens(),
             entries=self.entries,
-            ranks=self.ranks,
+            places=self.places,
             own_positions=self.own_positions,
             own_counts=self.own_counts,
             sums=self.sums,
@@ -182,10 +189,9 @@ class Block:
         def _():
             self.results.store_count(jnp.int32(experts), total(lambda device: self.strays[device]))
 
-    def _store_positions(self, tables: Tables) -> None:
-        """Makes the positions of the own chunk, and starts to store them."""
+    def _store_positions(self) -> None:
+        """Starts to store the positions of the own chunk."""
         how, top_k = self.how, self.how.tables.top_k
-        tables.find_positions(self.me)
         for size in filter(None, how.sizes):
 
             @pl.when(self._tokens() * top_k == size)
@@ -195,6 +201,8 @@ class Block:
                     self.results.positions.at[pl.ds(self._first_token() * top_k, size)],
                     commit_group=False,
                 )
+
+        plgpu.commit_smem_to_gmem_group()
 
     def _place(self, i: Int) -> tuple[Int, Int]:
         """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset."""
@@ -228,22 +236,17 @@ class Block:
         """Where the tables have a choice of a token."""
         return offset, token * self.how.tables.top_k + choice
 
-    def _step(self, tables: Tables, sources: list[Any], i: Int, total: Int) -> None:
+    def _step(self, sources: list[Any], i: Int, total: Int) -> None:
         """Stores token `i` to its rows, and loads another one into a slot that is free."""
         how = self.how
         offset, token = self._place(i)
         slot = self._slot(i)
-        device = schedule.rem(self.me + offset, how.team.size)
-        low = self.results.first_expert
-        rows = [
-            tables.row(offset, device, token * how.tables.top_k + j, low)
-            for j in range(how.tables.top_k)
-        ]
-        wanted = functools.reduce(jnp.logical_or, [here for here, _ in rows])
+        rows = [self.places[self._entry(offset, token, j)] for j in range(how.tables.top_k)]
+        wanted = functools.reduce(jnp.logical_or, [row != NONE for row in rows])
         pl.when(wanted)(lambda: plgpu.barrier_wait(self.arrived.at[slot]))
-        for here, row in rows:
+        for row in rows:
 
-            @pl.when(here)
+            @pl.when(row != NONE)
             def _(row=row):
                 plgpu.copy_smem_to_gmem(
                     self.buffers.at[slot, pl.ds(0, how.row.parts)],
@@ -251,9 +254,6 @@ class Block:
                     commit_group=False,
                 )
 
-        # While tokens before this one are being stored.
-        is_time = (self.warpgroup == 0) & (i == jnp.minimum(how.stores, total - 1))
-        pl.when(is_time)(lambda: self._store_positions(tables))
         plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
 
         # Only the newest tokens' stores are unfinished: the one before has left its slot.

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed import kernel, residency
-from stretto.distributed.primitives import alike
+from stretto.distributed.primitives import warpgroup_tables
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_shape import COUNTS_BYTES, COUNTS_SLOTS, LANES, Shape
@@ -75,7 +75,7 @@ def obstacle(
 
 def _slots(shape: Shape, row_bytes: int) -> int:
     """Tokens that fit into shared memory beside the tables."""
-    of_warpgroup = COUNTS_SLOTS * COUNTS_BYTES + 4 * alike.WORDS * shape.kinds
+    of_warpgroup = COUNTS_SLOTS * COUNTS_BYTES + 4 * warpgroup_tables.WORDS * shape.kinds
     return (SMEM_BYTES - WARPGROUPS * of_warpgroup - shape.smem_bytes) // row_bytes
 
 

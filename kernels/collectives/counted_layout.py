@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
-from stretto.distributed.primitives import alike
+from stretto.distributed.primitives import warpgroup_tables
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_shape import COUNTS_SLOTS, LANES, Shape
@@ -108,10 +108,10 @@ class Layout:
         return dict(
             entries=plgpu.SMEM(entries, jnp.int32),
             entries_arrived=plgpu.Barrier(num_barriers=self.team.size),
-            ranks=plgpu.SMEM((entries[0], entries[1] + shape.kinds), jnp.int32),
+            places=plgpu.SMEM((entries[0], entries[1] + shape.kinds), jnp.int32),
             own_positions=plgpu.SMEM(entries[1:], jnp.int32),
             own_counts=plgpu.SMEM((shape.kinds,), jnp.int16),
-            scratch=plgpu.SMEM((self.warpgroups, alike.WORDS * shape.kinds), jnp.int32),
+            scratch=plgpu.SMEM((self.warpgroups, warpgroup_tables.WORDS * shape.kinds), jnp.int32),
             sums=plgpu.SMEM(experts, jnp.int32),
             firsts=plgpu.SMEM(experts, jnp.int32),
             strays=plgpu.SMEM(experts[:1], jnp.int32),

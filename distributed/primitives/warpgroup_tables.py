@@ -1,9 +1,10 @@
-"""Device code that finds, of each of some numbers, how many equal ones come before it.
+"""Device code for tables of a warpgroup: how many equal numbers come before each, and look-ups.
 
-Comparing each with each other takes 20 times as long: a warp has an instruction that finds which of its
-threads have equal values. Warps tell each other by shared memory. The simulator runs the equivalent
-in numpy (`device_code`). Mosaic GPU's dialects are private JAX, checked on 0.11.2 and 0.12.0.1.
-"""  # noqa: E501
+Pallas would compare each number with each other one, or with each index, and a comparison takes a
+thread two cycles. A warp has an instruction that finds which of its threads have equal numbers, and
+each thread can read from shared memory what it wants. The simulator runs the equivalent in numpy
+(`device_code`). Mosaic GPU's dialects are private JAX, checked on 0.11.2 and 0.12.0.1.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +94,43 @@ def ranks_and_counts(x: jax.Array, values: int, scratch: Any) -> jax.Array:
     return inline(_ranks_and_counts(values))(x, scratch)
 
 
+def looked_up(table: jax.Array, index: jax.Array, scratch: Any) -> jax.Array:
+    """`table[index]`, of the last element where an index is past it. Called by a warpgroup.
+
+    Args:
+      table: int32 `[m]`, m a multiple of 128, an element a thread.
+      index: int32 `[n]`, likewise; as numbers without a sign.
+      scratch: shared memory of the warpgroup alone, int32, at least as many as the table has.
+
+    Returns:
+      int32 `[n]`, an element a thread.
+    """
+    layouts = [plgpu.Layout.WG_STRIDED(x.shape, 1) for x in (table, index)]
+    inline = plgpu.inline_mgpu(
+        arg_types=(*layouts, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layouts[1]),
+    )
+    return inline(_looked_up)(table, index, scratch)
+
+
+@with_equivalent(lambda table, x: table[np.minimum(x.astype(np.uint32), table.size - 1)])
+def _looked_up(
+    _: Any, table: mgpu.FragmentedArray, index: mgpu.FragmentedArray, scratch: ir.Value
+) -> mgpu.FragmentedArray:
+    (last,) = table.shape
+    base, first = _places(scratch, 4)
+    for i, register in enumerate(table.registers.flat):
+        _inline(None, f"st.shared.b32 [$0+{4 * WARPGROUP * i}], $1;", first, _word(register))
+    mgpu_utils.warpgroup_barrier()
+    found = []
+    for register in index.registers.flat:
+        place = arith.minui(_word(register), _constant(last - 1))
+        place = arith.addi(base, arith.muli(place, _constant(4)))
+        found.append(_inline(_int32(), "ld.shared.b32 $0, [$1];", place))
+    mgpu_utils.warpgroup_barrier()  # Before the scratch is used again.
+    return _array(found)
+
+
 def _in_numpy(x: np.ndarray, values: int) -> np.ndarray:
     valid = (x >= 0) & (x < values)
     ranks = np.tril(x[:, None] == x[None, :], -1).sum(axis=1) * valid
@@ -116,11 +154,9 @@ class _Warpgroup:
 
     def __init__(self, scratch: ir.Value, values: int) -> None:
         self.places = room_of(values) // WARPGROUP
-        thread = arith.remui(mgpu_utils.thread_idx(), _constant(WARPGROUP))
-        warp = arith.shrui(thread, _constant(5))
+        warp = arith.shrui(_thread(), _constant(5))
         self.values = _constant(values)
-        self.base = llvm.ptrtoint(_int32(), mgpu_utils.memref_ptr(scratch))
-        self.first = arith.addi(self.base, arith.muli(thread, _constant(4 * WORDS)))
+        self.base, self.first = _places(scratch, 4 * WORDS)
         self.noted = arith.addi(arith.addi(self.base, _constant(4)), warp)
         shift = arith.muli(warp, _constant(8))
         self.below = arith.subi(arith.shli(_constant(1), shift), _constant(1))
@@ -152,6 +188,17 @@ class _Warpgroup:
             found.append(_inline(_int32(), text, self.first))
         mgpu_utils.warpgroup_barrier()  # Before it is cleared again.
         return found
+
+
+def _thread() -> ir.Value:
+    """Of the warpgroup."""
+    return arith.remui(mgpu_utils.thread_idx(), _constant(WARPGROUP))
+
+
+def _places(scratch: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+    """(address of the scratch, of a thread's first element of `size` bytes there)."""
+    base = llvm.ptrtoint(_int32(), mgpu_utils.memref_ptr(scratch))
+    return base, arith.addi(base, arith.muli(_thread(), _constant(size)))
 
 
 def _inline(result: ir.Type | None, text: str, *operands: ir.Value) -> Any:
