@@ -62,20 +62,21 @@ class Block:
         """Makes the tables of the block's chunks, and moves the tokens of this device's experts."""
         how, tables, is_first = self.how, self._tables(), self.warpgroup == 0
         pl.when(is_first)(lambda: self._load_entries(tables))
+        rank = functools.partial(self._rank, tables)
         plgpu.barrier_wait(self.entries_arrived.at[0])
 
-        # Before any token is asked for: signals that follow loads over the links come late.
         @pl.when(is_first)
         def _():
-            self._rank(tables, 0)
+            rank(0)
             tables.store_counts()
             self._publish_counts()
             self._tell()
 
         for offset in range(1, how.team.size):
             plgpu.barrier_wait(self.entries_arrived.at[offset])
-        rank = functools.partial(self._rank, tables)
         pl.when(self.warpgroup > 0)(lambda: self._each(rank))
+        # Before any token is asked for: signals that follow loads over the links come late.
+        self._meet()
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
         at_once = jnp.minimum(how.slots, total)
@@ -163,9 +164,9 @@ class Block:
     def _tell(self) -> None:
         """Publishes to every device that the own counts are in place."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-        self.counted.signal()
         for offset in self.how.team.peer_offsets:
             self.counted.signal(peer_id=self.how.team.neighbour(offset))
+        self.counted.signal()
 
     def _zero_counted(self) -> None:
         """Leaves it as it was, once no block waits for it."""

@@ -14,7 +14,7 @@ chunks then say which row that is (`chunk_tables`). The order of rows is that of
 | `seen` | every block | block 0 | all | `counted` may be zeroed |
 | `entries_arrived[offset]` | the copy engine | both warpgroups | 1 | what a device's chunk chose is there |
 | `counts_arrived[slot]` | the copy engine | its warpgroup | 1 | counts of some chunks are there |
-| `found` | the warpgroups | the warpgroups | all | all counts are summed; then the first rows are found |
+| `found` | the warpgroups | the warpgroups | all | the own counts are told; then all are summed, the first rows found, and the rows of all entries |
 | `arrived[slot]` | the copy engine | its warpgroup | 1 | a token is there |
 | stores of the token `stores` before | | its warpgroup | all | its slot may be filled again |
 | `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens and choices have been read |
