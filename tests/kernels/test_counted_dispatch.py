@@ -263,7 +263,7 @@ def test_counts_are_told_when_they_are_in_place(monkeypatch, traces_apart):
 def test_counts_are_told_before_tokens_are_asked_for(monkeypatch, traces_apart):
     """Signals that follow loads over the links come late."""
     order = []
-    for name in ("_tell", "_fetch"):
+    for name in ("_tell", "_meet", "_fetch"):
         done = getattr(counted_block.Block, name)
 
         def noted(self, *args, name=name, done=done):
@@ -272,4 +272,4 @@ def test_counts_are_told_before_tokens_are_asked_for(monkeypatch, traces_apart):
 
         monkeypatch.setattr(counted_block.Block, name, noted)
     assert kernels()
-    assert order[:2] == ["_tell", "_fetch"]
+    assert order[:3] == ["_tell", "_meet", "_fetch"]
