@@ -75,14 +75,16 @@ class Block:
         for offset in range(1, how.team.size):
             plgpu.barrier_wait(self.entries_arrived.at[offset])
         pl.when(self.warpgroup > 0)(lambda: self._each(rank))
-        # Before any token is asked for: signals that follow loads over the links come late.
+        # Before any token is asked for, and before many are all blocks have: signals that follow
+        # loads over the links come late.
         self._meet()
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
-        at_once = jnp.minimum(how.slots, total)
-        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
+        early, at_once = jnp.minimum(how.early, total), jnp.minimum(how.slots, total)
+        lax.fori_loop(0, early, lambda i, _: self._fetch(sources, i), None)
         pl.when(is_first)(lambda: self._each(rank, 1))
         self.counted.wait(how.num_blocks * how.team.size)
+        lax.fori_loop(early, at_once, lambda i, _: self._fetch(sources, i), None)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
         pl.when(is_first)(tables.find_first_rows)

@@ -44,6 +44,8 @@ MOST_VECTORS = 16
 MOST_EXPERTS = 512
 WARPGROUPS = 2
 """Of a block, which share out the tables of the devices' chunks, and then the tokens."""
+EARLY_BYTES = 2**21
+"""Of tokens that a device asks for before all counts are told, which come late behind many."""
 SMEM_BYTES = 220_000
 
 
@@ -110,6 +112,7 @@ def dispatch(
         num_blocks=blocks,
         warpgroups=WARPGROUPS,
         slots=slots,
+        early=min(slots, EARLY_BYTES // (blocks * WARPGROUPS * row.padded_bytes(x.dtype.itemsize))),
         stores=min(stores, slots - 1),
         tables=shape,
     )

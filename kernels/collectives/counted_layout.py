@@ -30,6 +30,7 @@ class Layout:
     Attributes:
       warpgroups: of a block, which share out its tokens.
       slots: tokens of a warpgroup on their way at once.
+      early: those that it asks for before all blocks have told their counts.
       stores: tokens of a warpgroup whose stores may be unfinished when the next one's begin.
       tables: the sizes of a chunk's tables.
     """
@@ -40,6 +41,7 @@ class Layout:
     num_blocks: int
     warpgroups: int
     slots: int
+    early: int
     stores: int
     tables: Shape
 

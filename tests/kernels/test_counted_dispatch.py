@@ -134,6 +134,7 @@ def test_every_token_has_its_turn(devices, slots):
         num_blocks=1,
         warpgroups=2,
         slots=slots,
+        early=1,
         stores=1,
         tables=Shape.of(devices, 20, TOP_K, 8, 1),
     )
