@@ -21,7 +21,7 @@ and all devices start all launches in the same order; so a pair's counters serve
 
 Blocks that wait occupy their multiprocessors. So a kernel that fills the device does not start by
 counters, unless most of its blocks end without their peers' (see `kernel.launch`). Nor does any
-without a heap (`STRETTO_HEAP=0`). XLA's barrier is kept, and `closing` is the kernel's semaphore.
+without a heap (`STRETTO_HEAP=0`), where `closing` is the kernel's semaphore. XLA's barrier is kept.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def make(
     `opens` is False where XLA's barrier comes before the kernel, `closes` for a body that itself
     makes sure, before block 0 calls `wait_at_end`, that no peer still uses this device's memory.
     """
-    shared = opens and not team.is_alone
+    together = not team.is_alone
+    shared = opens and together
+    ends = _CLOSING if together and heap.is_wanted() else _CLOSING_WITHOUT_HEAP
 
     def allocate(name: str, spec: SemaphoreArray, when: bool, **options: bool) -> Semaphore | None:
         return semaphores.allocate(name, spec, kernel, team, **options) if when else None
@@ -156,5 +158,5 @@ def make(
         parties=parties,
         opening=allocate("opening", _OPENING, shared, awaits_start=True),
         observed=allocate("observed", _OBSERVED, shared),
-        closing=allocate("closing", _CLOSING if shared else _CLOSING_WITHOUT_HEAP, closes),
+        closing=allocate("closing", ends, closes),
     )

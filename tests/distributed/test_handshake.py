@@ -135,12 +135,6 @@ class TestSteps:
             jax.block_until_ready(program()(rows()))
         assert not report.ok and "It lies in the heap" in str(report)
 
-
-def uses_the_heap(**options):
-    jaxpr = str(jax.make_jaxpr(program(**options))(rows()))
-    assert ("skip_device_barrier=True" in jaxpr) == ("stretto_heap_semaphores" in jaxpr)
-    return "stretto_heap_semaphores" in jaxpr
-
     def test_reports_call_counters_by_their_names(self, monkeypatch):
         leave_out(monkeypatch, "wait", "observed")
         with st.simulate(core_count=4, on_finding="record") as report:
@@ -163,15 +157,24 @@ def uses_the_heap(**options):
             program(2, fun=launch)(rows(2))
 
 
+def opens_itself(**options):
+    return "skip_device_barrier=True" in str(jax.make_jaxpr(program(**options))(rows()))
+
+
+def uses_the_heap(**options):
+    return "stretto_heap_semaphores" in str(jax.make_jaxpr(program(**options))(rows()))
+
+
 class TestWhen:
     def test_a_kernel_that_leaves_room_opens_itself(self):
         with st.simulate(core_count=4):
-            assert uses_the_heap(num_blocks=2)
+            assert opens_itself(num_blocks=2)
 
     def test_one_that_fills_the_device_leaves_it_to_xla(self):
         """Or its waiting blocks would keep out a collective that its peer is in already."""
         with st.simulate(core_count=2):
-            assert not uses_the_heap(num_blocks=2)
+            assert not opens_itself(num_blocks=2)
+            assert uses_the_heap(num_blocks=2)  # At its end.
             x = rows()
             np.testing.assert_array_equal(program(num_blocks=2)(x), summed(x))
 
@@ -188,6 +191,7 @@ class TestWhen:
 
     def test_without_a_heap(self):
         with st.simulate(core_count=4) as report, settings.heap(False):
+            assert not opens_itself()
             assert not uses_the_heap()
             x = rows()
             np.testing.assert_array_equal(program()(x), summed(x))
@@ -195,6 +199,7 @@ class TestWhen:
 
     def test_a_team_of_one_meets_nobody(self):
         with st.simulate(core_count=4):
+            assert not opens_itself(devices=1)
             assert not uses_the_heap(devices=1)
 
     @pytest.mark.parametrize("axes", ["x", "y", ("x", "y")])
