@@ -81,10 +81,10 @@ class Block:
         sources = everyones(self.x, how.team)
         total = sum(how.share(self.warpgroup, self._tokens()))
         early, at_once = jnp.minimum(how.early, total), jnp.minimum(how.slots, total)
-        lax.fori_loop(0, early, lambda i, _: self._fetch(sources, i), None)
+        self._fetch_all(sources, 0, early)
         pl.when(is_first)(lambda: self._each(rank, 1))
         self.counted.wait(how.num_blocks * how.team.size)
-        lax.fori_loop(early, at_once, lambda i, _: self._fetch(sources, i), None)
+        self._fetch_all(sources, early, at_once)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
         pl.when(is_first)(tables.find_first_rows)
@@ -213,6 +213,10 @@ class Block:
 
     def _slot(self, i: Int) -> Int:
         return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)
+
+    def _fetch_all(self, sources: list[Any], first: Int, end: Int) -> None:
+        """Starts to load tokens from `first` on, and before `end`."""
+        lax.fori_loop(first, end, lambda i, _: self._fetch(sources, i), None)
 
     def _fetch(self, sources: list[Any], i: Int) -> None:
         """Starts to load a token that has an entry here."""
