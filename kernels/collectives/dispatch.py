@@ -103,8 +103,7 @@ def default_config(problem: Problem) -> Config:
     """The configuration for a problem that no table has: the kernel makes the tables, too.
 
     It is one for few tokens and for many, so that it suits those between a table's entries. On
-    other than two devices XLA makes the tables of many: there the kernel was not timed, and can
-    spill registers.
+    other than two devices XLA makes the tables of many: there the kernel was not timed.
     """
     if problem.devices == 2:
         return Config(tables=True, counted=True, slots=32, stores=8)
