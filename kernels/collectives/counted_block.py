@@ -74,17 +74,13 @@ class Block:
 
         for offset in range(1, how.team.size):
             plgpu.barrier_wait(self.entries_arrived.at[offset])
-        pl.when(self.warpgroup > 0)(lambda: self._each(rank))
-        # Before any token is asked for, and before many are all blocks have: signals that follow
-        # loads over the links come late.
-        self._meet()
-        sources = everyones(self.x, how.team)
-        total = sum(how.share(self.warpgroup, self._tokens()))
-        early, at_once = jnp.minimum(how.early, total), jnp.minimum(how.slots, total)
-        self._fetch_all(sources, 0, early)
-        pl.when(is_first)(lambda: self._each(rank, 1))
+        self._each(rank, jnp.where(is_first, 1, 0))  # The first one has ranked the own chunk.
+        # Before any token is asked for: signals that follow loads over the links come late.
         self.counted.wait(how.num_blocks * how.team.size)
-        self._fetch_all(sources, early, at_once)
+        sources = everyones(self.x, how.team)
+        total = schedule.share(self._tokens() * how.team.size, self.warpgroup, how.warpgroups)
+        at_once = jnp.minimum(how.slots, total)
+        lax.fori_loop(0, at_once, lambda i, _: self._fetch(sources, i), None)
         tables.sum_counts(self.counts, kernel.block_id(), self.warpgroup, how.warpgroups)
         self._meet()
         pl.when(is_first)(tables.find_first_rows)
@@ -119,7 +115,7 @@ class Block:
         scratch = self.scratch.at[self.warpgroup]
         tables.place(offset, device, self.results.first_expert, scratch)
 
-    def _each(self, fun: Callable[[Int], None], first: int = 0) -> None:
+    def _each(self, fun: Callable[[Int], None], first: Int = 0) -> None:
         """Of the devices' chunks those that are this warpgroup's share, from its `first` one on."""
         number = self.how.warpgroups
         share = schedule.share(self.how.team.size, self.warpgroup, number)
@@ -208,15 +204,17 @@ class Block:
         plgpu.commit_smem_to_gmem_group()
 
     def _place(self, i: Int) -> tuple[Int, Int]:
-        """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset."""
-        return self.how.order(i, self.warpgroup, self._tokens())
+        """(whose, which of the chunk) the warpgroup's token `i` is; whose as a ring's offset.
+
+        Each warpgroup has tokens of all devices.
+        """
+        size = self.how.team.size
+        number = i * self.how.warpgroups + self.warpgroup
+        token = schedule.div(number, size)
+        return schedule.rem(number - token * size + token, size), token
 
     def _slot(self, i: Int) -> Int:
         return self.warpgroup * self.how.slots + schedule.rem(i, self.how.slots)
-
-    def _fetch_all(self, sources: list[Any], first: Int, end: Int) -> None:
-        """Starts to load tokens from `first` on, and before `end`."""
-        lax.fori_loop(first, end, lambda i, _: self._fetch(sources, i), None)
 
     def _fetch(self, sources: list[Any], i: Int) -> None:
         """Starts to load a token that has an entry here."""

@@ -1,9 +1,8 @@
 """Kernel of `expert_dispatch` of many tokens that makes the tables as well, in the same launch.
 
 The tokens of each device are cut into a chunk for each block. A block counts the experts in the chunk
-of its own device's tokens, and stores the counts on all devices. While those of the other blocks
-arrive, it loads tokens and finds the place of each entry among those of its chunk. The counts of all
-chunks then say which row that is (`chunk_tables`). The order of rows is that of
+of its own device's tokens, and stores the counts on all devices. The counts of all chunks then say
+which row each of its entries goes to (`chunk_tables`). Meanwhile it loads tokens. The order of rows is that of
 `kernels/xla/routing.py`.
 
 | object | written or signalled by | waited for by | count | proves |
@@ -14,7 +13,7 @@ chunks then say which row that is (`chunk_tables`). The order of rows is that of
 | `seen` | every block | block 0 | all | `counted` may be zeroed |
 | `entries_arrived[offset]` | the copy engine | both warpgroups | 1 | what a device's chunk chose is there |
 | `counts_arrived[slot]` | the copy engine | its warpgroup | 1 | counts of some chunks are there |
-| `found` | the warpgroups | the warpgroups | all | the own counts are told; then all are summed, the first rows found, and the rows of all entries |
+| `found` | the warpgroups | the warpgroups | all | all counts are summed; then the first rows are found, and the rows of all entries |
 | `arrived[slot]` | the copy engine | its warpgroup | 1 | a token is there |
 | stores of the token `stores` before | | its warpgroup | all | its slot may be filled again |
 | `closing` (`handshake`) | every block of every peer | block 0 | all | this device's tokens and choices have been read |
@@ -44,8 +43,6 @@ MOST_VECTORS = 16
 MOST_EXPERTS = 512
 WARPGROUPS = 2
 """Of a block, which share out the tables of the devices' chunks, and then the tokens."""
-EARLY_BYTES = 2**21
-"""Of tokens that a device asks for before all counts are told, which come late behind many."""
 SMEM_BYTES = 220_000
 
 
@@ -112,7 +109,6 @@ def dispatch(
         num_blocks=blocks,
         warpgroups=WARPGROUPS,
         slots=slots,
-        early=min(slots, EARLY_BYTES // (blocks * WARPGROUPS * row.padded_bytes(x.dtype.itemsize))),
         stores=min(stores, slots - 1),
         tables=shape,
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import schedule
@@ -30,7 +29,6 @@ class Layout:
     Attributes:
       warpgroups: of a block, which share out its tokens.
       slots: tokens of a warpgroup on their way at once.
-      early: those that it asks for before all blocks have told their counts.
       stores: tokens of a warpgroup whose stores may be unfinished when the next one's begin.
       tables: the sizes of a chunk's tables.
     """
@@ -41,7 +39,6 @@ class Layout:
     num_blocks: int
     warpgroups: int
     slots: int
-    early: int
     stores: int
     tables: Shape
 
@@ -66,35 +63,6 @@ class Layout:
         """Of a block's chunk."""
         first = schedule.div(block * self._pieces, self.num_blocks)
         return first * self.tables.together
-
-    def share(self, warpgroup: Int, tokens: Int) -> tuple[Int, Int]:
-        """How many tokens of (this device, its peers) a warpgroup has, of `tokens` of each."""
-        number = self.warpgroups
-        own = schedule.share(tokens, warpgroup, number)
-        return own, schedule.share(tokens * (self.team.size - 1), number - 1 - warpgroup, number)
-
-    def order(self, i: Int, warpgroup: Int, tokens: Int) -> tuple[Int, Int]:
-        """(whose, which of the chunk) a warpgroup's token `i` is; whose as a ring's offset.
-
-        Until rows are known no token can be stored, and as many are on their way as there are
-        slots: all peers', so that the links are busy in that time. Then come the own ones, evenly
-        among the others.
-        """
-        if self.team.is_alone:
-            return 0, i * self.warpgroups + warpgroup
-        own, peers = self.share(warpgroup, tokens)
-        first = jnp.minimum(self.slots, peers)
-        # Divided once, before the loops that call this: own tokens among the others, in 2**-16.
-        part = schedule.div(own << 16, jnp.maximum(own + peers - first, 1))
-        own_before, own_then = (
-            (jnp.maximum(n - first, 0) * part + (1 << 16) - 1) >> 16 for n in (i, i + 1)
-        )
-        number = (i - own_before) * self.warpgroups + self.warpgroups - 1 - warpgroup
-        token = schedule.div(number, self.team.size - 1)
-        offset = 1 + number - token * (self.team.size - 1)
-        is_own = own_then > own_before
-        own_token = own_before * self.warpgroups + warpgroup
-        return lax.select(is_own, jnp.int32(0), offset), lax.select(is_own, own_token, token)
 
     def flat(self, expert_index: jax.Array) -> jax.Array:
         """`[tokens, top_k]` -> `[entries]`."""
