@@ -488,13 +488,15 @@ def many_tokens_of_experts() -> Iterator[Program]:
     tokens, top_k, experts, d = 8192, 8, 128, 2048
     entries = (tokens, top_k)
 
-    def sent(x, index):
+    def sent(x, index, experts=experts):
         config = dispatch.Config(counted=True, slots=32, stores=8)
         return st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
 
     x, index = ((tokens, d), jnp.bfloat16), (entries, jnp.int32)
     two = aot.mesh_of_gpus((2,), ("x",))
     yield "tables in the dispatch", *on_one(sent, two, [x, index])
+    more = functools.partial(sent, experts=256)
+    yield "tables of four devices", *on_one(more, mesh, [x, index])
     rows = (4 * tokens * top_k, d), jnp.bfloat16
     for warpgroups, totals in ((2, False), (2, True), (4, True)):
 
