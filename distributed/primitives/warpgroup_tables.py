@@ -3,7 +3,7 @@
 Pallas would compare each number with each other one, or with each index, and a comparison takes a
 thread two cycles. A warp has an instruction that finds which of its threads have equal numbers, and
 each thread can read from shared memory what it wants. The simulator runs the equivalent in numpy
-(`device_code`). Mosaic GPU's dialects are private JAX, checked on 0.11.2 and 0.12.0.1.
+(`device_code`). Mosaic GPU's dialects are private JAX, checked on 0.11.2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ WARPGROUP = 128
 WORDS = 2
 """Of scratch for each value: how many the vectors before have, and a byte of each warp's own."""
 
-# `before` of the warp, then `all` of it, of which the first thread notes how many they are.
+# Of a thread's number, $2, how many equal ones earlier threads of the warp have, $0, and all of the
+# warp, $1. The first one of them notes how many they are in the warp's byte; $3 is that of value 0,
+# and $4 the number of values.
 _NOTE = """{
 .reg .pred valid, leads; .reg .b32 same, place;
 match.any.sync.b32 same, $2, 0xffffffff;
@@ -40,7 +42,9 @@ setp.eq.and.u32 leads, $0, 0, valid;
 mad.lo.u32 place, $2, 8, $3;
 @leads st.shared.u8 [place], $1;
 }"""
-# Those of the vectors before, and of the warps before, whose bytes a product adds up.
+# $0, the rank of a number, $2: to $1, those in the warp, come those of the vectors before and those
+# of the warps before. $3 is the place of value 0, and $4 the number of values. $5 leaves the bytes
+# of the warps before, which a product adds up.
 _LOOK = """{
 .reg .pred valid; .reg .b32 place, vectors, warps;
 setp.lt.u32 valid, $2, $4;
@@ -54,6 +58,8 @@ add.u32 vectors, vectors, warps;
 add.u32 vectors, vectors, $1;
 selp.b32 $0, vectors, 0, valid;
 }"""
+# $0, $1, $2 and $4 are those of `_NOTE`. The first thread adds the warp's to those of the vectors
+# before, of which $3 is the place of value 0, and clears the warp's byte, $5 that of value 0.
 _ADD = """{
 .reg .pred valid, leads; .reg .b32 place, zero;
 setp.lt.u32 valid, $2, $4;
@@ -150,7 +156,14 @@ def _ranks_and_counts(values: int) -> Callable[..., mgpu.FragmentedArray]:
 
 
 class _Warpgroup:
-    """What its threads do, as MLIR."""
+    """What its threads do, as MLIR: they rank one vector after another.
+
+    Attributes:
+      places: values of a thread.
+      base, first: addresses of the words of value 0, and of a thread's first value.
+      noted: address of the warp's byte of value 0.
+      below: a mask of the bytes of the warps before.
+    """
 
     def __init__(self, scratch: ir.Value, values: int) -> None:
         self.places = room_of(values) // WARPGROUP
@@ -162,6 +175,7 @@ class _Warpgroup:
         self.below = arith.subi(arith.shli(_constant(1), shift), _constant(1))
 
     def clear(self) -> None:
+        """Before the first vector."""
         for i in range(self.places):
             text = f"st.shared.v2.b32 [$0+{4 * WORDS * WARPGROUP * i}], {{$1, $1}};"
             _inline(None, text, self.first, _constant(0))
