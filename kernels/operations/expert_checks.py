@@ -46,9 +46,10 @@ def check_routing(
             " have as many each; add experts that nobody chooses."
         )
     if capacity is not None:
-        capacity = checks.check_integer(op, "capacity", capacity)
-        if capacity < 1:
-            raise ValueError(f"{op}: capacity={capacity} must be at least 1; None drops nothing.")
+        most = checks.check_integer(op, "capacity", capacity)
+        if most < 1:
+            raise ValueError(f"{op}: capacity={most} must be at least 1; None drops nothing.")
+        capacity = most
     tokens, top_k = expert_index.shape
     rows = room_for(tokens, top_k, devices, capacity)
     if checks.is_symbolic(x, expert_index):
