@@ -31,6 +31,12 @@ def check_names(
             f"kernel {name}: team={team!r:.60} is of type {type(team).__name__}; pass"
             " Team.along(axis_name), or None for a kernel on one device."
         )
+    for key, group in (("semaphore_arrays", arrays), ("scratch", scratch)):
+        if not isinstance(group, Mapping):
+            raise TypeError(
+                f"kernel {name}: {key} is of type {type(group).__name__}; it must be a dictionary"
+                " by the names of the body's parameters."
+            )
     for key, array in arrays.items():
         if not isinstance(array, SemaphoreArray):
             raise TypeError(
@@ -98,7 +104,7 @@ def check_arrays(name: str, operands: Any, out_type: Any, symmetric: Any) -> Non
     """Operands, results and symmetric buffers.
 
     Raises:
-      TypeError: results or buffers are not given in a list or tuple.
+      TypeError: results or buffers are not given in a list or tuple, or one is no array.
       ValueError: an array has no elements. XLA has no memory for it, and ends the process.
       NotImplementedError: elements are wider than 32 bits.
     """
@@ -111,6 +117,11 @@ def check_arrays(name: str, operands: Any, out_type: Any, symmetric: Any) -> Non
     kinds = ("operand", operands), ("result", out_type), ("symmetric buffer", symmetric)
     for kind, group in kinds:
         for index, x in enumerate(group):
+            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+                raise TypeError(
+                    f"kernel {name}: {kind} {index} is of type {type(x).__name__}; it has no shape"
+                    " and dtype, as an array or a jax.ShapeDtypeStruct has."
+                )
             if math.prod(x.shape) == 0:
                 raise ValueError(
                     f"kernel {name}: {kind} {index} has shape {tuple(x.shape)}, and a kernel takes"

@@ -103,9 +103,8 @@ def launch(
       TypeError: an argument of another type than the above.
       NotImplementedError: operands or results whose elements are wider than 32 bits.
     """
-    arrays = dict(semaphore_arrays or {})
-    scratch = dict(scratch or {})
-    arguments.check_names(name, team, arrays, scratch)
+    arguments.check_names(name, team, semaphore_arrays or {}, scratch or {})
+    arrays, scratch = dict(semaphore_arrays or {}), dict(scratch or {})
     arguments.check_counts(name, num_blocks, cluster, num_threads, waiting_warps, team)
     arguments.check_arrays(name, operands, out_type, symmetric)
     together = team is not None and not team.is_alone

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from stretto.kernels.problem.checks import check_integer
+from stretto.kernels.problem.checks import check_array, check_integer
 from stretto.layers import products
 from stretto.layers.linear import (
     ColumnParallelLinear,
@@ -17,7 +17,7 @@ from stretto.layers.linear import (
     RowParallelLinear,
     kernel_initializer,
 )
-from stretto.layers.parallel import DEFAULT, Parallel
+from stretto.layers.parallel import DEFAULT, Parallel, check_sizes
 from stretto.layers.placement import on_devices
 from stretto.layers.products import Affine
 
@@ -74,6 +74,7 @@ class Attention(nnx.Module):
         qkv_features = in_features if qkv_features is None else qkv_features
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(num_heads, num_kv_heads, qkv_features)
+        products.check_callable("attention_fn", attention_fn, "jax.nn.dot_product_attention")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = qkv_features // num_heads
@@ -171,6 +172,8 @@ class Attention(nnx.Module):
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
+    sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, qkv_features=qkv_features)
+    check_sizes("Attention", **sizes)
     if qkv_features % num_heads:
         raise ValueError(
             f"qkv_features={qkv_features} must be a multiple of num_heads={num_heads}."
@@ -182,6 +185,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
 
 
 def _check_input(x: jax.Array, sequence: int | None) -> None:
+    check_array("Attention", "x", x)
     if x.ndim == 3 and sequence is None:
         return
     if sequence is not None and check_integer("Attention", "sequence", sequence) < 1:

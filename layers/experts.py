@@ -20,11 +20,19 @@ from jax.sharding import PartitionSpec as P
 from stretto.kernels.operations import fp8
 from stretto.kernels.operations.mixture import mixture_of_experts
 from stretto.kernels.problem import activations
+from stretto.kernels.problem.checks import check_array
 from stretto.layers import products
 from stretto.layers.linear import NOTHING, Initializer, parameter
-from stretto.layers.parallel import DEFAULT, Parallel, check_parallel
+from stretto.layers.parallel import (
+    DEFAULT,
+    Parallel,
+    check_divides,
+    check_parallel,
+    check_sizes,
+)
 from stretto.layers.placement import on_devices
 
+LAYER = "MixtureOfExperts"
 ALONE = "team"  # The axis of the mesh of one device.
 
 
@@ -90,7 +98,10 @@ class MixtureOfExperts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_parallel(parallel)
-        if not 1 <= top_k <= num_experts:
+        sizes = dict(in_features=in_features, hidden_features=hidden_features)
+        check_sizes(LAYER, num_experts=num_experts, top_k=top_k, **sizes)
+        check_divides(parallel, LAYER, "num_experts", num_experts)
+        if top_k > num_experts:
             raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}.")
         if not parallel.sequence_parallel:
             raise ValueError(
@@ -99,7 +110,7 @@ class MixtureOfExperts(nnx.Module):
             )
         self.num_experts = num_experts
         self.top_k = top_k
-        self.activation = activations.of_experts("MixtureOfExperts", activation, gated=False)
+        self.activation = activations.of_experts(LAYER, activation, gated=False)
         self.normalised = normalised
         self.capacity = capacity
         self.parallel = parallel
@@ -129,6 +140,8 @@ class MixtureOfExperts(nnx.Module):
           `jax.shard_map`, and of all tokens in global-view code. A load-balancing loss needs them
           and the scores.
         """
+        check_array(LAYER, "x", x)
+        check_array(LAYER, "scores", scores)
         if scores.shape != (*x.shape[:-1], self.num_experts):
             raise ValueError(
                 f"scores has shape {scores.shape}; with x {x.shape} it must be"

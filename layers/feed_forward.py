@@ -56,7 +56,7 @@ class FeedForward(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        products.check_callable(activation)
+        products.check_callable("activation", activation, "jax.nn.gelu")
         options = {**options, "parallel": parallel, "rngs": rngs}
         into = (in_features, hidden_features)
         self.gate: ColumnParallelLinear | None = nnx.data(None)

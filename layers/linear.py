@@ -13,7 +13,13 @@ from flax.nnx.nn import dtypes
 from jax.sharding import PartitionSpec as P
 
 from stretto.layers import products
-from stretto.layers.parallel import DEFAULT, Parallel, check_divides, check_parallel
+from stretto.layers.parallel import (
+    DEFAULT,
+    Parallel,
+    check_divides,
+    check_parallel,
+    check_sizes,
+)
 from stretto.layers.placement import on_devices
 from stretto.layers.products import Affine, Types
 
@@ -49,11 +55,13 @@ class _Linear(nnx.Module):
         bias_metadata: Metadata = NOTHING,
     ):
         check_parallel(parallel)
+        layer = type(self).__name__
+        check_sizes(layer, in_features=in_features, out_features=out_features)
         if "out_sharding" not in kernel_metadata:
             split = {"in_features": in_features} if self.in_split else {}
             split |= {"out_features": out_features} if self.out_split else {}
             for name, features in split.items():
-                check_divides(parallel, type(self).__name__, name, features)
+                check_divides(parallel, layer, name, features)
         kernel_spec, bias_spec = self._split(parallel)
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = parameter(kernel, parallel, kernel_spec, kernel_metadata)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from stretto.distributed.devices.axes import AxisNames
 from stretto.kernels.operations.fp8 import Recipe
-from stretto.kernels.problem.checks import check_backend
+from stretto.kernels.problem.checks import check_array, check_backend, check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,9 @@ class Parallel:
         """The dimension of activations `x` that is split, counted from the first.
 
         Raises:
-          ValueError: `x` has no such dimension, or it is that of the features.
+          ValueError: `x` is no array, has no such dimension, or it is that of the features.
         """
+        check_array("a layer", "x", x)
         axis = self.token_axis + x.ndim if self.token_axis < 0 else self.token_axis
         if not 0 <= axis < x.ndim - 1:
             raise ValueError(
@@ -95,6 +96,13 @@ def check_parallel(parallel: Any) -> None:
             f"parallel={parallel!r} is of type {type(parallel).__name__}; pass a"
             ' stretto.flax.Parallel, such as Parallel("tp").'
         )
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raises ValueError unless all sizes of a layer are whole numbers above 0."""
+    for name, size in sizes.items():
+        if check_integer(layer, name, size) < 1:
+            raise ValueError(f"{layer}: {name}={size} must be at least 1.")
 
 
 def check_divides(parallel: Parallel, layer: str, name: str, features: int) -> None:

@@ -110,12 +110,12 @@ def gated(
     return activation(opening) * passing
 
 
-def check_callable(activation: Any) -> None:
-    """Raises ValueError where a layer's activation is no function, such as the name of one."""
-    if not callable(activation):
+def check_callable(name: str, given: Any, example: str) -> None:
+    """Raises ValueError where a layer's argument is no function, such as the name of one."""
+    if not callable(given):
         raise ValueError(
-            f"activation={activation!r} is of type {type(activation).__name__}; pass a function,"
-            " such as jax.nn.gelu."
+            f"{name}={given!r} is of type {type(given).__name__}; pass a function, such as"
+            f" {example}."
         )
 
 

@@ -10,7 +10,7 @@ from stretto.distributed.simulator.state.alignment import misalignments
 from stretto.distributed.simulator.state.clocks import Clock, knows
 from stretto.distributed.simulator.state.engine import Taken
 from stretto.distributed.simulator.state.mail import Message
-from stretto.distributed.simulator.state.memory import Region
+from stretto.distributed.simulator.state.memory import Buffer, Region
 from stretto.distributed.simulator.state.races import Access
 from stretto.distributed.sites import Site
 
@@ -123,6 +123,18 @@ class Checks(SemaphoreChecks):
             copy.site,
         )
 
+    def operand_written(self, operand: Buffer) -> None:
+        """A kernel has ended and has written to `operand`, if it has."""
+        for access in self._machine.detector.last_writes(Region(operand, (), ...)):
+            self._find(
+                "operand written",
+                f"{access.describe()} changes {operand.describe()}, an operand. XLA takes operands"
+                " for unchanged, and the program and its caller may read them later. Write to a"
+                " result, or to a buffer of `symmetric`.",
+                access.site,
+                name=operand.name,
+            )
+
     def before_start(self, device: Any, access: Access) -> None:
         """A launch without a barrier at its start touches a peer that may not have started."""
         self._find(
@@ -141,6 +153,8 @@ class Checks(SemaphoreChecks):
         ends = [d.clock for d in machine.devices]
         if self._on:
             for device in machine.devices:
+                for operand in device.operands:
+                    self.operand_written(operand)
                 for access in device.remote_touches.values():
                     self._after_end(device, access)
                 for block in device.blocks:

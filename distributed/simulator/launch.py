@@ -151,6 +151,8 @@ class KernelCall:
         names = self._buffer_names(len(operands))
         for i, value in enumerate(operands):
             device.buffers.append(_global(np.array(value), names[i], device, i, True))
+        of_results = {*self.aliases.values()}
+        device.operands = [b for i, b in enumerate(device.buffers) if i not in of_results]
         for i, aval in enumerate(self.out_avals):
             if i in self.aliases:
                 device.buffers.append(device.buffers[self.aliases[i]])

@@ -77,9 +77,9 @@ def forward(
         )
         start = tuple(make_varying(x, axes) for x in start)
         (highest, total, out), _ = lax.scan(of_keys, start, (ks, vs, k_tokens))
-        some = total > 0
-        total = jnp.where(some, total, 1)
-        lse = jnp.where(some, highest + jnp.log(total), -jnp.inf)
+        none = total == 0  # And not `total > 0`, which would make a result of NaN one without keys.
+        total = jnp.where(none, 1, total)
+        lse = jnp.where(none, -jnp.inf, highest + jnp.log(total))
         return out / total[..., None], lse
 
     out, lse = lax.map(of_queries, (qs, q_tokens))

@@ -40,7 +40,7 @@ def merged(shares: Sequence[Share], dtype: Any) -> Share:
     # Without the barrier XLA transposes after the comparison, in one kernel for each share.
     weights = jax.lax.optimization_barrier(weights)
     terms = [
-        jnp.where(weight > 0, weight * share.out.astype(lse.dtype), 0)
+        jnp.where(weight == 0, 0, weight * share.out.astype(lse.dtype))
         for weight, share in zip(weights, shares, strict=True)
     ]
     return Share(sum_of(terms).astype(dtype), lse)

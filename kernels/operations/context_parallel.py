@@ -101,7 +101,7 @@ def context_parallel_attention(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    window = _check(q, k, v, causal, window)
+    window, devices = _check(q, k, v, causal, window), axis_size(axes)
     checks.check_flag(OP, "return_logsumexp", return_logsumexp)
     q, scale = rules.scaled(q, scale)
     check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
@@ -110,7 +110,9 @@ def context_parallel_attention(
     _check_segments(q, k, segment_ids, kv_segment_ids)
     ids = tuple(str(x.dtype) for x in (segment_ids, kv_segment_ids) if x is not None)
     method = _method_of(method, config)
-    mask, devices = Mask(causal=causal, window=window), axis_size(axes)
+    if window is not None and not checks.is_symbolic(q) and window >= devices * q.shape[1]:
+        window = None  # Of as many keys as there are.
+    mask = Mask(causal=causal, window=window)
     sizes = examples.sizes_of(q, k, devices, causal=causal, layout=layout)
     types = Types(lhs=str(q.dtype), rhs=str(k.dtype), out=str(q.dtype))
     record = CONTEXT_PARALLEL_ATTENTION
@@ -289,7 +291,7 @@ def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | No
         return None
     if not causal or checks.check_integer(OP, "window", window) < 1:
         raise ValueError(f"{OP}: window={window} must be at least 1, and needs causal=True.")
-    return int(window)
+    return min(int(window), jnp.iinfo(jnp.int32).max)
 
 
 def _check_segments(q: Any, k: Any, segments: Any, others: Any) -> None:

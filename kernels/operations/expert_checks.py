@@ -22,8 +22,8 @@ def check_num_experts(op: str, w_out: Any, devices: int) -> int:
 
 def check_routing(
     op: str, x: Any, expert_index: Any, num_experts: int, capacity: int | None, devices: int
-) -> None:
-    """Raises ValueError unless tokens can be sent so."""
+) -> int:
+    """The rows that each device has room for; raises ValueError unless tokens can be sent so."""
     checks.check_array(op, "x", x)
     checks.check_array(op, "expert_index", expert_index)
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -45,12 +45,15 @@ def check_routing(
             f"{op}: num_experts={num_experts} must be a multiple of the {devices} devices, which"
             " have as many each; add experts that nobody chooses."
         )
-    if capacity is not None and checks.check_integer(op, "capacity", capacity) < 1:
-        raise ValueError(f"{op}: capacity={capacity} must be at least 1; None drops nothing.")
+    if capacity is not None:
+        most = checks.check_integer(op, "capacity", capacity)
+        if most < 1:
+            raise ValueError(f"{op}: capacity={most} must be at least 1; None drops nothing.")
+        capacity = most
     tokens, top_k = expert_index.shape
-    if checks.is_symbolic(x, expert_index):
-        return
     rows = room_for(tokens, top_k, devices, capacity)
+    if checks.is_symbolic(x, expert_index):
+        return rows
     places = rows * devices
     if places >= 2**31:
         raise ValueError(
@@ -58,6 +61,7 @@ def check_routing(
             " of all devices, and 2^31 is the limit; pass fewer tokens at once, or a smaller"
             " capacity."
         )
+    return rows
 
 
 def check_combine(rows: Any, weights: Any, positions: Any) -> None:

@@ -19,7 +19,6 @@ from stretto.kernels.operations.expert_checks import (
     COMBINE,
     check_combine,
     check_routing,
-    room_for,
 )
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
@@ -90,10 +89,9 @@ def expert_dispatch(
     """
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)
-    check_routing(DISPATCH, x, expert_index, num_experts, capacity, devices)
+    rows = check_routing(DISPATCH, x, expert_index, num_experts, capacity, devices)
     num_experts = int(num_experts)  # Of numpy, too.
     tokens, top_k = expert_index.shape
-    rows = room_for(tokens, top_k, devices, capacity)
     options = rules.DispatchOptions(rows=rows)
     sizes = dict(t=devices * tokens, d=x.shape[1], top_k=top_k, num_experts=num_experts)
     types = Types(lhs=str(x.dtype), rhs="int32", out=str(x.dtype))
@@ -150,7 +148,7 @@ def expert_combine(
     """
     axes = canonical_axes(axis_name)
     check_combine(rows, weights, positions)
-    wire = checks.check_out_dtype(COMBINE, wire_dtype, rows.dtype)
+    wire = checks.check_out_dtype(COMBINE, wire_dtype, rows.dtype, "wire_dtype")
     options = rules.CombineOptions(wire_dtype=wire)
     call = combine_call(rows, weights, positions, axes, options, backend=backend, config=config)
     return _served(EXPERT_COMBINE, (rows, weights, positions), axes, options, call)

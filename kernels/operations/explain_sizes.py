@@ -79,7 +79,10 @@ def explain_sizes(
         known = ", ".join(OPERATIONS)
         raise ValueError(f"operation={operation!r} is not one of {known}.")
     _check_sizes(record, devices, sizes)
-    lhs, out = (_type_name(name) for name in (dtype, out_dtype or dtype))
+    if not isinstance(kind, str) or not kind.strip():
+        raise ValueError(f"kind={kind!r} must be a GPU's name, or words of it, such as 'h200'.")
+    lhs = _type_name("dtype", dtype)
+    out = lhs if out_dtype is None else _type_name("out_dtype", out_dtype)
     problem = Problem(
         operation=operation,
         sizes={name: sizes[name] for name in record.sizes},
@@ -117,11 +120,11 @@ def _check_sizes(record: Operation, devices: int, sizes: dict[str, Any]) -> None
             )
 
 
-def _type_name(name: str) -> str:
+def _type_name(what: str, name: str) -> str:
     try:
         return str(jnp.dtype(name))
     except TypeError:
-        raise ValueError(f"dtype={name!r} is no type that JAX has.") from None
+        raise ValueError(f"{what}={name!r} is no type that JAX has.") from None
 
 
 def _known_kind(kind: str) -> str:

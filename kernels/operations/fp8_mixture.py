@@ -72,12 +72,10 @@ def mixture_of_experts(
     named = (*(("w_in", w) for w in sides), ("w_out", w_out))
     likes = [fp8_weights.like(OP, name, w, x.dtype) for name, w in named]
     num_experts = expert_checks.check_num_experts(OP, likes[-1], devices)
-    expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
+    rows = expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = mixture.check_matrices(
         OP, x, weights, expert_index, tuple(likes[:-1]), likes[-1], biases, b_out
     )
-    tokens, top_k = expert_index.shape
-    rows = expert_checks.room_for(tokens, top_k, devices, capacity)
     routing = route(expert_index, axes, num_experts=num_experts, rows=rows)
     layer = rules.Layer(
         recipe=recipe,
@@ -85,7 +83,7 @@ def mixture_of_experts(
         rows=rows,
         num_experts=num_experts,
         dtype=x.dtype,
-        wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
+        wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype, "wire_dtype"),
         activation=activations.of_experts(OP, activation, gated=gated),
         gated=gated,
         backend=backend,
@@ -93,6 +91,8 @@ def mixture_of_experts(
     given = Operands(
         x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out
     )
+    if 0 in expert_index.shape:
+        return given.of_no_choice(axes), routing
     operands = alike(given, axes)
     if not fp8_weights.in_8_bits(OP, dict(w_in=sides, w_out=[w_out])):
         return rules.differentiable(layer, operands), routing

@@ -96,13 +96,12 @@ def mixture_of_experts(
     sides, biases = _as_tuple(w_in), None if b_in is None else _as_tuple(b_in)
     checks.check_array(OP, "w_out", w_out)
     num_experts = expert_checks.check_num_experts(OP, w_out, devices)
-    expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
+    rows = expert_checks.check_routing(OP, x, expert_index, num_experts, capacity, devices)
     gated = check_matrices(OP, x, weights, expert_index, sides, w_out, biases, b_out)
     tokens, top_k = expert_index.shape
-    rows = expert_checks.room_for(tokens, top_k, devices, capacity)
     options = Options(
         rows=rows,
-        wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype),
+        wire_dtype=checks.check_out_dtype(OP, wire_dtype, x.dtype, "wire_dtype"),
         activation=activations.of_experts(OP, activation, gated=gated),
         gated=gated,
         matmuls=backend,
@@ -131,6 +130,8 @@ def mixture_of_experts(
         *(x, routing.positions, routing.group_sizes, weights, sides, w_out, biases, b_out),
         dispatched=dispatched,
     )
+    if 0 in expert_index.shape:
+        return operands.of_no_choice(axes), routing
     if uses_traced:  # Its derivative is JAX's, step by step.
         call = expert_rules.by_xla(MIXTURE_OF_EXPERTS, axes, options, mixture_rules.XLA)
         return perform(operands, call, mixture_rules.apply), routing

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from stretto.distributed.team import Team
 from stretto.kernels.fused import dispatch_matmul, group_activation, matmul_combine
 from stretto.kernels.fused.group_activation import Activated
-from stretto.kernels.operation import Call
+from stretto.kernels.operation import Axes, Call
 from stretto.kernels.operations import experts, routed
 from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other
 from stretto.kernels.operations.grouped_matmul import product_of_groups
-from stretto.kernels.operations.perform import run
+from stretto.kernels.operations.perform import run, typed_alike
 from stretto.kernels.xla import experts as xla
 
 
@@ -36,6 +36,13 @@ class Operands(NamedTuple):
     b_in: Any
     b_out: Any
     dispatched: Any = None
+
+    def of_no_choice(self, axes: Axes) -> jax.Array:
+        """The result, zeros, where no token has a choice; no operand has a cotangent.
+
+        XLA's compiler for CPUs crashes on the cotangents of such steps (jaxlib 0.11.2).
+        """
+        return typed_alike(axes, [jnp.zeros_like(self.x), *jax.tree.leaves(self)])[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stretto.kernels.operation import Operation
@@ -66,7 +66,7 @@ def sharded(
         plain = {key: x for key, x in options.items() if key not in named}
         every = (*operands, *(options[key] for key in named))
         found = _specs(record, every, in_specs)
-        where = mesh if mesh is not None else _mesh_of(record, every)
+        where = _mesh_of(record, mesh, every)
         _check_axes(record, axes, where)
         of_scales = [
             _specs_of_scales(operands[SCALES.index(key)], found[SCALES.index(key)], scale)
@@ -226,7 +226,7 @@ def _sharding(record: Operation, x: Any) -> NamedSharding:
     return found
 
 
-def _check_axes(record: Operation, axes: Sequence[Any], mesh: Mesh | Any) -> None:
+def _check_axes(record: Operation, axes: Sequence[Any], mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError where the mesh lacks one of the team, or a `shard_map` encloses it."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in axes:
@@ -242,12 +242,25 @@ def _check_axes(record: Operation, axes: Sequence[Any], mesh: Mesh | Any) -> Non
             )
 
 
-def _mesh_of(record: Operation, operands: Sequence[Any]) -> Mesh | Any:
+def _mesh_of(record: Operation, given: Any, operands: Sequence[Any]) -> Mesh | AbstractMesh:
+    """The given mesh, the enclosing one or that of the operands.
+
+    Raises:
+      ValueError: there is none, or `given` is none, or operands are on different meshes.
+    """
+    if isinstance(given, Mesh | AbstractMesh):
+        return given
+    if given is not None:
+        raise ValueError(f"{record.name}: mesh={given!r:.60} must be a jax.sharding.Mesh.")
     enclosing = jax.sharding.get_abstract_mesh()
     if not enclosing.empty:
         return enclosing
-    for x in jax.tree.leaves(operands):
-        found = getattr(x, "sharding", None) if not isinstance(x, Tracer) else None
-        if isinstance(found, NamedSharding):
-            return found.mesh
+    concrete = [x for x in jax.tree.leaves(operands) if not isinstance(x, Tracer)]
+    shardings = [getattr(x, "sharding", None) for x in concrete]
+    meshes = {found.mesh for found in shardings if isinstance(found, NamedSharding)}
+    if len(meshes) > 1:
+        several = " and ".join(sorted(str(dict(found.shape)) for found in meshes))
+        raise ValueError(f"{record.name}: operands lie on several meshes, {several}; pass one.")
+    for found in meshes:
+        return found
     raise ValueError(f"{record.name}: mesh is missing; pass one, or enclose it in jax.set_mesh.")

@@ -170,17 +170,22 @@ def is_symbolic(*arrays: Any) -> bool:
     return not all(isinstance(size, int) for x in arrays for size in x.shape)
 
 
-def check_out_dtype(op: str, out_dtype: jax.typing.DTypeLike | None, default: Any) -> jnp.dtype:
-    """`out_dtype`, or `default` where it is None; ValueError unless it is of the default's kind."""
+def check_out_dtype(
+    op: str, out_dtype: jax.typing.DTypeLike | None, default: Any, what: str = "out_dtype"
+) -> jnp.dtype:
+    """`out_dtype`, or `default` where it is None; ValueError unless it is of the default's kind.
+
+    `what` is the argument's name.
+    """
     default = jnp.dtype(default)
     try:
         dtype = default if out_dtype is None else jnp.dtype(out_dtype)
     except TypeError as error:
-        raise ValueError(f"{op}: out_dtype={out_dtype!r:.60} is no type: {error}.") from None
+        raise ValueError(f"{op}: {what}={out_dtype!r:.60} is no type: {error}.") from None
     kinds = [jnp.floating, jnp.complexfloating, jnp.integer]
     if not any(all(jnp.issubdtype(x, kind) for x in (dtype, default)) for kind in kinds):
         raise ValueError(
-            f"{op}: out_dtype={dtype} must be of the same kind (floating-point, complex, integer)"
+            f"{op}: {what}={dtype} must be of the same kind (floating-point, complex, integer)"
             f" as the operands, {default}."
         )
     return dtype

@@ -27,6 +27,8 @@ def parse_ranks(text: str, num_processes: int | None) -> frozenset[int] | None:
         if match is None:
             raise LaunchError(f"--tee {text}: {part!r} is no process; write all, none or 0,4-7")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise LaunchError(f"--tee {text}: {part!r} counts backwards; write {last}-{first}")
         if num_processes is not None and last >= num_processes:
             raise LaunchError(
                 f"--tee {text} names process {last}, and the job has 0 to {num_processes - 1}"

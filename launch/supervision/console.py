@@ -4,6 +4,7 @@ Nothing here waits for a reader or a disk but ``drain`` and ``close``, which hav
 """
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -149,6 +150,7 @@ class _Terminal:
         out, error = Page(_is_hidden), Page(_is_hidden)
         self._pages = {"stdout": out, "stderr": out if _are_one_file() else error}
         self._draft: list[tuple[str, bytes]] = []
+        self._has_told = False
         self.error: BrokenPipeError | None = None
 
     def write(self, pieces: Sequence[Piece], now: float) -> None:
@@ -185,8 +187,17 @@ class _Terminal:
                 write_all(_FDS[stream], bytes(data))
             except BrokenPipeError as error:
                 self.error = error
-            except OSError:
-                continue  # a terminal that was closed, a full disk: the job continues without
+            except OSError as error:  # a stream that was closed, a full disk
+                parts += self._told_of(stream, error)
+
+    def _told_of(self, stream: str, error: OSError) -> list[tuple[str, bytes]]:
+        """What to write of a stream that cannot be written: once, and not of a closed one."""
+        if self._has_told or stream == "stderr" or error.errno == errno.EBADF:
+            return []
+        self._has_told = True
+        reason = f"stdout cannot be written ({error.strerror})"
+        text = f"stretto: {reason}; the job continues, its output has gaps"
+        return [("stderr", _lines(text))]
 
 
 def _is_hidden(line: bytes) -> bool:

@@ -88,7 +88,11 @@ class Departures:
                 yield _Wait(vanished, left, "at its end, which all processes reach together")
 
     def _pairs(self) -> list[tuple[Member, Member]]:
-        """Each process that goes on, after the first to finish that it has run programs with."""
+        """Each process that goes on, after the first to finish that it may wait for.
+
+        That is one that has run programs with it; or that has run none, though a program of the
+        one that goes on needs it.
+        """
         needed: dict[int, Member] = {}  # by process, the first that it may wait for
         gone = [m for m in self._members if m.finished_at is not None and m.programs]
         groups: set[tuple[int, ...]] = set()
@@ -98,4 +102,20 @@ class Departures:
                 for process_id in group:
                     needed.setdefault(process_id, member)
         left = [m for m in self._members if m.finished_at is None and not m.over]
-        return [(needed[m.process_id], m) for m in left if m.process_id in needed]
+        missing = self._missing(left)
+        pairs = []
+        for m in left:
+            found = [missing[p.processes] for p in m.programs if p.processes in missing]
+            if first := needed.get(m.process_id, next(iter(found), None)):
+                pairs.append((first, m))
+        return pairs
+
+    def _missing(self, left: Sequence[Member]) -> dict[tuple[int, ...], Member]:
+        """One that has finished and run nothing, by the processes of a program that needs it."""
+        gone = {m.process_id: m for m in self._members if m.finished_at is not None}
+        strangers = {i: m for i, m in gone.items() if not m.programs}
+        if not strangers:
+            return {}
+        groups = {program.processes for member in left for program in member.programs}
+        found = {group: [strangers[i] for i in group if i in strangers] for group in groups}
+        return {group: members[0] for group, members in found.items() if members}

@@ -13,7 +13,7 @@ from stretto.launch.supervision.causes import Failure
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _WORKER_FILE = str(Path(__file__).parents[1] / "worker.py")
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
-_JAX = re.compile(r"-packages/(?:jax|jaxlib)/")
+_JAX = re.compile(r"-packages/(?:jax|jaxlib|stretto/distributed)/")
 # Where processes join one another, and where those that have joined learn of all devices.
 _JOINING = re.compile(r"-packages/(?:jax/_src/(?:distributed|xla_bridge)|jaxlib/xla_client)\.py$")
 _STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/")
@@ -82,8 +82,9 @@ def innermost_frame(stacks: Sequence[str]) -> Place | None:
 def may_wait_for_others(frame: Place) -> bool:
     """Whether a main thread that stands still there may wait for other processes in JAX.
 
-    JAX is called from its own Python code or, past its first call of a function, from that of the
-    user. Code of Python and of other packages waits for threads and other things of its own.
+    JAX is called from its own Python code, from Stretto's that waits for others (`first_runs`) or,
+    past its first call of a function, from that of the user. Code of Python and of other packages
+    waits for threads and other things of its own.
     """
     if _PACKAGES.search(frame.file):
         return _JAX.search(frame.file) is not None

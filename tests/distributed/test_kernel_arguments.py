@@ -60,6 +60,9 @@ def test_values(options, message):
         (dict(num_blocks=1.0), "num_blocks=1.0 is of type float"),
         (dict(name=None), "name=None of a kernel is of type NoneType"),
         (dict(team="x"), r"team='x' is of type str; pass Team.along\(axis_name\)"),
+        (dict(semaphore_arrays=[SemaphoreArray()]), "semaphore_arrays is of type list; it must be"),
+        (dict(scratch=[plgpu.Barrier()]), "scratch is of type list; it must be a dictionary"),
+        (dict(out_type=[None]), "result 0 is of type NoneType; it has no shape"),
         (dict(semaphore_arrays=dict(sem=2)), r"semaphore_arrays\['sem'\] is of type int"),
     ],
 )

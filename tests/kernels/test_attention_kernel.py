@@ -191,6 +191,14 @@ def test_rows_whose_scores_are_all_minus_infinity():
     assert np.isfinite(out).all()
 
 
+def test_a_row_of_nan_is_not_one_without_keys():
+    q, k, v, _ = drawn((1, 64, 1, 64), (1, 64, 1, 64))
+    out, lse = on_one([q.at[0, 5, 0, 0].set(jnp.nan), k, v])
+    rows = np.arange(64) == 5
+    assert (np.isnan(lse[0, 0]) == rows).all()
+    assert (np.isnan(out[0, :, 0]) == rows[:, None]).all()
+
+
 @pytest.mark.parametrize(
     ("dim", "tiles", "scale", "error", "words"),
     [

@@ -157,6 +157,23 @@ def test_shares_without_keys_count_nothing():
     assert (found.out == 0).all() and jnp.isneginf(found.lse).all()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_nan_is_not_hidden(way):
+    """That of a query is in its row of the result, of the logsumexp and of the derivative."""
+    q, *others = drawn()
+    q[0, 5] = np.nan
+    out, lse, q_bar, *_ = ours(2, [q, *others], causal=True, **WAYS[way])
+    for found in (out[0, :, 0, 0], lse[0, :, 0], q_bar[0, :, 0, 0]):
+        assert (np.isnan(found) == (np.arange(TOKENS) == 5)).all()
+
+
+def test_a_window_of_more_keys_than_there_are():
+    """Also of more than 32 bits can count."""
+    operands = drawn()
+    seen = np.broadcast_to(places() >= 0, (BATCH, TOKENS, TOKENS))
+    check(ours(2, operands, causal=True, window=2**40), dense(operands, seen))
+
+
 def test_zigzag_is_undone_and_positions_follow_it():
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("cp",))
     order = st.to_zigzag(jnp.arange(8), 2, axis=0)

@@ -84,6 +84,40 @@ def test_a_flag_is_no_capacity():
         jax.eval_shape(program(2, capacity=True), jnp.ones((2, 16)), jnp.zeros((2, 1), jnp.int32))
 
 
+def test_a_capacity_that_is_an_array():
+    call = program(2, capacity=jnp.int32(3))
+    rows, _ = jax.eval_shape(call, jnp.ones((2, 16)), jnp.zeros((2, 1), jnp.int32))
+    assert rows.shape == (2 * 3, 16)
+
+
+@pytest.mark.parametrize("operation", [st.mixture_of_experts, st.fp8.mixture_of_experts])
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (3, 0)])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_layer_of_no_choices(operation, tokens, top_k, check_vma):
+    """Zeros, and cotangents of zeros; XLA's compiler for CPUs crashed on these."""
+
+    def body(x, index, *others):
+        call = lambda x, *others: operation(x, index, *others, "x")[0]  # noqa: E731
+        out, pull = jax.vjp(call, x, *others)
+        return out, pull(out + 1)
+
+    shapes = (2 * tokens, 32), (2 * tokens, top_k), (2 * tokens, top_k), (4, 32, 32), (4, 16, 32)
+    x, index, *others = (jnp.ones(shape, F32) for shape in shapes)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    how = dict(mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    out, bars = jax.jit(jax.shard_map(body, **how))(x, index.astype(jnp.int32), *others)
+    assert [y.shape for y in (out, *bars)] == [y.shape for y in (x, x, *others)]
+    assert not any(np.any(y) for y in (out, *bars))
+
+
+def test_a_type_on_the_wire_is_named_as_it_was_given():
+    call = lambda x, i, w: st.expert_combine(x, w, i, "x", wire_dtype=jnp.int32)  # noqa: E731
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ValueError, match="wire_dtype=int32 must be of the same kind"):
+        jax.eval_shape(mapped, jnp.ones((8, 16)), jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)))
+
+
 def test_a_device_of_one_multiprocessor():
     with st.simulate(core_count=1):
         assert residency.most_blocks_beside_others() == 1

@@ -88,12 +88,15 @@ def test_attention_whose_kernel_the_table_has():
         (dict(operation="all_reduce", m=1), "all_reduce has the sizes m, n, and m are given"),
         (dict(operation="all_reduce", m=0, n=1), "m=0 must be a whole number above 0"),
         (dict(operation="all_reduce", m=1, n=1, dtype="real"), "dtype='real' is no type"),
+        (dict(operation="all_reduce", m=1, n=1, out_dtype="real"), "out_dtype='real' is no type"),
+        (dict(operation="all_reduce", m=1, n=1, kind=" "), "kind=' ' must be a GPU's name"),
+        (dict(operation="all_reduce", m=1, n=1, kind=None), "kind=None must be a GPU's name"),
         (dict(operation="all_gather_matmul", m=8, k=8, n=7), "n=7 must be a multiple of 4, since"),
     ],
 )
 def test_bad_input(arguments, said):
     with pytest.raises(ValueError, match=said):
-        st.explain_sizes(devices=4, kind="H200", **arguments)
+        st.explain_sizes(**dict(devices=4, kind="H200") | arguments)
 
 
 def test_the_command(one_entry, capsys):

@@ -176,6 +176,15 @@ def test_a_tree_of_specs_and_a_number():
     assert total["one"] == mesh.shape["tp"]
 
 
+def test_a_mesh_that_is_none_and_operands_on_several():
+    x, w = operands(mesh_of(AxisType.Auto), P("dp", "tp"), P(None, "tp"))
+    with pytest.raises(ValueError, match="mesh='tp' must be a jax"):
+        st.sharded(GATHER, mesh="tp")(x, w, "tp")
+    other = jax.device_put(w, NamedSharding(cases.mesh_of(2, axes=("tp",)), P(None, "tp")))
+    with pytest.raises(ValueError, match=r"several meshes, .*'dp': 2.* and \{'tp': 2\}; pass one"):
+        st.sharded(GATHER)(x, other, "tp")
+
+
 def test_a_call_inside_shard_map_is_told_so():
     mesh = mesh_of(AxisType.Auto)
     x, w = operands(mesh, P("tp"), P())

@@ -59,6 +59,7 @@ def tell_stacks(member: Member, file: str) -> None:
     ("file", "waits"),
     [
         ("/env/lib/python3.12/site-packages/jax/_src/array.py", True),
+        ("/env/lib/python3.12/site-packages/stretto/distributed/private_jax/store.py", True),
         ("train.py", True),  # jitted functions are called past Python
         (f"{PYTHON}/threading.py", False),  # as for a thread that writes a checkpoint
         ("/env/lib/python3.12/site-packages/tensorstore/x.py", False),
@@ -93,6 +94,24 @@ def test_who_runs_nothing_with_it_is_left_alone(pair, clock):
     clock[0] = 1000.0
     found = Departures(pair)
     assert not found.wants_news() and found.stuck() is None
+
+
+@pytest.mark.parametrize("is_of_both", [True, False])
+def test_who_has_run_no_program_is_missed_in_those_of_both(pair, clock, is_of_both):
+    """It left before the first one, as by an early return."""
+    left, gone = pair
+    gone.programs.clear()
+    if not is_of_both:
+        left.programs[:] = [Program("jit_f", "f", (0, 2))]
+    found = Departures(pair)
+    clock[0] = 104.0
+    assert found.wants_news() == is_of_both and found.stuck() is None
+    tell_stacks(left, "train.py")
+    clock[0] = 106.0
+    failure = found.stuck()
+    assert (failure is not None) == is_of_both
+    if failure is not None:
+        assert (failure.process_id, failure.status) == (1, 1)
 
 
 def test_nobody_has_finished(pair, clock):

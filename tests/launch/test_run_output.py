@@ -109,6 +109,26 @@ def test_a_full_disk_does_not_end_the_job(tmp_path, capfd):
     assert (tmp_path / "process-1.log").read_text() == "first\n"
 
 
+def test_output_that_goes_to_a_full_disk_is_said_to_be_lost(capfd):
+    """Once, on stderr."""
+    console, saved = Console(1, None), os.dup(1)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        os.dup2(full, 1)
+        for word in (b"first\n", b"second\n"):
+            console.output(0, "stdout", word)
+            assert console.drain(5)
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(full)
+        console.close()
+    captured = capfd.readouterr()
+    (line,) = captured.err.splitlines()
+    assert "stdout cannot be written (No space left on device); the job continues" in line
+    assert not captured.out
+
+
 def test_each_run_has_a_folder_of_its_own(run_job, tmp_path):
     for word in ("one", "two"):
         run_job(f"print({word!r})", *LOCAL, "-n", "1", "--log-dir", "logs")

@@ -130,7 +130,7 @@ def test_failure_of_a_process_that_is_not_shown(run_job):
 
 @pytest.mark.parametrize(
     ("text", "ranks"),
-    [("all", None), ("none", set()), ("0", {0}), ("0,2-3", {0, 2, 3}), ("3-2", set())],
+    [("all", None), ("none", set()), ("0", {0}), ("0,2-3", {0, 2, 3})],
 )
 def test_ranks(text, ranks):
     assert parse_ranks(text, 4) == ranks
@@ -138,7 +138,12 @@ def test_ranks(text, ranks):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "'' is no process"), ("a", "'a' is no process"), ("0-9", "names process 9.*0 to 3")],
+    [
+        ("", "'' is no process"),
+        ("a", "'a' is no process"),
+        ("0-9", "names process 9.*0 to 3"),
+        ("0,3-2", "'3-2' counts backwards; write 2-3"),
+    ],
 )
 def test_ranks_that_are_none(text, words):
     with pytest.raises(LaunchError, match=words):

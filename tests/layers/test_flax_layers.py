@@ -290,6 +290,13 @@ def test_without_a_mesh_it_is_a_layer_of_one_device():
         (lambda: sf.Attention(4, 16, num_kv_heads=3, rngs=nnx.Rngs(0)), "num_heads=4 must be"),
         (lambda: sf.Attention(3, 16, rngs=nnx.Rngs(0)), "qkv_features=16 must be"),
         (lambda: sf.Attention(4, 16, num_kv_heads=1, rngs=nnx.Rngs(0))(X), "num_kv_heads=1 must"),
+        (lambda: sf.Attention(0, 16, rngs=nnx.Rngs(0)), "num_heads=0 must be at least 1"),
+        (lambda: sf.Attention(4, 16, num_kv_heads=0, rngs=nnx.Rngs(0)), "num_kv_heads=0 must"),
+        (lambda: sf.Attention(4, 16, attention_fn=3, rngs=nnx.Rngs(0)), "attention_fn=3 is of"),
+        (lambda: sf.FeedForward(16, -4, rngs=nnx.Rngs(0)), "out_features=-4 must be at least 1"),
+        (lambda: sf.FeedForward(16, 32.0, rngs=nnx.Rngs(0)), "out_features=32.0 is of type float"),
+        (lambda: ours("plain")([[1.0]]), "x=.* is of type list; it must be an array"),
+        (lambda: ours("attention")([[1.0]]), "x=.* is of type list; it must be an array"),
     ],
 )
 def test_errors(call, words):

@@ -115,6 +115,15 @@ def test_kernels_inside_shard_map_in_the_simulator():
     ("call", "words"),
     [
         (lambda: sf.MixtureOfExperts(4, D, F, top_k=5, rngs=nnx.Rngs(0)), "top_k=5 must be from"),
+        (lambda: sf.MixtureOfExperts(4, D, F, top_k=0, rngs=nnx.Rngs(0)), "top_k=0 must be at le"),
+        (lambda: sf.MixtureOfExperts(4, D, F, top_k=2.0, rngs=nnx.Rngs(0)), "top_k=2.0 is of type"),
+        (
+            lambda: sf.MixtureOfExperts(
+                3, D, F, top_k=2, parallel=sf.Parallel("ep"), rngs=nnx.Rngs(0)
+            ),
+            "num_experts=3 must be a multiple of the team's",
+        ),
+        (lambda: ours(parallel=sf.Parallel("ep"))(X, [1.0]), "scores=.* is of type list"),
         (lambda: ours(parallel=sf.Parallel("ep", sequence_parallel=False)), "sequence_parallel"),
         (lambda: ours(parallel=sf.Parallel("ep"))(X, SCORES[..., :3]), "scores has shape"),
         (lambda: ours(parallel=sf.Parallel("ep"))(X[:, :7], SCORES[:, :7]), "must be a multiple"),

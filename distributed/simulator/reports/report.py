@@ -16,8 +16,8 @@ class Finding:
 
     Attributes:
       kind: "race", "unordered tensor cores", "uninitialised", "uncommitted store",
-        "unawaited copy", "message overwritten", "after end", "before start", "semaphore scope", or
-        "semaphore not zero".
+        "unawaited copy", "message overwritten", "operand written", "after end", "before start",
+        "semaphore scope", or "semaphore not zero".
       key: what makes two findings the same.
       message: the whole story, with source lines.
       sites: the source lines, in the order of the report.

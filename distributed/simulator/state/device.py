@@ -20,6 +20,7 @@ class Device:
       index: row-major in the mesh.
       coords: index along each axis of the mesh.
       buffers: global memory of the launch, by argument.
+      operands: those of the buffers that are operands, and not a result's memory, too.
       semaphores: by allocation key.
       waiting_blocks: blocks that are not resident yet.
       clock: what all its finished tasks knew.
@@ -32,6 +33,7 @@ class Device:
         self.coords = mesh.coords(index)
         self._name = mesh.describe(index)
         self.buffers: list[Buffer] = []
+        self.operands: list[Buffer] = []
         self.semaphores: dict[Hashable, SemaphoreArray] = {}
         self.blocks: list[Block] = []
         self.waiting_blocks: deque[Block] = deque()

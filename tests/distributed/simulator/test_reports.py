@@ -188,6 +188,8 @@ def launched(mistake: str):
             if mistake != "wait":
                 from_other.at[1].wait()
             out_ref[...] = inbox_ref[...]
+            if mistake == "operand":
+                x_ref[...] = inbox_ref[...]
 
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return kernel.launch(
@@ -213,6 +215,7 @@ def launched(mistake: str):
         ("wait", "race on inbox_ref of device"),
         ("wait", "semaphore from_other[1] of device 0 ends at 1"),
         ("wait", "semaphore unused of device 0 ends at 1"),
+        ("operand", "x_ref[...] = inbox_ref[...] changes x_ref of device 0, an operand"),
     ],
 )
 def test_names_in_a_launched_kernel(mistake, name):

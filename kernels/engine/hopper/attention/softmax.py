@@ -118,7 +118,7 @@ def _over(by_row: jax.Array, x: jax.Array) -> jax.Array:
 def finished(folded: Folded) -> tuple[jax.Array, jax.Array]:
     """(attention, its logsumexp to the base e); 0 and minus infinity of a row without keys."""
     total = jnp.sum(folded.total, 1)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, (folded.reference + jnp.log2(total)) * math.log(2), -jnp.inf)
+    none = total == 0  # NaN is of a row that has keys.
+    total = jnp.where(none, 1.0, total)
+    lse = jnp.where(none, -jnp.inf, (folded.reference + jnp.log2(total)) * math.log(2))
     return scaled(folded.out, 1.0 / total), lse
