@@ -11,7 +11,7 @@ from stretto.distributed.schedule import ceil_div
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
-WIDTHS = {64: (0.21, 0.49, 0.6), 128: (0.30, 0.43, 1.2), TILE_N: (0.56, 0.69, 2.4)}
+WIDTHS = {64: (0.21, 0.42, 0.6), 128: (0.30, 0.43, 1.2), TILE_N: (0.56, 0.69, 2.4)}
 """Of tiles of so many columns, in microseconds: a step where the device has next to no other tiles,
 one where each multiprocessor has a tile and all share the L2, and what it takes to begin a tile and
 to store it. Fitted to own matmuls alone at 60 random sizes on one H200."""
@@ -28,9 +28,9 @@ DIVIDED_READ_BYTES = 3.4e12
 """The same of a product that XLA divides along k: more multiprocessors read. Seen at one size, a
 reduce-scatter of 11312 x 11712 x 8, where the fused kernel's 89 tiles took 1.4 of XLA's time."""
 UNALIGNED_WRITTEN_BYTES, OUTER_BYTES = 2.7e12, 0.85e12
-"""Per second: a result beside rows that are not aligned, which no product hides; and that of an
-outer product, which is no matmul, where its own rows are not. Fitted to XLA's matmuls alone at 110
-random sizes on one H200."""
+"""Per second: what the L2 does not keep of a result beside rows that are not aligned, which is
+written after the products; and the result of an outer product, which is no matmul, where its own
+rows are not aligned. Fitted to XLA's matmuls alone at 110 random sizes on one H200."""
 CACHED_BYTES, WRITTEN_BYTES = 30e6, 3.3e12  # of a result: what stays in the L2; per second beyond
 MOST_PARTS = 2048  # of a product that XLA divides along k
 SUM_COST, SUM_COST_OF_A_BYTE = 401e3, 2.28  # of its partial products, in operations of one tile
@@ -81,7 +81,7 @@ def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float
     if k == 1 and n * itemsize % ALIGNED_BYTES:
         return result / OUTER_BYTES
     others_us = by_xla_unstored(m, k, n, itemsize, multiprocessors)
-    return others_us + result / UNALIGNED_WRITTEN_BYTES
+    return others_us + max(0.0, result - 1e6 * CACHED_BYTES) / UNALIGNED_WRITTEN_BYTES
 
 
 def is_aligned(k: int, n: int, itemsize: int) -> bool:
