@@ -53,7 +53,7 @@ def tiles_in_shards(problem: Problem) -> TileConfig:
 
 
 def _is_narrow_and_long(problem: Problem) -> bool:
-    """Whether few columns wait for a long transfer: blocks then load them in pairs.
+    """Whether few columns wait for many rows of peers: blocks then load them in pairs.
 
     A row of rhs is less than a line of the L2, and every block loads all of them. On two H200s
     pairs took 0.86, 0.88, 0.92, 0.97, 1.01 and 1.01 of the time of tiles of 64 columns where
