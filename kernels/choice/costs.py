@@ -23,6 +23,10 @@ COPIES_BESIDE_US = {0: 0.0, 2: 6.0, 3: 4.4}
 RECORDED_COPIES_US = {3: 0.5}
 """The same where the host limits a call: these are enough kernels in a row, with one that the
 caller has there, for XLA to record them in a command buffer (`xla_flags.record_runs_of_four`)."""
+COPY_ALONE_US, COPIED_ALONE = 1.0, 0.75
+"""Microseconds of each copy beside a kernel without a collective, which the host launches while the
+kernel before runs; and the share of its bytes' time that such copies take. Fitted to groups of rows
+at 128 sizes on one H200."""
 WORD_BYTES, NOT_IN_WORDS = 4, 1.8  # copies of rows of no words take a collective so much longer
 COPIED_BYTES = 3.6e12  # per second, read and written by these
 PADDED_BYTES = 3.8e12  # the same of a matmul's operands
@@ -39,7 +43,7 @@ LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
 LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # of a matmul's kernel
 PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
 MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
-SUMMED_BYTES = dict(reduce_scatter=245e9, all_reduce=280e9)  # per second, sent by one device
+SUMMED_BYTES = dict(reduce_scatter=245e9, all_reduce=310e9)  # per second, sent by one device
 MOST_BLOCKS, COUNTED_START_US = 15 / 16, 5.0
 """Share of the multiprocessors beyond which a kernel's tiles fill the device; and what a
 reduce-scatter takes less there since counters begin it, and not XLA's barrier, with which the rest
@@ -48,7 +52,9 @@ PIECE = 16, 256  # rows and columns that a kernel pulls at once
 ALONG_OTHERS, ALONG_K = (280e9, 3.5), (245e9, 4.0)
 """Of gathers, bytes that one device sends per second, and microseconds of a piece. Along the
 contraction the shards of a row lie side by side."""
-HIDDEN_IN_A_WAVE = 0.5  # of the time of a gather's last wave: tiles wait for columns, not for rows
+HIDDEN_IN_A_WAVE, HIDDEN_ALONG_K = 0.5, 0.25
+"""Of the time of a gather's last wave: tiles wait for columns, not for rows. Along the contraction
+every tile waits for all devices' columns: of 11 tiles 104 of some 130 us were not hidden."""
 
 
 def estimate(
@@ -105,7 +111,9 @@ def _beside_transfer(work: Work, machine: Machine) -> float:
     sent_us = 1e6 * work.sent_bytes / SUMMED_BYTES.get(work.traffic.collective, FUSED_BYTES)
     hidden = (waves - 1) / waves
     if gathers:
-        sent_us, hidden = _gathered_us(work, machine), max(hidden, HIDDEN_IN_A_WAVE)
+        along_k = work.traffic.shape[1] < work.product[1]
+        in_a_wave = HIDDEN_ALONG_K if along_k else HIDDEN_IN_A_WAVE
+        sent_us, hidden = _gathered_us(work, machine), max(hidden, in_a_wave)
     return compute + max(0.0, sent_us - compute * hidden)
 
 
@@ -157,6 +165,8 @@ def copies_launches_us(work: Work, itemsize: int, *, is_short: bool = False) -> 
     limits a call that `is_short`.
     """
     count = copies(work, itemsize)
+    if work.traffic is None:
+        return COPY_ALONE_US * count
     beside = COPIES_BESIDE_US[count]
     return RECORDED_COPIES_US.get(count, beside) if is_short else beside
 
@@ -185,7 +195,8 @@ def copied_for_sizes_us(work: Work, itemsize: int, copied: int) -> float:
     cut = min(copied, _cut(work, itemsize))
     in_words = work.product is not None and not work.product[2] * itemsize % WORD_BYTES
     cut_bytes = CUT_BYTES_BY_WORDS if in_words else CUT_BYTES
-    return 2e6 * ((copied - cut) / PADDED_BYTES + cut / cut_bytes)
+    share = 1.0 if work.traffic is not None else COPIED_ALONE
+    return share * 2e6 * ((copied - cut) / PADDED_BYTES + cut / cut_bytes)
 
 
 def _cut(work: Work, itemsize: int) -> int:

@@ -43,7 +43,7 @@ def by_xla(m: int, k: int, n: int, groups: int, itemsize: int, multiprocessors: 
     It is one matmul of `[m, groups * k]`, lhs masked for each group, by all matrices one below the
     other; its result is in float32, and rounded by another kernel.
     """
-    whole_us = products.by_xla(m, groups * k, n, itemsize, multiprocessors)
+    whole_us = products.by_xla_unstored(m, groups * k, n, itemsize, multiprocessors)
     if products.launches_of_xla(m, groups * k, n, itemsize, multiprocessors) > 2:
         # What fills up the operands masks lhs, too.
         filled = 2e6 * itemsize * groups * k * (m + n)

@@ -11,8 +11,10 @@ from stretto.distributed.schedule import ceil_div
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
-NARROW_STEP_US = {64: 0.27, 128: 0.42}  # of tiles of so many columns
-STORING_STEPS = 3.5  # that take as long as to begin a tile and to store it (`engine/waves.py`)
+WIDTHS = {64: (0.21, 0.42, 0.6), 128: (0.30, 0.43, 1.2), TILE_N: (0.56, 0.69, 2.4)}
+"""Of tiles of so many columns, in microseconds: a step where the device has next to no other tiles,
+one where each multiprocessor has a tile and all share the L2, and what it takes to begin a tile and
+to store it. Fitted to own matmuls alone at 60 random sizes on one H200."""
 MEMORY_BYTES = 2.4e12  # per second, read and written by XLA's transposes
 XLA_TILE = 128
 XLA_STEP_US, XLA_STEP_OF_WHOLE_TILE_US = 0.056, 0.317
@@ -25,6 +27,10 @@ result that it adds."""
 DIVIDED_READ_BYTES = 3.4e12
 """The same of a product that XLA divides along k: more multiprocessors read. Seen at one size, a
 reduce-scatter of 11312 x 11712 x 8, where the fused kernel's 89 tiles took 1.4 of XLA's time."""
+UNALIGNED_WRITTEN_BYTES, OUTER_BYTES = 2.7e12, 0.85e12
+"""Per second: what the L2 does not keep of a result beside rows that are not aligned, which is
+written after the products; and the result of an outer product, which is no matmul, where its own
+rows are not aligned. Fitted to XLA's matmuls alone at 110 random sizes on one H200."""
 CACHED_BYTES, WRITTEN_BYTES = 30e6, 3.3e12  # of a result: what stays in the L2; per second beyond
 MOST_PARTS = 2048  # of a product that XLA divides along k
 SUM_COST, SUM_COST_OF_A_BYTE = 401e3, 2.28  # of its partial products, in operations of one tile
@@ -54,17 +60,37 @@ def by_best_tiles(
     The default configurations of kernels have such tiles, too.
     """
 
-    def by(tile_n: int, step_us: float) -> tuple[float, int]:
-        waves = ceil_div(ceil_div(m, TILE_M) * ceil_div(n, tile_n), multiprocessors)
-        steps = waves * ceil_div(k, TILE_K) + (waves - 1) * STORING_STEPS
-        return steps * step_us, waves
+    def by(tile_n: int, alone_us: float, full_us: float, storing_us: float) -> tuple[float, int]:
+        tiles = ceil_div(m, TILE_M) * ceil_div(n, tile_n)
+        waves = ceil_div(tiles, multiprocessors)
+        busy = tiles / multiprocessors - (waves - 1)  # The share of a device, in the last wave.
+        step_us = (waves - 1) * full_us + alone_us + (full_us - alone_us) * busy
+        return step_us * ceil_div(k, TILE_K) + (waves - 1) * storing_us, waves
 
-    widths = {**NARROW_STEP_US, TILE_N: STEP_US}
-    return min(by(*width) for width in widths.items() if width[0] >= least_columns)
+    return min(by(tile_n, *us) for tile_n, us in WIDTHS.items() if tile_n >= least_columns)
 
 
 def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float:
     """Microseconds of XLA's matmul of one matrix, its launches apart.
+
+    That of `by_xla_unstored`; and the result, where rows are not aligned.
+    """
+    if min(m, n) == 1 or is_aligned(k, n, itemsize):
+        return by_xla_unstored(m, k, n, itemsize, multiprocessors)
+    result = 1e6 * itemsize * m * n
+    if k == 1 and n * itemsize % ALIGNED_BYTES:
+        return result / OUTER_BYTES
+    others_us = by_xla_unstored(m, k, n, itemsize, multiprocessors)
+    return others_us + max(0.0, result - 1e6 * CACHED_BYTES) / UNALIGNED_WRITTEN_BYTES
+
+
+def is_aligned(k: int, n: int, itemsize: int) -> bool:
+    """Whether rows of both operands, of k and of n numbers, are multiples of 16 bytes."""
+    return not k * itemsize % ALIGNED_BYTES and not n * itemsize % ALIGNED_BYTES
+
+
+def by_xla_unstored(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float:
+    """Microseconds of XLA's matmul without its launches and stores beside unaligned rows.
 
     The longest of its tiles, what it reads, and rows that are not aligned; and what it takes to
     fill up operands and to add the parts of a product that is divided along k.
@@ -76,9 +102,11 @@ def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float
     waves, of_a_part = ceil_div(tiles, multiprocessors), ceil_div(k, parts)
     step_us = XLA_STEP_US + XLA_STEP_OF_WHOLE_TILE_US * share**0.5
     tiles_us = waves * ceil_div(of_a_part, TILE_K) * step_us
-    tiles_us += (waves - 1) * XLA_STORING_US * share**0.5
     operands = itemsize * k * (m + n)
-    moved_us = moved(m, k, n, itemsize, READ_BYTES if parts == 1 else DIVIDED_READ_BYTES)
+    moved_us = 1e6 * operands / (READ_BYTES if parts == 1 else DIVIDED_READ_BYTES)
+    if is_aligned(k, n, itemsize):
+        tiles_us += (waves - 1) * XLA_STORING_US * share**0.5
+        moved_us += written(m, n, itemsize)
     sizes = (n,) if filled else (k, n)
     unaligned_us = waves * of_a_part * share**0.5 * _unaligned_step_us(sizes, n, itemsize)
     besides = 2 * operands / FILLED_BYTES if filled else 0.0
@@ -127,9 +155,9 @@ def _parts(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> int:
     return min((2**power for power in range(MOST_PARTS.bit_length())), key=cost)
 
 
-def moved(m: int, k: int, n: int, itemsize: int, read_bytes: float = READ_BYTES) -> float:
-    """Microseconds to read the operands, at so many bytes a second, and to write the result."""
-    return 1e6 * itemsize * k * (m + n) / read_bytes + written(m, n, itemsize)
+def moved(m: int, k: int, n: int, itemsize: int) -> float:
+    """Microseconds to read the operands, and to write the result."""
+    return 1e6 * itemsize * k * (m + n) / READ_BYTES + written(m, n, itemsize)
 
 
 def written(m: int, n: int, itemsize: int) -> float:

@@ -46,8 +46,23 @@ def tiles_in_shards(problem: Problem) -> TileConfig:
     large = tiles.large_for(_result(problem).rows)
     if not are_known(problem):
         return large
+    if tiles.sharing and _is_narrow_and_long(problem):
+        return tiles.sharing[0]
     fastest = min((large, *gathering(problem)), key=lambda tile: us(problem, tile))
     return fastest if us(problem, fastest) < (1 - MARGIN) * us(problem, large) else large
+
+
+def _is_narrow_and_long(problem: Problem) -> bool:
+    """Whether few columns wait for many rows of peers: blocks then load them in pairs.
+
+    A row of rhs is less than a line of the L2, and every block loads all of them. On two H200s
+    pairs took 0.86, 0.88, 0.92, 0.97, 1.01 and 1.01 of the time of tiles of 64 columns where
+    sending takes `MUCH_LONGER` than their products, and 1.03 to 1.17 elsewhere.
+    """
+    result, narrowest = _result(problem), tiles_for(problem).narrowest
+    if not result.rhs_within or result.columns > narrowest.tile_n:
+        return False
+    return _sent_us(problem) >= MUCH_LONGER * result.us(narrowest, problem.sizes["k"])
 
 
 def gathering(problem: Problem) -> tuple[TileConfig, ...]:
@@ -73,13 +88,19 @@ def us(problem: Problem, tile: TileConfig) -> float:
     """
     k, result = problem.sizes["k"], _result(problem)
     arithmetic, waves = result.us(tile, k), result.waves(tile)
-    sent = result.rows * k * problem.types.itemsize * (problem.devices - 1) / SENT_IN_A_US
+    sent = _sent_us(problem)
     hidden = arithmetic + max(0.0, sent - arithmetic * (1 - 1 / waves))
     if sent < MUCH_LONGER * arithmetic:
         return hidden
     together = result.multiprocessors // tile.blocks
     left = max(0, ceil_div(result.tiles(tile) // result.shards - together, together))
     return min(hidden, sent + arithmetic / waves * (left + 1 / GATES))
+
+
+def _sent_us(problem: Problem) -> float:
+    """Microseconds in which a device sends its shard to all others."""
+    shard = _result(problem).rows * problem.sizes["k"] * problem.types.itemsize
+    return shard * (problem.devices - 1) / SENT_IN_A_US
 
 
 def _result(problem: Problem) -> Result:

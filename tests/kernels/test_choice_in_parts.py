@@ -129,5 +129,6 @@ def test_copies_that_xla_records_cost_next_to_nothing():
     assert is_unfused("matmul_reduce_scatter", 32, 20, 2)
     assert is_unfused("matmul_reduce_scatter", 814, 6, 407)
     assert not is_unfused("matmul_reduce_scatter", 30, 6, 1)  # One kernel fewer.
-    long = Work(product=(9000, 9001, 9003), traffic=None)
+    traffic = OPERATIONS["all_gather_matmul"].work(asked).traffic
+    long = Work(product=(9000, 9001, 9003), traffic=traffic)
     assert costs.copies_launches_us(long, 2) > costs.copies_launches_us(long, 2, is_short=True)

@@ -34,6 +34,8 @@ def grouped(*sizes: int) -> Problem:
         ((1616, 4152, 6192, 3), "pallas"),  # 0.76
         ((3686, 2556, 464, 5), "pallas"),  # 0.36
         ((2, 2322, 5456, 6), "pallas"),  # 0.78: of six matrices two are read at most.
+        ((1584, 398, 144, 8), "pallas"),  # 0.78: the host launches its copies beside a kernel.
+        ((361, 41, 1547, 40), "xla"),  # 1.14
         ((3405, 3, 3269, 3), "xla"),  # 1.00
         ((83, 5209, 1179, 2), "xla"),  # 1.11
         ((92, 3730, 3264, 11), "xla"),  # 1.10

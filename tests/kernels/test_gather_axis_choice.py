@@ -57,9 +57,9 @@ class TestChoice:
         monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (measured,)))
         choice = self.choice("all_gather_matmul_n", 32768, 8192, 2048)
         assert choice.backend == "pallas" and choice.xla_us == 1100
-        assert 1000 < choice.fused_us < 1100
+        assert 1000 < choice.fused_us < 1010  # The own shard of rhs.
         assert choice.config.pull_rows == 8
-        slower = dataclasses.replace(measured, xla_us=1010.0)
+        slower = dataclasses.replace(measured, xla_us=1001.0)
         monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (slower,)))
         assert self.choice("all_gather_matmul_n", 32768, 8192, 2048).backend == "xla"
         # An entry of the same sizes, but of the other operation, says nothing.

@@ -255,7 +255,7 @@ def test_a_gather_has_the_tiles_that_end_soonest(sizes, columns, chunk):
 
 @pytest.mark.parametrize(("columns", "narrowest"), [(8, True), (64, True), (65, False)])
 def test_a_gather_of_few_columns_has_the_narrowest_tiles(columns, narrowest):
-    asked = problem("all_gather_matmul", 2048, 4096, 2 * columns)
+    asked = problem("all_gather_matmul", 512, 4096, 2 * columns)
     assert (all_gather_matmul.default_config(asked).tiles == NARROWEST) == narrowest
     tried = [config.tiles for config in all_gather_matmul.Config.candidates(asked)]
     assert (NARROWEST in tried) == narrowest

@@ -1,0 +1,74 @@
+"""Estimates of products alone on one device, and choices that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.kernels.choice import products, speed
+from stretto.kernels.fused import all_gather_matmul_n
+from stretto.kernels.operations import OPERATIONS
+from stretto.kernels.problem.machine import Machine
+from tests.helpers.problems import problem
+
+H200 = Machine.of_kind("gpu", "NVIDIA H200")
+
+
+def of_two(name: str, *sizes: int):
+    return problem(*sizes, operation=name, devices=2, kind=H200.kind)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "us"),
+    [
+        ((12966, 51, 14887), 234),
+        ((15481, 218, 5663), 275),
+        ((20678, 5, 12417), 212),
+        ((30486, 1, 6259), 448),  # An outer product, which is no matmul.
+        ((4898, 1, 10373), 120),
+    ],
+)
+def test_results_beside_unaligned_rows_take_time(sizes, us):
+    """XLA's matmuls alone, measured on an H200."""
+    assert products.by_xla(*sizes, 2, 132) == pytest.approx(us, rel=0.15)
+    assert products.by_xla_unstored(*sizes, 2, 132) < 0.75 * us
+
+
+def test_a_step_takes_longer_beside_other_tiles():
+    """On an H200 4 tiles of 128 columns took 0.24 us a step, 7 waves of them 0.46."""
+    few, _ = products.by_best_tiles(8, 64 * 200, 464, 132, 128)
+    full, waves = products.by_best_tiles(128 * 132, 64 * 200, 128, 132, 128)
+    assert waves == 1 and 1.3 * few < full
+    assert few / 200 == pytest.approx(0.3, abs=0.07)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "backend"),
+    [  # Measured on two H200s: the kernel over XLA.
+        ("matmul_all_reduce", (256, 1344, 10568), "pallas"),  # 0.73
+        ("all_gather_matmul_n", (144, 8, 5184), "pallas"),  # 0.86: a result of whole columns.
+        ("all_gather_matmul_k", (1376, 21968, 16), "xla"),  # 1.09: 11 tiles wait for all columns.
+    ],
+)
+def test_what_was_measured_is_what_is_chosen(name, sizes, backend):
+    operation = OPERATIONS[name]
+    assert speed.faster(operation, operation.kernels[0], of_two(name, *sizes)).backend == backend
+
+
+def test_a_result_is_transposed_where_its_shards_of_columns_are_cut():
+    _, whole = all_gather_matmul_n.transposed(of_two("all_gather_matmul_n", 8528, 16, 22176))
+    _, cut = all_gather_matmul_n.transposed(of_two("all_gather_matmul_n", 8528, 16, 22174))
+    assert whole == 16 * 11088 * 2
+    assert cut == (16 * 11087 + 4264 * 22174) * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [  # Measured on two H200s: pairs over tiles of 64 columns.
+        ((88, 3920, 4992), (256, 128)),  # 0.86
+        ((62, 10961, 7430), (256, 128)),  # 0.92
+        ((16, 3840, 304), (128, 64)),  # 1.17: 4 us are sent.
+    ],
+)
+def test_pairs_serve_few_columns_that_wait_for_a_long_transfer(sizes, tile):
+    found = all_gather_matmul_n.default_config(of_two("all_gather_matmul_n", *sizes))
+    assert (found.tiles.tile_m, found.tiles.tile_n) == tile
