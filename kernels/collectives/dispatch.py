@@ -96,7 +96,8 @@ class Config:
             yield Config(num_blocks=num_blocks, slots=slots)
         yield Config(flat=True)
         yield Config(stores=8)
-        yield Config(tables=True, counted=True, slots=32, stores=8)
+        for slots, stores in ((16, 1), (32, 1), (32, 8)):
+            yield Config(tables=True, counted=True, slots=slots, stores=stores)
 
 
 def default_config(problem: Problem) -> Config:
@@ -106,7 +107,7 @@ def default_config(problem: Problem) -> Config:
     other than two devices XLA makes the tables of many: there the kernel was not timed.
     """
     if problem.devices == 2:
-        return Config(tables=True, counted=True, slots=32, stores=8)
+        return Config(tables=True, counted=True, slots=16, stores=1)
     return Config(tables=True)
 
 
