@@ -16,8 +16,8 @@ COUNTS_BYTES = 8192
 """Of a slot for counts of chunks."""
 COUNTS_SLOTS = 3
 """Of a warpgroup."""
-UNROLLED = 8
-"""Entries that a loop takes at once, and of which chunks have a multiple."""
+ALIGNED = 8
+"""Entries of which chunks have a multiple: 32 bytes, where the copy engine asks for 16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def together(self) -> int:
-        """Tokens that no chunk parts: `UNROLLED` entries or more, which the copy engine takes."""
+        """Tokens that no chunk parts: a multiple of `ALIGNED` entries."""
         return _together(self.top_k)
 
     @property
@@ -86,4 +86,4 @@ class Shape:
 
 
 def _together(top_k: int) -> int:
-    return UNROLLED // math.gcd(UNROLLED, top_k)
+    return ALIGNED // math.gcd(ALIGNED, top_k)

@@ -9,8 +9,7 @@ An entry's row is the sum of three numbers:
 | entries of that expert in the device's chunks before | the counts of those | `sum_counts` |
 | entries of that expert before it in its chunk | its entries | `rank` |
 
-A thread has an entry, or an expert, of each vector. What all are compared with is read as a scalar,
-which all threads get at once.
+A thread has an entry, or an expert, of each vector.
 """
 
 from __future__ import annotations

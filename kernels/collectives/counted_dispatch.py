@@ -1,9 +1,9 @@
 """Kernel of `expert_dispatch` of many tokens that makes the tables as well, in the same launch.
 
 The tokens of each device are cut into a chunk for each block. A block counts the experts in the chunk
-of its own device's tokens, and stores the counts on all devices. The counts of all chunks then say
-which row each of its entries goes to (`chunk_tables`). Meanwhile it loads tokens. The order of rows is that of
-`kernels/xla/routing.py`.
+of its own device's tokens, and stores the counts on all devices. The counts of all chunks say
+which row each of its entries goes to (`chunk_tables`). Once they are there, the block asks for its
+first tokens, which arrive while it sums the counts. The order of rows is that of `kernels/xla/routing.py`.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
