@@ -22,7 +22,7 @@ BEGIN, END = "<!-- times -->", "<!-- /times -->"
 class DocumentOptions:
     """Write the README's table, the performance page and docs/results from results of `--json`.
 
-    The performance page is of one machine: of most devices, driven by one process, latest.
+    The performance page is of one machine: that of the last run, by one process where there is any.
 
     Where two files hold the same case, the times of the run that was begun later are used; the
     order of the files means nothing.
@@ -99,9 +99,11 @@ def _in_order(files: list[tuple[pathlib.Path, Results]]) -> list[tuple[pathlib.P
 
 
 def _one_machine(found: list[Results]) -> list[Results]:
-    """The results of one machine: one process first, then most devices, then the latest."""
-    ranked = [one.machine for one in reversed(found)]
-    machine = max(ranked, key=lambda one: (one.num_processes == 1, one.num_devices))
+    """The results of one machine: that of the last run, of those in one process if there are any.
+
+    Kernels change: a run of fewer devices and today's kernels says more than an older one of more.
+    """
+    machine = max(found, key=lambda one: (one.machine.num_processes == 1, one.start_time)).machine
     return [
         one
         for one in found

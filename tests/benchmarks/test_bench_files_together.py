@@ -100,6 +100,7 @@ def test_documents_do_not_depend_on_the_order_of_the_files(tmp_path, make_result
         assert command.main(["document", *map(str, order), *options, "--check"]) == 0
     assert "document old.json new.json two.json`" in page.read_text()
     assert "on 2 devices (2 x NVIDIA H200" in readme.read_text()  # The last run.
+    assert "\n- 2 x NVIDIA H200" in page.read_text()
     measurement = next(m for m in two.measurements if m.key[0] == DRAWN[0])
     assert terminal.number(measurement.of("fused").time) in readme.read_text()
     drawn = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
