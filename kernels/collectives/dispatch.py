@@ -59,7 +59,8 @@ class Config:
       num_blocks: blocks that pull; as many as the device has multiprocessors at most.
       chunk: tokens whose tables are read at once: a multiple of 8; or, of few tokens, 1, 2 or 4, so
         that more blocks have some. Fewer are where tables would leave no room for two tokens.
-      slots: tokens of a block on their way at once, where they fit into shared memory.
+      slots: tokens of a block on their way at once, where they fit into shared memory. More than
+        the links need only wait for each other.
       stores: tokens of a block whose stores may be unfinished when the next one's begin.
       flat: tokens and tables are loaded by flat copies (`token_tables.load`).
       tables: of few tokens `expert_dispatch` makes the tables in the kernel (`routed_dispatch`),
@@ -96,7 +97,7 @@ class Config:
             yield Config(num_blocks=num_blocks, slots=slots)
         yield Config(flat=True)
         yield Config(stores=8)
-        for slots, stores in ((16, 1), (32, 1), (32, 8)):
+        for slots, stores in ((8, 1), (4, 1), (16, 1), (32, 8)):
             yield Config(tables=True, counted=True, slots=slots, stores=stores)
 
 
@@ -107,7 +108,7 @@ def default_config(problem: Problem) -> Config:
     other than two devices XLA makes the tables of many: there the kernel was not timed.
     """
     if problem.devices == 2:
-        return Config(tables=True, counted=True, slots=16, stores=1)
+        return Config(tables=True, counted=True, slots=8, stores=1)
     return Config(tables=True)
 
 

@@ -489,7 +489,7 @@ def many_tokens_of_experts() -> Iterator[Program]:
     entries = (tokens, top_k)
 
     def sent(x, index, experts=experts):
-        config = dispatch.Config(counted=True, slots=16, stores=1)
+        config = dispatch.Config(counted=True, slots=8, stores=1)
         return st.expert_dispatch(x, index, "x", num_experts=experts, config=config)
 
     x, index = ((tokens, d), jnp.bfloat16), (entries, jnp.int32)

@@ -164,7 +164,7 @@ def test_defaults_of_few_and_many_tokens(tokens, devices, to_combine):
     problem = Problem(
         operation="expert_combine", sizes=sizes, types=types, devices=devices, machine=machine
     )
-    many = dict(counted=True, slots=16, stores=1) if devices == 2 else {}
+    many = dict(counted=True, slots=8, stores=1) if devices == 2 else {}
     there = dispatch.Config(tables=True, **many)
     back = combine.Config(**to_combine)
     assert dispatch.KERNEL.default(problem) == there
