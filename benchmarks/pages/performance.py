@@ -24,6 +24,9 @@ All programs of a row take turns in one run, in varying order. So compare times 
 same kernel in another run may differ by several percent. [Benchmarks](benchmarks.md) has the whole
 method.
 
+**Stretto** is the kernel by itself, `backend="pallas"`; **`auto`**, the default, takes it where it
+should be the fastest, and XLA elsewhere.
+
 The **floor** is the larger of two times: the fastest matmul *of this run*, and the bytes that a
 device must send over its link. A matmul was timed alone and inside each program of the row; at 100%
 no matmul of the row was faster than the program.
@@ -102,18 +105,19 @@ def page(found: list[Results], names: list[str], pictures: Sequence[str] = ()) -
 
 
 def _intervals(cases: Sequence[Measurement]) -> str:
-    """A row a case: floor, Stretto's and XLA's times with their intervals, shares."""
+    """A row a case: floor; times of the kernel, `auto` and XLA, with their intervals; shares."""
     body = []
     for m in cases:
-        ours, xla = m.of("fused"), m.of("xla")
+        ours, auto, xla = (m.of(peer) for peer in ("fused", "auto", "xla"))
         cells = [
-            interval(one.time, one.time_p10, one.time_p90) if one else NONE for one in (ours, xla)
+            interval(one.time, one.time_p10, one.time_p90) if one else NONE
+            for one in (ours, auto, xla)
         ]
-        over = f"{xla.time / ours.time:.2f}" if ours and xla else NONE
+        over = f"{xla.time / auto.time:.2f}" if auto and xla else NONE
         share = (percent(ours.share_of_floor) if ours else "") or NONE
         body.append([m.shape, m.type, number(m.floor) or NONE, *cells, over, share])
-    header = ["shape", "type", "floor, us", "Stretto, us", "XLA, us", "XLA / Stretto", "of floor"]
-    return rows(header, body, left=2)
+    times = ["floor, us", "Stretto, us", "`auto`, us", "XLA, us"]
+    return rows(["shape", "type", *times, "XLA / `auto`", "Stretto of floor"], body, left=2)
 
 
 def _stem(path: str) -> str:
