@@ -217,12 +217,14 @@ class Sink:
       stored: called in the storing warp with (tile) once all its stores are complete, for the
         signal that must follow; of a tile that several blocks make (`TileShape.blocks`), in each
         of them once its own part is stored.
+      before: called in the storing warp with (tile) before its first store, which it may hold up.
       rows: tile -> (first row, row after the last one) of those that are stored; for a `Product`
         that is ragged. Pieces that reach beyond are stored in part.
     """
 
     store: Callable[[Tile, Ref, Int, Int], None]
     stored: Callable[[Tile], None] | None = None
+    before: Callable[[Tile], None] | None = None
     rows: Callable[[Tile], tuple[Int, Int]] | None = None
 
 

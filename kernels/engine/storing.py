@@ -75,6 +75,8 @@ def store(
             shared.gather(tile)
         if bring is not None:
             bring(tile)
+        if sink.before is not None:
+            sink.before(tile)
         if refill is None:
             _store_tile(sink, pieces, tile)
         else:

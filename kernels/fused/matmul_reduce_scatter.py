@@ -45,12 +45,12 @@ from stretto.distributed import schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
-from stretto.kernels.engine.architectures import mainloop_of
+from stretto.kernels.engine.architectures import TileConfig, mainloop_of
 from stretto.kernels.engine.beside import in_memory
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Addends, Parts, Product, Scales, Sink, Transfer
+from stretto.kernels.engine.parts import Parts, Product, Scales, Sink, Transfer
 from stretto.kernels.engine.remainder import sharing_of
 from stretto.kernels.engine.scales import Scaling, load_arranged_rows, load_rows
 from stretto.kernels.engine.segments import Segments
@@ -60,9 +60,10 @@ from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import beside, copied, obstacles, row_blocks, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles, fitted
 from stretto.kernels.fused.obstacles import obstacle
-from stretto.kernels.fused.reducing import Products, lhs_window, owner_of
+from stretto.kernels.fused.reducing import InPlace, Products, lhs_window, owner_of
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
+from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 
@@ -235,12 +236,15 @@ def launch(
     shape, peers = config.tiles, team.size - 1
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
+    out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
+    in_place = scaling is not None and not everywhere and _adds_in_place(out, peers, config.tiles)
+    kind = InPlace if in_place else Products
 
     def parts(refs: Refs) -> Parts:
         order = OwnersOrder(shard, team.size, refs.num_clusters, lag=config.own_lag)
         # Once for each peer: every `remote` creates a descriptor of the copy engine.
         outs = [refs.out, *(transfers.on_peers(refs.out, team) if everywhere else [])]
-        products = Products(team, order, refs, everywhere, outs)
+        products = kind(team, order, refs, everywhere, outs)
         return Parts(
             order=order,
             k_tiles=segments.total,
@@ -255,12 +259,11 @@ def launch(
                 lambda tile, k: tiles.rhs_window(shape, k, tile.n, rhs_transposed),
             ),
             scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
-            fold=products.addends(*refs.residual),
-            sink=Sink(store=products.store, stored=products.stored),
+            fold=products.fold(*refs.residual),
+            sink=Sink(store=products.store, stored=products.stored, before=products.before),
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
 
-    out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
     kept = jax.ShapeDtypeStruct(
         (peers, shard.m_tiles * shape.tile_m, shard.n_tiles * shape.tile_n), out_dtype
     )
@@ -268,7 +271,7 @@ def launch(
         parts,
         name="matmul_all_reduce" if everywhere else "matmul_reduce_scatter",
         team=team,
-        mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling)),
+        mainloop=mainloop(shape, _product(shape, lhs, rhs, out, rhs_transposed, scaling, kind)),
         num_tiles=shard.num_tiles,
         # With a lag the tiles of a full wave are rotated (`OwnersOrder`).
         sharing=sharing_of(
@@ -281,7 +284,7 @@ def launch(
             **({} if scaling is None else scaling.operands()),
         ),
         outs=dict(out=out),
-        symmetric=dict(partial=kept, fetched=kept),
+        symmetric=dict(partial=kept, **({} if in_place else dict(fetched=kept))),
         semaphores=dict(
             produced=SemaphoreArray((peers, shard.tiles_per_shard), restored=True),
             arrived=SemaphoreArray(
@@ -300,6 +303,16 @@ def launch(
     return results["out"]
 
 
+def _adds_in_place(out: jax.ShapeDtypeStruct, peers: int, tiles: TileConfig) -> bool:
+    """Whether products in 8 bits are added where the result lies (`InPlace`).
+
+    With more peers each sum but the last would be rounded, too. And a result that is no wider than
+    a fetched piece is contiguous: what lies beyond its last row would be written (`Pull`).
+    """
+    wide = out.shape[-1] > row_elements(out.dtype)
+    return peers == 1 and wide and tiles.architecture == HOPPER
+
+
 def _product(
     shape: TileShape,
     lhs: Sequence[jax.Array],
@@ -307,6 +320,7 @@ def _product(
     out: jax.ShapeDtypeStruct,
     rhs_transposed: bool,
     scaling: Scaling | None,
+    kind: type[Products],
 ) -> Product:
     """The types of what is multiplied, and which edges tiles cross."""
     edges = padding.edges(shape, lhs=lhs, rhs=rhs, out=out)
@@ -316,7 +330,7 @@ def _product(
         rhs=rhs[0].dtype,
         out=out.dtype,
         rhs_transposed=rhs_transposed,
-        fold=Addends,
+        fold=kind.FOLD,
         scales=None if scaling is None else scaling.granularity,
         **edges,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 from jax import lax
@@ -19,7 +20,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.engine import tiles
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import OwnersOrder
-from stretto.kernels.engine.parts import Addends, Ref, Tile
+from stretto.kernels.engine.parts import Addends, Fold, Ref, Sum, Tile
 from stretto.kernels.engine.tiles import TileShape
 
 
@@ -32,6 +33,8 @@ class Products:
       everywhere: whether each sum is stored on all devices.
       outs: this device's result, and the result of each device that gets its sums.
     """
+
+    FOLD: ClassVar[type[Fold]] = Addends
 
     team: Team
     order: OwnersOrder
@@ -49,23 +52,17 @@ class Products:
         """Blocks that make a tile together."""
         return self.order.shard.shape.blocks
 
-    def addends(self, residual: Ref | None = None) -> Addends:
+    def fold(self, residual: Ref | None = None) -> Fold:
         """The addends of the own rows: the peers' products, and a matrix that lies as the result.
 
         Of the latter `residual` is the ref.
         """
         most = self.peers + (residual is not None)
 
-        def wait(tile: Tile) -> None:
-            # All peers' products of the tile have been fetched.
-            block = 0 if self._blocks == 1 else kernel.block_in_cluster()
-            arrived = self.refs.arrived.at[block, self._number(tile)]
-            arrived.wait(self.peers, decrement=True)
-
         return Addends(
             most=most,
             count=lambda tile: schedule.where(tile.step == self.peers, most, 0),
-            wait=wait,
+            wait=self._wait,
             window=lambda tile, number, *piece: self._window(
                 self.refs.fetched, number, tile, *piece
             ),
@@ -73,6 +70,15 @@ class Products:
             if residual is None
             else lambda tile, *piece: self._window(residual, 0, tile, *piece),
         )
+
+    def before(self, tile: Tile) -> None:
+        """Returns once a piece of the tile may be stored."""
+
+    def _wait(self, tile: Tile) -> None:
+        """Of an own tile: returns once all peers' products of it have been fetched."""
+        block = 0 if self._blocks == 1 else kernel.block_in_cluster()
+        arrived = self.refs.arrived.at[block, self._number(tile)]
+        arrived.wait(self.peers, decrement=True)
 
     def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
         """Stores a piece: of a product for its owner to fetch, or of a sum as the result."""
@@ -151,10 +157,14 @@ class Products:
             pieces=across * down,
             place=place,
             sources=sources,
-            destination=lambda step: self.refs.fetched.at[step],
+            destination=self._fetched,
             buffers=self.refs.pulled,
             barriers=self.refs.pulled_full,
         ).run()
+
+    def _fetched(self, step: Int) -> Ref:
+        """Where a peer's products go."""
+        return self.refs.fetched.at[step]
 
     def finish(self) -> None:
         """In block 0: returns once the peers have stored all their sums here, in an all-reduce."""
@@ -170,6 +180,45 @@ class Products:
         """A piece of a tile in `ref[index]`: its first row, rows, first column, columns."""
         window = tiles.piece_window(self.order.shard.shape, tile.m, tile.n, *piece)
         return ref.at[index, *window]
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlace(Products):
+    """The same of two devices, where the copy engine adds.
+
+    The peer's products are fetched to where the result lies, and own ones are added to them as they
+    are stored. So a product is rounded to the result's type before it is added, as it is by XLA.
+    """
+
+    FOLD: ClassVar[type[Fold]] = Sum
+
+    def fold(self, residual: Ref | None = None) -> Fold:
+        """The products alone; there is no residual."""
+        del residual
+        return Sum()
+
+    def before(self, tile: Tile) -> None:
+        """Returns once a piece of the tile may be stored."""
+        pl.when(tile.step == self.peers)(lambda: self._wait(tile))
+
+    def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+        """Stores a piece of a product for its owner to fetch, or adds it to the result."""
+        rows, columns = piece.shape
+
+        @pl.when(tile.step < self.peers)
+        def _():
+            window = self._window(self.refs.partial, tile.step, tile, row, rows, column, columns)
+            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+
+        @pl.when(tile.step == self.peers)
+        def _():
+            window = self._window(self.refs.out, 0, tile, row, rows, column, columns)
+            plgpu.copy_smem_to_gmem(piece, window, commit_group=False, reduction_op="add")
+
+    def _fetched(self, step: Int) -> Ref:
+        """The result, of which this is the only peer."""
+        del step
+        return self.refs.out.at[0]
 
 
 def lhs_window(
