@@ -6,8 +6,9 @@
 | "block" | `[k / 128, rows]` | `[columns / 128, k / 128, SCALE_COPIES]`, each `SCALE_COPIES` times |
 | "mx" | `[rows / 128, k / 128, 32, 16]` | `[columns / 128, k / 128, 32, 16]` |
 
-The scales of lhs are contiguous for the rows of a tile, and padded with zeros to whole tiles: a copy
-of one row is contiguous, and would continue past the edge. XLA makes these copies; they are small.
+The scales of lhs are contiguous for the rows of a tile, and padded with zeros to whole tiles: where
+they are fetched, a store of one row is contiguous, and would continue past the edge. XLA makes these
+copies; they are small. The scales of columns are only loaded, and past the edge a load finds zeros.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def of_columns(
 ) -> jax.Array:
     """The scales of rhs, `[..., n, k]` in shape if `transposed`, as in the table above.
 
-    `columns` is a number of columns that fills tiles.
+    `columns` is the number of columns of padded operands.
     """
     scale = scale if transposed else scale.swapaxes(-1, -2)
     if granularity == "row":
@@ -163,9 +164,7 @@ class Scaling:
             granularity=granularity,
             lhs=of_rows(with_k(lhs, in_tiles(along_k, multiple)), in_tiles(rows, shape.tile_m)),
             rhs=tuple(
-                of_columns(
-                    with_k(x, along_k), granularity, in_tiles(n, shape.tile_n), transposed=True
-                )
+                of_columns(with_k(x, along_k), granularity, n, transposed=True)
                 for x, n in zip(rhs, columns, strict=True)
             ),
         )
