@@ -45,7 +45,7 @@ from stretto.distributed import schedule
 from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team
 from stretto.kernels.engine import padding, streams, tiles, transfers
-from stretto.kernels.engine.architectures import TileConfig, mainloop_of
+from stretto.kernels.engine.architectures import mainloop_of
 from stretto.kernels.engine.beside import in_memory
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
@@ -237,7 +237,9 @@ def launch(
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
     out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
-    in_place = scaling is not None and not everywhere and _adds_in_place(out, peers, config.tiles)
+    # With more peers each of their sums would be rounded, too.
+    is_pair = peers == 1 and not everywhere
+    in_place = is_pair and scaling is not None and shape.architecture == HOPPER
     kind = InPlace if in_place else Products
 
     def parts(refs: Refs) -> Parts:
@@ -301,16 +303,6 @@ def launch(
         interpret=interpret,
     )
     return results["out"]
-
-
-def _adds_in_place(out: jax.ShapeDtypeStruct, peers: int, tiles: TileConfig) -> bool:
-    """Whether products in 8 bits are added where the result lies (`InPlace`).
-
-    With more peers each sum but the last would be rounded, too. And a result that is no wider than
-    a fetched piece is contiguous: what lies beyond its last row would be written (`Pull`).
-    """
-    wide = out.shape[-1] > row_elements(out.dtype)
-    return peers == 1 and wide and tiles.architecture == HOPPER
 
 
 def _product(
