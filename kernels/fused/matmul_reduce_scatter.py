@@ -8,6 +8,9 @@ The own rows are last, or each own tile follows the same tile for the peers by s
 its own memory, or for an all-reduce on every device.
 (`reducing` has these parts.)
 
+A reduce-scatter in 8 bits on two devices has no `fetched`: the peer's products are pulled into the
+result, and as own ones are stored the copy engine adds them there (`reducing.InPlace`).
+
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
 | `partial[s]` | the storing warps | | | the product for the `s + 1`-th successor |
