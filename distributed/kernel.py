@@ -24,9 +24,10 @@ from stretto.distributed.semaphores import SemaphoreArray
 from stretto.distributed.team import Team, places_reversed
 from stretto.distributed.tools import profiling
 
-GRID_AXIS = "grid"
-CLUSTER_AXIS = "cluster"
-THREAD_AXIS = "warpgroup"
+# Names that no mesh axis has, which a kernel inside `shard_map` would hide.
+GRID_AXIS = "stretto_grid"
+CLUSTER_AXIS = "stretto_cluster"
+THREAD_AXIS = "stretto_warpgroup"
 
 
 def launch(

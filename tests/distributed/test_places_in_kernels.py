@@ -167,3 +167,23 @@ def test_a_number_without_its_address_goes_wrong_from_the_end():
         program()
     assert "devices counted from the end" in str(caught.value.report)
     assert caught.value.report.statistics.link_bytes[0, 2]
+
+
+@pytest.mark.parametrize("name", ["grid", "cluster", "warpgroup"])
+@pytest.mark.parametrize("is_team", [True, False])
+def test_axes_of_a_mesh_may_be_named_as_parts_of_a_kernel(name, is_team):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (name, "y"))
+    axis = name if is_team else "y"
+    whole = P((name, "y"))
+    x = jnp.arange(4 * 8 * 128.0).reshape(-1, 128)
+    fn = jax.shard_map(
+        lambda x: (st.all_reduce(x, axis), lax.psum(x, axis)),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        check_vma=False,
+    )
+    with st.simulate() as report:
+        found, want = jax.jit(fn)(x)
+    np.testing.assert_array_equal(found, want)
+    assert report.launches > 0
