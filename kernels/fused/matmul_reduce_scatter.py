@@ -53,7 +53,7 @@ from stretto.kernels.engine.beside import in_memory
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Parts, Product, Scales, Sink, Transfer
+from stretto.kernels.engine.parts import Epilogue, Parts, Product, Ref, Scales, Sink, Transfer
 from stretto.kernels.engine.remainder import sharing_of
 from stretto.kernels.engine.scales import Scaling, load_arranged_rows, load_rows
 from stretto.kernels.engine.segments import Segments
@@ -129,9 +129,12 @@ def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
     The scales are as `problem.scales.checked` returns them, lhs's in as many rows as lhs has.
     """
     lhs, rhs, (lhs_scale,), rhs_scale = operands
-    size = Team.along(call.axes).size
+    size, sizes = Team.along(call.axes).size, (lhs[0].shape[0], rhs[0].shape[0])
     padded = padding.pad_to_tiles(padding.in_shards(lhs[0], size), padding.ROWS)
     side = padding.pad_to_tiles(rhs[0], padding.COLUMNS)
+    run = functools.partial(_on_padded, [padded], [side], sizes, call, everywhere=everywhere)
+    if call.options.of_tensors and _adds_in_place(lhs, size, call.config, everywhere):
+        return run(factors=[lhs_scale[0], rhs_scale[0][0]])
     scaling = Scaling.of(
         call.options.scales,
         padding.in_shards(lhs_scale, size),
@@ -141,8 +144,7 @@ def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
         columns=[side.shape[0]],
         shape=call.config.tiles,
     )
-    sizes = lhs[0].shape[0], rhs[0].shape[0]
-    return _on_padded([padded], [side], sizes, call, everywhere=everywhere, scaling=scaling)
+    return run(scaling=scaling)
 
 
 def _on_padded(
@@ -153,6 +155,7 @@ def _on_padded(
     *,
     everywhere: bool,
     scaling: Scaling | None = None,
+    factors: Sequence[jax.Array] = (),
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """`launch`, cut to the rows of a shard and the columns of a result of `sizes`, m and n."""
@@ -161,13 +164,14 @@ def _on_padded(
         lhs,
         rhs,
         team,
-        # With scales the result has whole tiles.
-        wanted=n if scaling is None else rhs[0].shape[0],
+        # In 8 bits the result has whole tiles.
+        wanted=n if call.options.scales is None else rhs[0].shape[0],
         out_dtype=call.options.out_dtype,
         config=call.config,
         rhs_transposed=call.options.rhs_transposed,
         everywhere=everywhere,
         scaling=scaling,
+        factors=factors,
         residual=residual,
         interpret=call.interpret,
     )
@@ -218,6 +222,7 @@ def launch(
     rhs_transposed: bool = False,
     everywhere: bool = False,
     scaling: Scaling | None = None,
+    factors: Sequence[jax.Array] = (),
     residual: jax.Array | None = None,
     mainloop: Factory = mainloop_of,
     interpret: Any = None,
@@ -228,7 +233,8 @@ def launch(
     shard has blocks of whole tiles, `[blocks, size, rows, k_i]`. The pairs' products are added up.
     Returns `[1, m_shard, n]`, or with `everywhere` (all-reduce) `[size, m_shard, n]`, of the
     `wanted` columns or a few more. Of operands in 8 bits there is one pair, and `scaling`, lhs's
-    `[size, k / 128 or 1, rows]`. `residual` is added to the result, this device's `[m_shard, n]`.
+    `[size, k / 128 or 1, rows]`, or, of sums in place, two `factors` `[1]`. `residual` is added to
+    the result, this device's `[m_shard, n]`.
     """
     given = rhs[0].shape[0 if rhs_transposed else 1]
     n = padding.made_columns(wanted, given, out_dtype, config.tiles)
@@ -240,9 +246,7 @@ def launch(
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
     out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
-    # With more peers each of their sums would be rounded, too.
-    is_pair = peers == 1 and not everywhere
-    in_place = is_pair and scaling is not None and shape.architecture == HOPPER
+    in_place = _adds_in_place(lhs, team.size, config, everywhere)
     kind = InPlace if in_place else Products
 
     def parts(refs: Refs) -> Parts:
@@ -265,6 +269,7 @@ def launch(
             ),
             scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
             fold=products.fold(*refs.residual),
+            epilogue=_times(refs.factors) if factors else None,
             sink=Sink(store=products.store, stored=products.stored, before=products.before),
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
@@ -286,6 +291,7 @@ def launch(
             lhs=lhs,
             rhs=rhs,
             residual=[] if residual is None else [in_memory(residual, "elements", out, shape, 1)],
+            factors=factors,
             **({} if scaling is None else scaling.operands()),
         ),
         outs=dict(out=out),
@@ -306,6 +312,23 @@ def launch(
         interpret=interpret,
     )
     return results["out"]
+
+
+def _adds_in_place(
+    lhs: Sequence[jax.Array], devices: int, config: AddConfig, everywhere: bool
+) -> bool:
+    """Whether products are added where the result lies (`InPlace`).
+
+    With more peers each of their sums would be rounded, too.
+    """
+    in_8_bits = lhs[0].dtype.itemsize == 1 and config.tiles.architecture == HOPPER
+    return in_8_bits and devices == 2 and not everywhere
+
+
+def _times(factors: Sequence[Ref]) -> Epilogue:
+    """Multiplies a total by numbers in memory, which are read once."""
+    factor = factors[0][0] * factors[1][0]
+    return lambda piece, tile, row, column: piece * factor
 
 
 def _product(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -44,7 +45,9 @@ def reduce(
     sizes = scattered.sizes_of(pairs, axes, plain)
     shape = (*placement.rows, sizes["n"])
     found = scattered.fitted(op, asked.epilogue, pairs, shape, replicated=placement.replicated)
-    options = placement.added_to(dataclasses.replace(plain, scales=granularity))
+    of_tensors = granularity == "row" and all(map(_is_one, jax.tree.leaves((lhs_scale, rhs_scale))))
+    scaled = dataclasses.replace(plain, scales=granularity, of_tensors=of_tensors)
+    options = placement.added_to(scaled)
     options = dataclasses.replace(options, epilogue=found.form)
     types = types_of(first, pairs[1][0], options)
     call = decide(
@@ -71,6 +74,10 @@ def reduce(
         return out if found.form is None else found.form.after((out,), arrays)[0]
 
     return without_derivative(op, run, (*pairs, of_lhs, of_rhs), found.arrays)
+
+
+def _is_one(scale: Any) -> bool:
+    return math.prod(scale.shape) == 1
 
 
 def scatter_reference(operands: Any, axes: Axes, options: ScatterOptions) -> jax.Array:

@@ -21,6 +21,7 @@ class MatmulOptions:
       rhs_transposed: rhs is given as `[n, k]`.
       epilogue: the function of the float32 product; its arrays are operands.
       scales: of operands in 8 bits, the granularity; None without scales.
+      of_tensors: each operand has one scale, spread to all of that granularity.
       blocks: of rows, equal ones, that a device's rows consist of, as of a batch. In the whole
         matrix, of all devices' rows, block follows block. In what a kernel gathers and returns
         beside the result, device follows device.
@@ -30,6 +31,7 @@ class MatmulOptions:
     rhs_transposed: bool = False
     epilogue: Form | None = None
     scales: Granularity | None = None
+    of_tensors: bool = False
     blocks: int = 1
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import fused_cases as cases
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaled_cases
 from fused_cases import BF16, F16, F32, rounded, whole_numbers
+from jax.sharding import PartitionSpec as P
+from scaled_cases import E4M3
 from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine.hopper.tile_config import TileConfig
-from stretto.kernels.fused import matmul_all_reduce
+from stretto.kernels.fused import matmul_all_reduce, matmul_reduce_scatter
 from stretto.kernels.fused.matmul_reduce_scatter import Config
 from stretto.kernels.fused.reducing import InPlace
 
@@ -66,7 +71,8 @@ def sum_of_rounded(shape, out, kind):
     ("kind", "shape", "out", "config"),
     [
         ("row", (72, 1200, 200), BF16, WIDE),  # Rows and columns that fill no tile.
-        ("tensor", (136, 1200, 136), F16, SMALL),
+        ("tensor", (136, 1200, 136), F16, WIDE),
+        ("tensor", (128, 2560, 192), F32, SHARED),
         ("row", (72, 200, 64), F32, SMALL),
         ("block", (72, 256, 72), BF16, SMALL),
         ("row", (264, 256, 200), BF16, PAIRS),
@@ -79,6 +85,46 @@ def test_each_product_is_rounded_and_their_sum(made, kind, shape, out, config):
     assert report.ok, str(report)
     np.testing.assert_array_equal(found, sum_of_rounded(shape, out, kind))
     assert made
+
+
+@pytest.mark.parametrize(
+    ("devices", "lhs_scale", "rhs_scale", "factors"),
+    [
+        (2, np.ones((1, 1)), np.ones(()), True),
+        (2, None, np.ones(()), True),
+        (2, np.ones(()), np.ones((72, 1)), False),
+        slow(3, np.ones(()), np.ones(()), False),
+    ],
+)
+def test_one_scale_of_each_tensor_is_two_numbers(
+    monkeypatch, devices, lhs_scale, rhs_scale, factors
+):
+    found, times = [], matmul_reduce_scatter._times
+    monkeypatch.setattr(
+        matmul_reduce_scatter, "_times", lambda refs: found.append(refs) or times(refs)
+    )
+    lhs, rhs = (jnp.ones((72, 128 * devices), E4M3) for _ in range(2))
+    columns = P(None, "x")
+    given = [x if x is None else 3 * jnp.asarray(x, F32) for x in (lhs_scale, rhs_scale)]
+    call = functools.partial(
+        st.matmul_reduce_scatter,
+        axis_name="x",
+        rhs_transposed=True,
+        config=SMALL,
+        lhs_scale=given[0],
+        rhs_scale=given[1],
+    )
+    mapped = jax.shard_map(
+        call,
+        mesh=cases.mesh_of(devices),
+        in_specs=(columns, columns),
+        out_specs=P("x"),
+        check_vma=False,
+    )
+    with st.simulate(core_count=2):
+        out = np.asarray(jax.jit(mapped)(lhs, rhs), np.float32)
+    np.testing.assert_array_equal(out, 128 * devices * 3.0 ** sum(x is not None for x in given))
+    assert bool(found) == factors
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -36,10 +36,11 @@ def is_possible(product: Product, block: Block, pieces: Pieces) -> bool:
     whole tile. It is done in 8 bits alone, where the products of a tile take half as long.
     """
     in_16_bits = jnp.dtype(product.out).itemsize == 2
+    of_8_bits = jnp.dtype(product.lhs).itemsize == 1 and product.scales in (None, "row")
     is_plain = product.beside is None and not product.ragged and block.joining is None
     fits = product.fold is not Addends or pieces.num_buffers == len(pieces.places)
     has_products = isinstance(block.parts.k_tiles, int)
-    return product.scales == "row" and in_16_bits and is_plain and fits and has_products
+    return of_8_bits and in_16_bits and is_plain and fits and has_products
 
 
 def make_tiles(block: Block, pieces: Pieces, folding: Folding) -> None:
