@@ -39,6 +39,13 @@ def test_fused_matmuls_in_8_bits(name, tmp_path):
     assert all("e4m3.e5m2" in kernel["ptx"] for x in compiled for kernel in x["kernels"])
 
 
+def test_sums_in_place_in_8_bits(tmp_path):
+    compiled = compile_case("fp8, in place", tmp_path)
+    check(compiled, warpgroups=3, local=True)
+    adds = "cp.reduce.async.bulk.tensor"
+    assert all(adds in kernel["ptx"] for x in compiled for kernel in x["kernels"])
+
+
 @pytest.mark.slow
 def test_groups_in_8_bits(tmp_path):
     for program in compile_case("fp8, grouped_matmul", tmp_path):

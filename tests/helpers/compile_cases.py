@@ -778,6 +778,13 @@ def fp8_fused(*names: str, target: str = "h100") -> Iterator[Program]:
                 yield f"{name}, float32", *scaled_cases.program(name, kind, mesh, **options)
 
 
+def fp8_in_place() -> Iterator[Program]:
+    """The reduce-scatter in 8 bits of two devices, which the copy engine adds."""
+    mesh = aot.mesh_of_gpus((2,), ("x",))
+    for kind in ("row", "tensor", "block"):
+        yield kind, *scaled_cases.program("matmul_reduce_scatter", kind, mesh)
+
+
 def fp8_mx(*names: str) -> Iterator[Program]:
     """The matmuls in 8 bits with scales that Blackwell's tensor cores apply, groups as well."""
     mesh = aot.mesh_of_gpus((4,), ("x",), target="b200")
@@ -974,6 +981,7 @@ CASES: dict[str, Callable[[], Iterator[Program]]] = {
     ),
     "batches": batches,
     **{f"fp8, {name}": functools.partial(fp8_fused, name) for name in scaled_cases.NAMES},
+    "fp8, in place": fp8_in_place,
     "fp8, grouped_matmul": fp8_groups,
     "fp8, experts": fp8_experts,
     **{
