@@ -40,6 +40,7 @@ from stretto.kernels.problem.routing import NONE
 
 FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
 TOTALS_CHUNK = 8  # Tokens of a chunk whose totals wait for the peers'.
+EVEN_BLOCKS = 128  # Whose shares of 2**n chunks are equal; some multiprocessors stay idle.
 MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
 
 
@@ -90,6 +91,7 @@ class Config:
         yield Config(flat=True)
         for warpgroups, chunk in ((2, 8), (2, 16), (4, 8)):
             yield Config(totals=True, warpgroups=warpgroups, chunk=chunk)
+        yield Config(totals=True, warpgroups=2, chunk=4, num_blocks=EVEN_BLOCKS)
 
 
 def default_config(problem: Problem) -> Config:
