@@ -15,6 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.schedule import Int, ceil_div, div, rem, share
 from stretto.distributed.team import Team
 
+MOST_BARRIERS = 32
+"""Of one array, and so buffers whose copies have a barrier each (Mosaic GPU, JAX 0.11.2)."""
+
 
 def remote(ref: Any, team: Team, peer_id: int | jax.Array) -> Any:
     """The `ref` of member `peer_id`: an operand, result or symmetric buffer of the kernel.

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import kernel, schedule
+from stretto.distributed.copies import MOST_BARRIERS
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.token_tables import (
     ALIGNED_TOKENS,
@@ -47,7 +48,7 @@ from stretto.kernels.problem.scales import FP8
 
 SMEM_BYTES = 200_000
 MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
-MOST_SLOTS = 32  # Barriers of one array (Mosaic GPU, JAX 0.11.2).
+MOST_SLOTS = MOST_BARRIERS  # A barrier each.
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 

@@ -48,10 +48,12 @@ class Config:
         del problem  # Rows are counted in bytes.
         if not 1 <= self.piece_rows <= 256:
             raise ValueError(f"piece_rows={self.piece_rows} must be between 1 and 256.")
-        if self.slots < 2 or self.slots * self.piece_rows * ROW_BYTES > 220_000:
+        if not 2 <= self.slots <= copies.MOST_BARRIERS:
+            raise ValueError(f"slots={self.slots} must be between 2 and {copies.MOST_BARRIERS}.")
+        if self.slots * self.piece_rows * ROW_BYTES > 220_000:
             raise ValueError(
-                f"slots={self.slots} must be at least 2, and slots x piece_rows x {ROW_BYTES} bytes"
-                " at most 220000: the shared memory of a block."
+                f"slots={self.slots} x piece_rows={self.piece_rows} x {ROW_BYTES} bytes must be at"
+                " most 220000: the shared memory of a block."
             )
 
     @staticmethod

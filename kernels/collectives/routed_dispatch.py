@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import kernel, residency, schedule
+from stretto.distributed.copies import MOST_BARRIERS
 from stretto.distributed.schedule import Int, ceil_div
 from stretto.distributed.team import Team
 from stretto.kernels.collectives.table_results import TableResults, as_routing
@@ -36,6 +37,8 @@ SMEM_BYTES = 180_000
 LANES = 128
 ALIGNED_ENTRIES = 4
 """Of the copy engine."""
+MOST_TOKENS = MOST_BARRIERS
+"""Of a block, which takes them all at once, with a barrier each."""
 
 
 def obstacle(
@@ -47,6 +50,7 @@ def obstacle(
     width: int,
     itemsize: int,
     rows: int,
+    num_blocks: int,
 ) -> str | None:
     """Why a kernel for the tokens of a device cannot make the tables too, None if it can."""
     entries = devices * ceil_div(tokens * top_k, LANES) * LANES
@@ -59,11 +63,17 @@ def obstacle(
     if rows < devices * tokens * top_k:
         return f"rows may be dropped: capacity={rows} is less than {devices * tokens * top_k}."
     row = Row.of(width, itemsize)
-    blocks = residency.most_blocks_beside_others()
-    own = ceil_div(devices * tokens, min(devices * tokens, blocks))
+    own = ceil_div(devices * tokens, _blocks_for(devices * tokens, num_blocks))
+    if own > MOST_TOKENS:
+        return f"a block takes {MOST_TOKENS} tokens of all devices at most, not {own}."
     if row is None or own * (row.padded_bytes(itemsize) + 4 * LANES) > SMEM_BYTES:
         return f"{own} rows of {width} do not fit into the shared memory of a block."
     return None
+
+
+def _blocks_for(tokens: int, num_blocks: int) -> int:
+    """Blocks for the tokens of all devices."""
+    return min(tokens, num_blocks, residency.most_blocks_beside_others())
 
 
 def dispatch(
@@ -85,7 +95,7 @@ def dispatch(
     row = Row.of(width, x.dtype.itemsize)
     if row is None:
         raise ValueError(f"rows of {width} {x.dtype} cannot be copied.")  # `obstacle` says so.
-    blocks = min(team.size * tokens, num_blocks, residency.most_blocks_beside_others())
+    blocks = _blocks_for(team.size * tokens, num_blocks)
     how = _How(
         team=team,
         row=row,

@@ -55,8 +55,8 @@ class Config:
         del problem  # Rows are counted in bytes.
         if not 1 <= self.piece_rows <= 256:
             raise ValueError(f"piece_rows={self.piece_rows} must be between 1 and 256.")
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages} must be at least 2.")
+        if not 2 <= self.stages <= copies.MOST_BARRIERS:
+            raise ValueError(f"stages={self.stages} must be between 2 and {copies.MOST_BARRIERS}.")
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:

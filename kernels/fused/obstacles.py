@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from stretto.distributed.copies import MOST_BARRIERS
 from stretto.kernels.problem.machine import BLACKWELL, HOPPER
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.scales import FP8
 
 
 def check_pull_slots(pull_slots: int) -> None:
-    """Raises ValueError for too few slots: one piece is stored while the next one is fetched."""
+    """Raises ValueError for too few slots: one piece is stored while the next one is fetched.
+
+    And for more than an array has barriers.
+    """
     if pull_slots < 2:
         raise ValueError(f"pull_slots={pull_slots} must be at least 2.")
+    if pull_slots > MOST_BARRIERS:
+        raise ValueError(f"pull_slots={pull_slots} must be at most {MOST_BARRIERS}.")
 
 
 def check_unfused(unfused: bool, problem: Problem) -> None:

@@ -46,10 +46,10 @@ def _served(
     """Whether the kernel of few tokens serves, and that of many."""
     tokens, top_k = expert_index.shape
     sizes = dict(num_experts=num_experts, width=x.shape[1], itemsize=x.dtype.itemsize, rows=rows)
+    sizes["num_blocks"] = config.num_blocks
     given = tokens, top_k, axis_size(axes)
     few = config.tables and not routed_dispatch.obstacle(*given, **sizes)
-    blocks = config.num_blocks
-    many = config.counted and not counted_dispatch.obstacle(*given, **sizes, num_blocks=blocks)
+    many = config.counted and not counted_dispatch.obstacle(*given, **sizes)
     return few, many
 
 

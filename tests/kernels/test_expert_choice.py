@@ -62,11 +62,10 @@ def test_kernels_make_the_tables(operation, model):
         config = config if isinstance(config, dispatch.Config) else config.dispatch
         sizes = dict(num_experts=experts, width=d, itemsize=2)
         sizes["rows"] = room_for(tokens, top_k, 2, None)
-        few = routed_dispatch.obstacle(tokens, top_k, 2, **sizes)
+        sizes["num_blocks"] = config.num_blocks
         with st.simulate(core_count=MULTIPROCESSORS):
-            many = counted_dispatch.obstacle(
-                tokens, top_k, 2, **sizes, num_blocks=config.num_blocks
-            )
+            few = routed_dispatch.obstacle(tokens, top_k, 2, **sizes)
+            many = counted_dispatch.obstacle(tokens, top_k, 2, **sizes)
         assert (config.tables and not few) or (config.counted and not many), (tokens, few, many)
 
 

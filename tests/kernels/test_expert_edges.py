@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import residency
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import dispatch, routed_dispatch
+from stretto.kernels.collectives import dispatch, exchange, routed_dispatch, summation
+from stretto.kernels.fused import attention_config
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
@@ -52,12 +53,24 @@ def test_more_choices_than_the_tables_kernel_stores():
         _, routing = program(2, backend="simulator", config=TABLES)(x, jnp.asarray(index))
         assert routing.tokens_per_expert.sum() == index.size
     assert report.ok
-    sizes = dict(width=16, itemsize=4, rows=4096)
+    sizes = dict(width=16, itemsize=4, rows=4096, num_blocks=64)
     assert "at most, not top_k=129" in str(
         routed_dispatch.obstacle(1, 129, 2, num_experts=2, **sizes)
     )
     many = routed_dispatch.obstacle(64, 8, 2, num_experts=2**22, **sizes)
     assert "num_experts=4194304 is too many" in str(many)
+
+
+@pytest.mark.parametrize("config", [TABLES, dispatch.Config(tables=True, num_blocks=1)], ids=str)
+def test_blocks_that_would_take_more_tokens_than_an_array_has_barriers(config):
+    """XLA makes the tables: with one choice of each token, 4096 choices are 4096 tokens."""
+    index = np.arange(2 * 80).reshape(2 * 80, 1) % 2
+    x = jnp.arange(2 * 80 * 16.0).reshape(-1, 16)
+    with st.simulate(core_count=2) as report:
+        rows, routing = program(2, backend="simulator", config=config)(x, jnp.asarray(index))
+    assert report.ok
+    np.testing.assert_array_equal(routing.group_sizes, [80, 80])
+    np.testing.assert_array_equal(rows[:80], x[::2])
 
 
 def test_tables_do_not_vary_over_axes_of_the_tokens_alone():
@@ -226,3 +239,18 @@ def layer_with(activation, gated):
         return st.mixture_of_experts(x, index, *others, "x", activation=activation)[0]
 
     return on_devices(layer, 2, 5)(index, *given)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        exchange.Config(slots=33, piece_rows=1),
+        summation.Config(stages=33, piece_rows=1),
+        attention_config.Config(pull_slots=33),
+    ],
+    ids=lambda config: type(config).__module__,
+)
+def test_configurations_of_more_buffers_than_an_array_has_barriers(config):
+    """Mosaic GPU refuses them, as the kernel is compiled."""
+    with pytest.raises(ValueError, match=r"(slots|stages)=33 must be (at most|between 2 and) 32"):
+        config.check()
