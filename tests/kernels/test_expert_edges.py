@@ -64,13 +64,13 @@ def test_more_choices_than_the_tables_kernel_stores():
 @pytest.mark.parametrize("config", [TABLES, dispatch.Config(tables=True, num_blocks=1)], ids=str)
 def test_blocks_that_would_take_more_tokens_than_an_array_has_barriers(config):
     """XLA makes the tables: with one choice of each token, 4096 choices are 4096 tokens."""
-    index = np.arange(2 * 80).reshape(2 * 80, 1) % 2
-    x = jnp.arange(2 * 80 * 16.0).reshape(-1, 16)
+    index = np.arange(2 * 40).reshape(2 * 40, 1) % 2
+    x = jnp.arange(2 * 40 * 16.0).reshape(-1, 16)
     with st.simulate(core_count=2) as report:
         rows, routing = program(2, backend="simulator", config=config)(x, jnp.asarray(index))
     assert report.ok
-    np.testing.assert_array_equal(routing.group_sizes, [80, 80])
-    np.testing.assert_array_equal(rows[:80], x[::2])
+    np.testing.assert_array_equal(routing.group_sizes, [40, 40])
+    np.testing.assert_array_equal(rows[:40], x[::2])
 
 
 def test_tables_do_not_vary_over_axes_of_the_tokens_alone():
