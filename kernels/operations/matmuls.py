@@ -203,8 +203,8 @@ def matmul_reduce_scatter(
       ValueError: as `all_gather_matmul`, and where m is not a multiple of D.
 
     Memory: the fused kernel holds partial products, for the peers and from them,
-    `2 * (D - 1) * m / D * n` elements, of two devices in 8 bits half as many; and where blocks share
-    tiles (`TileConfig.most_parts`), a tile in float32 for each block.
+    `2 * (D - 1) * m / D * n` elements, of two devices in 8 bits half as many; and where blocks
+    share tiles (`TileConfig.most_parts`), a tile in float32 for each block.
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
