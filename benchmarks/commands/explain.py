@@ -47,8 +47,8 @@ def explained(options: ExplainOptions) -> str:
     names = record.sizes if record is not None else ()
     words = options.sizes.split("x")
     if record is not None and (len(words) != len(names) or not all(map(str.isdecimal, words))):
-        wanted = "x".join(names)
-        raise ValueError(f"sizes {options.sizes!r} are not like {wanted}, in numbers.")
+        wanted = f"{len(names)} numbers joined by x: {', '.join(names)}"
+        raise ValueError(f"sizes {options.sizes!r} must be {wanted}.")
     sizes: dict[str, Any] = {}
     if record is not None:
         sizes = dict(zip(names, map(int, words), strict=True))

@@ -86,7 +86,7 @@ def choose(
         said = f"{choice.reason}; {problem.copied / 2**20:.3g} MiB are copied to put rows in order"
         choice = dataclasses.replace(choice, reason=said)
     if (said := remark(choice)) is not None:
-        choice = dataclasses.replace(choice, reason=f"{choice.reason}; {said}")
+        choice = dataclasses.replace(choice, reason=f"{choice.reason.removesuffix('.')}; {said}")
     choices = _recorded.get()
     if choices is not None:
         choices.append(choice)

@@ -12,7 +12,7 @@ from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Operation
 from stretto.kernels.operations import OPERATIONS, context_parallel
-from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.machine import BLACKWELL, HOPPER, Machine
 from stretto.kernels.problem.problem import Problem, Types
 
 
@@ -22,8 +22,9 @@ class SizesChoice:
 
     Attributes:
       choice: the implementation, and why.
-      estimated_us: times of the fused kernel and of XLA by sizes and rates, in microseconds; None
-        for a collective alone, whose choice goes by its size.
+      estimated_us: times of the fused kernel and of XLA by sizes and rates, in microseconds; the
+        rates are those of H100s and H200s. None for a collective alone, whose choice goes by its
+        size, and for GPUs that no kernel is written for.
       measured: the entry of the tuned table that is nearest, if one is near.
     """
 
@@ -93,6 +94,8 @@ def explain_sizes(
     if operation == context_parallel.OP:
         record = context_parallel.record_by_sizes(problem)
     choice = choose.choose(record, problem, "auto")
+    if problem.machine.architecture not in (HOPPER, BLACKWELL):  # No kernel to estimate or to tune.
+        return SizesChoice(choice=choice, estimated_us=None, measured=None)
     kernel, obstacle = choose.serving(record, problem)
     estimated = None
     if obstacle is None and speed.has_estimate(record, kernel, problem):

@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch) -> pathlib.Path:
         (f"{TUNE} --candidates 0", "--candidates 0 must be at least 1"),
         ("tune all_gather --shapes 16x16 --output noise/a", "--output noise/a cannot be written"),
         ("explain nothing 1x2", "operation='nothing' is not one of"),
-        ("explain all_gather ²x2", "sizes '²x2' are not like mxn"),
+        ("explain all_gather ²x2", "sizes '²x2' must be 2 numbers joined by x: m, n."),
         ("plan 7b --machine nan.toml", "Expected `float` > 0.0 - at `$.within.gb_per_s`"),
         ("plan 7b --machine inf.toml", "Expected `float` <= 1000000000000.0"),
         ("plan 7b --picture a.txt", "a.txt is no picture's name; let it end in .svg or .png"),

@@ -63,6 +63,7 @@ def test_other_operations_types_and_machines(one_entry):
     assert "takes bfloat16 and float16, not float32" in wide.choice.reason
     other = st.explain_sizes("all_gather_matmul", **SIZES, devices=4, kind="NVIDIA A100")
     assert "written for Hopper and Blackwell GPUs and these are NVIDIA A100" in other.choice.reason
+    assert other.estimated_us is None
     alone = st.explain_sizes("all_gather_matmul", **SIZES, devices=1, kind="H200")
     assert alone.choice.reason == "one device needs no communication"
 
@@ -103,7 +104,10 @@ def test_the_command(one_entry, capsys):
     assert explain.main(["all_gather_matmul", "8192x8192x28672", "-n", "4", "--kind", "H200"]) == 0
     assert "4 x NVIDIA H200: pallas" in capsys.readouterr().out
     for words, said in [
-        (["all_gather_matmul", "8192x8192"], "sizes '8192x8192' are not like mxkxn, in numbers"),
+        (
+            ["all_gather_matmul", "8192x8192"],
+            "sizes '8192x8192' must be 3 numbers joined by x: m, k, n.",
+        ),
         (["matmul", "8192x8192"], "operation='matmul' is not one of"),
     ]:
         assert explain.main(words) == 2
@@ -122,3 +126,9 @@ def test_every_operation_is_explained(name, devices):
     for sizes in (shapes[0], {size: 3 * value for size, value in shapes[0].items()}):
         text = str(st.explain_sizes(name, **sizes, devices=devices, kind="NVIDIA H200"))
         assert text.startswith(name), text
+
+
+def test_gpus_without_kernels_are_not_told_to_tune(recwarn):
+    found = st.explain_sizes("all_gather_matmul", **SIZES, devices=4, kind="A100")
+    assert str(found).endswith("these are A100.\nmeasured: nothing near it")
+    assert not recwarn.list
