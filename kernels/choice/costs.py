@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.distributed.schedule import ceil_div
 from stretto.kernels.choice import products
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.work import Work
@@ -20,9 +19,6 @@ ROW_BYTES = 16  # of which rows are a multiple that a kernel takes as they are
 COPY_LAUNCH_US = 4.0  # of a kernel of XLA's that copies an operand or a result of a collective
 COPIES_BESIDE_US = {0: 0.0, 2: 6.0, 3: 4.4}
 """The same of a matmul's, by their number."""
-RECORDED_COPIES_US = {3: 0.5}
-"""The same where the host limits a call: these are enough kernels in a row, with one that the
-caller has there, for XLA to record them in a command buffer (`xla_flags.record_runs_of_four`)."""
 COPY_ALONE_US, COPIED_ALONE = 1.0, 0.75
 """Microseconds of each copy beside a kernel without a collective, which the host launches while the
 kernel before runs; and the share of its bytes' time that such copies take. Fitted to groups of rows
@@ -37,84 +33,23 @@ FUSED_LAUNCH_US = 25.0
 MARGIN = 0.1  # by which a kernel must be faster where nothing was measured
 XLA_LAUNCH_US = 12.0
 UNALIGNED_FROM_US = 150.0  # of XLA's matmul of rows that are not aligned
-# What follows was fitted to random sizes on 2 H200s. It serves where a table has collectives.
-MOST_DEVICES = 2  # of which what follows is known
-LEAST_COLUMNS_OF_SUMS = 128  # of a kernel's tiles
-LAUNCH_BESIDE_US = dict(all_gather=5.0, reduce_scatter=7.0, all_reduce=10.5)  # of a matmul's kernel
-PRODUCT_LAUNCH_US = dict(all_gather=3.4, reduce_scatter=3.7, all_reduce=4.0)  # of XLA's matmul
-MORE_LAUNCH_US = dict(all_gather=2.2, reduce_scatter=2.2)  # of each kernel of XLA's but the first
-SUMMED_BYTES = dict(reduce_scatter=245e9, all_reduce=310e9)  # per second, sent by one device
-MOST_BLOCKS, COUNTED_START_US = 15 / 16, 5.0
-"""Share of the multiprocessors beyond which a kernel's tiles fill the device; and what a
-reduce-scatter takes less there since counters begin it, and not XLA's barrier, with which the rest
-was fitted: 5 to 9 at three sizes."""
-PIECE = 16, 256  # rows and columns that a kernel pulls at once
-ALONG_OTHERS, ALONG_K = (280e9, 3.5), (245e9, 4.0)
-"""Of gathers, bytes that one device sends per second, and microseconds of a piece. Along the
-contraction the shards of a row lie side by side."""
-HIDDEN_IN_A_WAVE, HIDDEN_ALONG_K = 0.5, 0.25
-"""Of the time of a gather's last wave: tiles wait for columns, not for rows. Along the contraction
-every tile waits for all devices' columns: of 11 tiles 104 of some 130 us were not hidden."""
+MOST_DEVICES = 2  # of which `two_devices` knows times
 
 
-def estimate(
-    work: Work, machine: Machine, measured: tuple[float, float] | None = None
-) -> tuple[float, float]:
+def estimate(work: Work, machine: Machine) -> tuple[float, float]:
     """(fused, XLA unfused) times in microseconds of a matmul with a collective.
 
     A kernel hides what it sends under all waves of its tiles but one; XLA hides nothing.
-    `measured` are microseconds, where a table has them: of the collective's kernel where it sends
-    next to nothing, and of XLA's collective.
     """
     if work.product is None and work.attention:
         return _attention(work)
     if work.product is None:
         raise ValueError("only operations with a matmul have an estimate.")
-    if measured is None or work.traffic is None or work.traffic.devices > MOST_DEVICES:
-        compute, waves = products.by_tiles(*work.product, machine.multiprocessors)
-        sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
-        fused = compute + max(0.0, sent_us - compute * (waves - 1) / waves) + FUSED_LAUNCH_US
-        sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
-        return fused, _by_xla_in_waves(work, machine) + sent_by_xla
-    by_kernel, collective_us = measured
-    itemsize = work.traffic.itemsize
-    product = *work.product, itemsize, machine.multiprocessors
-    name = work.traffic.collective
-    launches_us = PRODUCT_LAUNCH_US[name] + MORE_LAUNCH_US.get(name, 0.0) * (
-        products.launches_of_xla(*product) - 1
-    )
-    by_xla = products.by_xla(*product) + launches_us + collective_us
-    launch_us = by_kernel + LAUNCH_BESIDE_US[name]
-    if name == "reduce_scatter" and _fills(work, machine):
-        launch_us -= COUNTED_START_US
-    return _beside_transfer(work, machine) + launch_us, by_xla
-
-
-def _fills(work: Work, machine: Machine) -> bool:
-    """Whether a kernel's tiles of 128 columns leave less than a sixteenth of a device free."""
-    if work.product is None:
-        return False
-    m, _, n = work.product
-    tiles = ceil_div(m, products.TILE_M) * ceil_div(n, LEAST_COLUMNS_OF_SUMS)
-    return tiles > MOST_BLOCKS * machine.multiprocessors
-
-
-def _beside_transfer(work: Work, machine: Machine) -> float:
-    """Microseconds of a kernel without its launch: its tiles, and what they do not hide."""
-    if work.product is None or work.traffic is None:
-        return 0.0
-    gathers = work.traffic.gathers
-    least_columns = 0 if gathers else LEAST_COLUMNS_OF_SUMS
-    tiles = *work.product, machine.multiprocessors
-    compute, waves = products.by_best_tiles(*tiles, least_columns)
-    compute = max(compute, products.moved(*work.product, work.traffic.itemsize))
-    sent_us = 1e6 * work.sent_bytes / SUMMED_BYTES.get(work.traffic.collective, FUSED_BYTES)
-    hidden = (waves - 1) / waves
-    if gathers:
-        along_k = work.traffic.shape[1] < work.product[1]
-        in_a_wave = HIDDEN_ALONG_K if along_k else HIDDEN_IN_A_WAVE
-        sent_us, hidden = _gathered_us(work, machine), max(hidden, in_a_wave)
-    return compute + max(0.0, sent_us - compute * hidden)
+    compute, waves = products.by_tiles(*work.product, machine.multiprocessors)
+    sent_us = 1e6 * work.sent_bytes / FUSED_BYTES
+    fused = compute + max(0.0, sent_us - compute * (waves - 1) / waves) + FUSED_LAUNCH_US
+    sent_by_xla = 1e6 * work.sent_bytes / XLA_BYTES + XLA_LAUNCH_US
+    return fused, _by_xla_in_waves(work, machine) + sent_by_xla
 
 
 def _by_xla_in_waves(work: Work, machine: Machine) -> float:
@@ -129,17 +64,6 @@ def _by_xla_in_waves(work: Work, machine: Machine) -> float:
     by_tiles, _ = products.by_tiles(*work.product, machine.multiprocessors, work.matrices)
     unaligned = products.unaligned(*work.product, itemsize, machine.multiprocessors)
     return max(by_tiles, unaligned if unaligned >= UNALIGNED_FROM_US else 0.0)
-
-
-def _gathered_us(work: Work, machine: Machine) -> float:
-    """Microseconds in which a gather is sent, or each block pulls its pieces one after another."""
-    if work.product is None or work.traffic is None:
-        return 0.0
-    rows, columns = work.traffic.shape
-    of_bytes, piece_us = ALONG_K if columns < work.product[1] else ALONG_OTHERS
-    pieces = (work.traffic.devices - 1) * ceil_div(rows, PIECE[0]) * ceil_div(columns, PIECE[1])
-    pulled_us = piece_us * (ceil_div(pieces, machine.multiprocessors) - 1)
-    return max(1e6 * work.sent_bytes / of_bytes, pulled_us)
 
 
 def _attention(work: Work) -> tuple[float, float]:
@@ -158,17 +82,15 @@ def sent_by_xla_us(sent: float) -> float:
     return 1e6 * sent / XLA_BYTES
 
 
-def copies_launches_us(work: Work, itemsize: int, *, is_short: bool = False) -> float:
+def copies_launches_us(work: Work, itemsize: int) -> float:
     """Microseconds of the launches that copy a matmul's operands and result to aligned rows.
 
-    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied. The host
-    limits a call that `is_short`.
+    Rows of lhs, of rhs and of the result that are no multiples of 16 bytes are copied.
     """
     count = copies(work, itemsize)
     if work.traffic is None:
         return COPY_ALONE_US * count
-    beside = COPIES_BESIDE_US[count]
-    return RECORDED_COPIES_US.get(count, beside) if is_short else beside
+    return COPIES_BESIDE_US[count]
 
 
 def copies(work: Work, itemsize: int) -> int:
@@ -192,14 +114,14 @@ def copied_for_sizes_us(work: Work, itemsize: int, copied: int) -> float:
 
     A result is cut out of aligned rows where its own are not, which takes longer.
     """
-    cut = min(copied, _cut(work, itemsize))
+    of_result = min(copied, cut(work, itemsize))
     in_words = work.product is not None and not work.product[2] * itemsize % WORD_BYTES
     cut_bytes = CUT_BYTES_BY_WORDS if in_words else CUT_BYTES
     share = 1.0 if work.traffic is not None else COPIED_ALONE
-    return share * 2e6 * ((copied - cut) / PADDED_BYTES + cut / cut_bytes)
+    return share * 2e6 * ((copied - of_result) / PADDED_BYTES + of_result / cut_bytes)
 
 
-def _cut(work: Work, itemsize: int) -> int:
+def cut(work: Work, itemsize: int) -> int:
     """Bytes of a device's part of a product that is cut out of one with aligned rows."""
     if work.product is None:
         return 0

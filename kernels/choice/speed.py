@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.kernels.choice import costs, in_parts, tables, transfers
+from stretto.kernels.choice import costs, in_parts, tables, three_ways, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem import machine
@@ -22,6 +22,10 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
     plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0, applied=0))
     of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
+    if not _has_time(operation, kernel, problem):
+        found = three_ways.choose(operation, kernel, problem, plain, of_sizes)
+        if found is not None:
+            return found
     found = plain
     if problem.copied or problem.applied or of_sizes:
         found = _with_copies(operation, kernel, problem, plain, of_sizes)
@@ -41,8 +45,8 @@ def _or_apart(
         return found
     _, xla_us = estimate(operation, kernel, problem)
     is_tuned = tables.table_for(problem.machine.kind).nearest(problem) is not None
-    two = None if is_tuned else in_parts.of_few_rows(operation, kernel, problem, xla_us)
-    if two is None and (of_sizes or not (is_tuned or found.backend == "pallas")):
+    two = None
+    if of_sizes or not (is_tuned or found.backend == "pallas"):
         two = in_parts.apart(operation, kernel, problem, xla_us)
     if two is None or two.fused_us is None:
         return found
@@ -175,13 +179,8 @@ def _with_copies(
     fused_us += costs.copied_for_sizes_us(work, itemsize, of_sizes)
     margin = 0.0
     if of_sizes:
-        is_short = operation.communicates and xla_us < tables.SHORT_US
-        launches_us = costs.copies_launches_us(work, itemsize, is_short=is_short)
-        fused_us += launches_us
+        fused_us += costs.copies_launches_us(work, itemsize)
         margin = transfers.MARGIN_BESIDE_COPIES
-        if launches_us and operation.communicates:
-            count = costs.copies(work, itemsize)
-            margin = transfers.margin_of_copies(operation, problem, xla_us, count)
     is_fused = plain.backend == "pallas" and fused_us < (1 - margin) * xla_us
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
@@ -209,6 +208,12 @@ def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool
 def _is_measured(kernel: Kernel, problem: Problem) -> bool:
     """Whether a table has the very problem, with all that a call of it copies."""
     found = tables.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
+    return found is not None and found.fused_us is not None
+
+
+def _has_time(operation: Operation, kernel: Kernel, problem: Problem) -> bool:
+    """Whether a table has the very problem, or the one that it is the same as."""
+    found = _measured(operation, kernel, problem)
     return found is not None and found.fused_us is not None
 
 

@@ -233,6 +233,7 @@ def look_up(
         (distance, entry, config)
         for distance, entry in table_for(problem.machine.kind).near(problem)
         if (config := _config_of(entry, kernel, problem)) is not None
+        and not _is_copied_more(kernel, config, entry, problem)
     ]
     if not fitting:
         return None
@@ -264,6 +265,16 @@ def look_up(
         if distance <= NEAR
         else kernel.default(asked or problem),
     )
+
+
+def _is_copied_more(kernel: Kernel, config: Any, entry: Entry, problem: Problem) -> bool:
+    """Whether an entry's operands were copied because of their sizes, and the problem's are not.
+
+    So are the smallest ones of a collective's: a part of 256 bytes fills no row.
+    """
+    if kernel.copies(problem, config):
+        return False
+    return kernel.copies(dataclasses.replace(problem, sizes=entry.sizes), config) > 0
 
 
 def is_of(entry: Entry, kernel: Kernel, problem: Problem) -> bool:

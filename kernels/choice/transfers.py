@@ -7,29 +7,26 @@ import math
 
 import numpy as np
 
-from stretto.kernels.choice import costs, groups, products, tables
+from stretto.kernels.choice import costs, groups, products, tables, two_devices
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
-from stretto.kernels.operation import Operation
+from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.work import Traffic
 
 MARGIN_OF_COPIES, MARGIN_BESIDE_COPIES = 0.1, 0.05
 """Share by which a collective's kernel must be faster where copies that its sizes need were
-estimated; and a matmul's, if it takes XLA no short time."""
+estimated; and a matmul's."""
 SHORT_BY_HALF_WORDS_US, MARGIN_BY_HALF_WORDS = 40.0, 0.15
 """The same of a collective that takes XLA less, of rows that are no whole words of 32 bits: where
 0.84 to 0.89 was expected, 0.96, 0.98, 1.00, 1.06 and 1.20 were measured."""
-MARGIN_OF_THREE_COPIES = 0.08
-"""The same of a matmul that takes XLA a short time, with both operands and the result copied."""
 PART_BYTES = 16  # of which a part that NCCL moves at its full rate is a multiple
 MISALIGNED_US = dict(all_gather=2.0e-6, reduce_scatter=1.1e-6, all_to_all=4.9e-6)
 """For each byte that a device sends of one that is not, beyond what an aligned one takes."""
-MOST_LAUNCHES = 4  # of kernels of a product that XLA divides and whose operands it fills up
-SLOW_SUMS, SLOW_SUM_US = (500_000, 5_000_000), 17e-6
+SLOW_SUMS, SLOW_SUM_US = (2**19, 2**22), 17e-6
 """Bytes of an all-reduce that takes XLA so much longer for each of them if they are no whole words.
 Matmuls with such sums took 36.7 in place of 25 (0.59 MB), 34 of 23 (0.56 MB) and 99 of 40 (4.1 MB),
-and with 0.46 MB and 6.2 MB as long as others: NCCL has other protocols there."""
+and with 0.46 MB, 4.6 MB and 6.2 MB as long as others: NCCL has other protocols there."""
 
 
 def times(problem: Problem, name: str, elements: int) -> tuple[float, float] | None:
@@ -94,16 +91,68 @@ def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
     if work.product is not None and work.traffic is None and problem.types.scales is None:
         sizes = *work.product, work.matrices, problem.types.itemsize
         of_both = (groups.by_kernel, groups.by_xla)
-        fused_us, xla_us = (f(*sizes, problem.machine.multiprocessors) for f in of_both)
-        return fused_us, xla_us
-    measured = None
-    if work.traffic is not None and work.product is not None:
-        name = work.traffic.collective
-        found = times(problem, name, math.prod(work.traffic.shape))
-        if found is not None and name in costs.LAUNCH_BESIDE_US:
-            by_xla = found[1] + misaligned_us(work.traffic)
-            measured = min(entry.fused_us for entry in _entries(problem, name)), by_xla
-    return costs.estimate(work, problem.machine, measured)
+        by_kernel, by_xla = (f(*sizes, problem.machine.multiprocessors) for f in of_both)
+        return by_kernel, by_xla
+    collective_us = of_collective(operation, problem)
+    if collective_us is None or work.traffic is None:
+        return costs.estimate(work, problem.machine)
+    slow_us = misaligned_us(work.traffic)
+    by_xla = two_devices.by_xla(work, problem.machine, collective_us[1], slow_us)
+    return fused_us(operation, problem), by_xla
+
+
+def of_collective(operation: Operation, problem: Problem) -> tuple[float, float] | None:
+    """`times` of the collective of a matmul on two devices; None elsewhere."""
+    work = operation.work(problem)
+    if work.product is None or work.traffic is None:
+        return None
+    name, devices = work.traffic.collective, work.traffic.devices
+    if name not in two_devices.HOST_US or devices > costs.MOST_DEVICES:
+        return None
+    return times(problem, name, math.prod(work.traffic.shape))
+
+
+def fused_us(operation: Operation, problem: Problem, copied: int = 0) -> float:
+    """`two_devices.fused` of a matmul that `of_collective` knows."""
+    stands_for = operation.kernels[0].stands_for
+    moved = problem.copied + problem.applied
+    if stands_for is not None:
+        moved += stands_for(problem)[1]
+    return two_devices.fused(
+        operation.work(problem),
+        problem.machine,
+        copied,
+        moved=moved,
+        is_transposed=stands_for is not None,
+    )
+
+
+def two_parts_us(operation: Operation, kernel: Kernel, problem: Problem) -> float | None:
+    """`two_devices.in_two_parts` of a matmul that `of_collective` knows.
+
+    None where the kernel has no such parts, they have never been timed, or XLA has another program
+    for the product: an outer one, which is no matmul (1 x 1 x 27 in two parts took 1.10 of XLA's
+    time), and a tiny one of cuBLAS's (1.02 to 1.05 at four sizes).
+    """
+    found, product = of_collective(operation, problem), operation.work(problem).product
+    has_parts = hasattr(kernel.default(problem), "unfused") and problem.types.scales is None
+    if found is None or not has_parts or problem.copied or problem.applied:
+        return None
+    if product is None or product[1] == 1 or products.is_tiny(*product):
+        return None
+    is_whole = kernel.apart is not None and kernel.apart(problem) is not None
+    work = operation.work(problem)
+    kernel_us = min([found[0], *_of_more(problem, work.traffic)])
+    return two_devices.in_two_parts(work, problem.machine, kernel_us, is_whole=is_whole)
+
+
+def _of_more(problem: Problem, traffic: Traffic | None) -> list[float]:
+    """Microseconds of a collective's kernel with more elements: with fewer it takes no longer."""
+    if traffic is None:
+        return []
+    elements = math.prod(traffic.shape)
+    entries = _entries(problem, traffic.collective)
+    return [entry.fused_us for entry in entries if math.prod(entry.sizes.values()) >= elements]
 
 
 def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_sizes: int) -> Choice:
@@ -132,32 +181,3 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
         fused_us=fused_us,
         xla_us=xla_us,
     )
-
-
-def margin_of_copies(operation: Operation, problem: Problem, xla_us: float, copies: int) -> float:
-    """The share by which a kernel that needs so many copies must be faster than XLA's `xla_us`.
-
-    All of it beside a tiny product of what is gathered: XLA may record that whole, and took 17 and
-    36 at two sizes.
-    """
-    work = operation.work(problem)
-    gathers = work.traffic is not None and work.traffic.gathers
-    if gathers and work.product is not None and products.is_tiny(*work.product):
-        return 1.0
-    if xla_us >= tables.SHORT_US or is_divided(operation, problem):
-        return MARGIN_BESIDE_COPIES
-    return MARGIN_OF_THREE_COPIES if copies == 3 else tables.MARGIN_OF_SHORT
-
-
-def is_divided(operation: Operation, problem: Problem) -> bool:
-    """Whether XLA divides the product along the contraction, and fills its operands up first."""
-    return launches(operation, problem) == MOST_LAUNCHES
-
-
-def launches(operation: Operation, problem: Problem) -> int:
-    """Kernels that XLA launches for the product; 0 without a product and a collective."""
-    work = operation.work(problem)
-    if work.product is None or work.traffic is None:
-        return 0
-    sizes = *work.product, work.traffic.itemsize, problem.machine.multiprocessors
-    return products.launches_of_xla(*sizes)
