@@ -107,7 +107,7 @@ def is_tiny(m: int, k: int, n: int) -> bool:
     """Whether XLA leaves a product to cuBLAS (JAX 0.11.2), with two kernels that fill up operands
     and one that rounds.
 
-    So have programs it that were compiled for an H100. Neither vector's products nor outer ones are.
+    So have programs it that were compiled for an H100. No vector's product is, and no outer one.
     """
     return min(m, k, n) > 1 and k * (m + n) < LEAST_ELEMENTS
 

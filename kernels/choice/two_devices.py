@@ -35,7 +35,10 @@ PADDED_BYTES, CUT_BYTES, CUT_BYTES_BY_HALVES = 3.3e12, 2.5e12, 0.73e12
 """Per second, read and written: copies to aligned rows, and out of those, of rows of whole words
 and of others."""
 SENT_BYTES = dict(all_gather=330e9, reduce_scatter=289e9, all_reduce=252e9)  # per second
-HIDDEN_IN_A_WAVE = 0.27  # of the time of a gather's only wave of tiles: they wait for columns
+ALONG_K_BYTES = 245e9  # of a gather along the contraction, whose rows lie in pieces
+HIDDEN_IN_A_WAVE, HIDDEN_ALONG_K = 0.27, 0.1
+"""Of the time of a gather's only wave of tiles: they wait for columns, along the contraction for
+those of all devices."""
 PIECE, PIECE_US = (16, 256), 3.3  # rows and columns that a block pulls at once; its time
 COLUMN_US = 0.65e-3
 """A sum of one row of tiles takes so much longer for each column: at 16 x 96 x 16360, 11 us."""
@@ -177,7 +180,10 @@ def _beside_transfer(work: Work, machine: Machine) -> float:
     sent_us = 1e6 * work.sent_bytes / SENT_BYTES[traffic.collective]
     if traffic.gathers:
         rows, columns = traffic.shape
+        in_a_wave = HIDDEN_IN_A_WAVE
+        if columns < k:
+            sent_us, in_a_wave = 1e6 * work.sent_bytes / ALONG_K_BYTES, HIDDEN_ALONG_K
         pieces = (traffic.devices - 1) * ceil_div(rows, PIECE[0]) * ceil_div(columns, PIECE[1])
         sent_us = max(sent_us, PIECE_US * (ceil_div(pieces, multiprocessors) - 1))
-        hidden = max(hidden, HIDDEN_IN_A_WAVE)
+        hidden = max(hidden, in_a_wave)
     return compute + max(0.0, sent_us - compute * hidden)
