@@ -268,11 +268,11 @@ def look_up(
 
 
 def _is_copied_more(kernel: Kernel, config: Any, entry: Entry, problem: Problem) -> bool:
-    """Whether an entry's operands were copied because of their sizes, and the problem's are not.
+    """Whether an entry's operand of a collective was copied for its size, and the problem's is not.
 
-    So are the smallest ones of a collective's: a part of 256 bytes fills no row.
+    So were the smallest ones: a part of 256 bytes fills no row.
     """
-    if kernel.copies(problem, config):
+    if kernel.fused_from is None or kernel.copies(problem, config):
         return False
     return kernel.copies(dataclasses.replace(problem, sizes=entry.sizes), config) > 0
 
