@@ -10,11 +10,10 @@ from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
 
-MARGIN = 0.06
-MARGIN_OF_PARTS, MARGIN_OF_SUMS = 0.1, 0.03
-"""Share by which the fused kernel, and two parts, must be faster than XLA; and two parts of a sum
-which, as XLA's, are limited by the host. They follow from what the estimates were off by at sizes
-of draws that they were not fitted to."""
+MARGIN, MARGIN_OF_SUMS = 0.06, 0.03
+"""Share by which a kernel must be faster than XLA; and two parts of a sum which, as XLA's, are
+limited by the host. They follow from what the estimates were off by at sizes of draws that they
+were not fitted to."""
 
 
 def choose(
@@ -62,7 +61,7 @@ def _in_two_parts(
     name = "" if work.traffic is None else work.traffic.collective
     two_us, xla_us = times
     is_launched = two_devices.is_launched(work, problem.machine, two_us)
-    margin = MARGIN_OF_SUMS if name == "all_reduce" and is_launched else MARGIN_OF_PARTS
+    margin = MARGIN_OF_SUMS if name == "all_reduce" and is_launched else MARGIN
     is_faster = two_us < (1 - margin) * xla_us
     return Choice(
         problem=problem,
