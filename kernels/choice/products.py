@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from stretto.distributed.schedule import ceil_div
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 STEP_US = 0.7  # of a block, for one step of TILE_K along k
-WIDTHS = {64: (0.18, 0.66, 0.6), 128: (0.335, 0.515, 1.4), TILE_N: (0.66, 0.68, 2.5)}
+WIDTHS = {64: (0.18, 0.6, 0.7), 128: (0.325, 0.47, 1.8), TILE_N: (0.67, 0.67, 3.0)}
 """Of tiles of so many columns, in microseconds: a step where the device has next to no other tiles,
 one where each multiprocessor has a tile and all share the L2, and what it takes to begin a tile and
 to store it."""
@@ -47,23 +49,30 @@ def by_tiles(m: int, k: int, n: int, multiprocessors: int, matrices: int = 1) ->
     return waves * ceil_div(k, TILE_K) * STEP_US, waves
 
 
-def by_best_tiles(
-    m: int, k: int, n: int, multiprocessors: int, least_columns: int
+def by_kernel(
+    m: int, k: int, n: int, multiprocessors: int, tile: tuple[int, int]
 ) -> tuple[float, int]:
-    """(microseconds, waves) by the tiles of `least_columns` or more whose waves take least time.
+    """(microseconds, waves) by a kernel's tiles of these (rows, columns).
 
-    Launches have what a first wave takes besides its products.
-    The default configurations of kernels have such tiles, too.
+    Launches have what a first wave takes besides its products. A tile of several times `TILE_M`
+    rows is made by as many blocks.
     """
 
-    def by(tile_n: int, alone_us: float, full_us: float, storing_us: float) -> tuple[float, int]:
-        tiles = ceil_div(m, TILE_M) * ceil_div(n, tile_n)
-        waves = ceil_div(tiles, multiprocessors)
-        busy = tiles / multiprocessors - (waves - 1)  # The share of a device, in the last wave.
-        step_us = (waves - 1) * full_us + alone_us + (full_us - alone_us) * busy
-        return step_us * ceil_div(k, TILE_K) + (waves - 1) * storing_us, waves
+    tile_m, tile_n = tile
+    tiles = ceil_div(m, tile_m) * ceil_div(n, tile_n)
+    at_once = multiprocessors // (tile_m // TILE_M)
+    waves = ceil_div(tiles, at_once)
+    busy = tiles / at_once - (waves - 1)  # The share of a device, in the last wave.
+    alone_us, full_us, storing_us = _of_width(tile_n)
+    step_us = (waves - 1) * full_us + alone_us + (full_us - alone_us) * busy
+    return step_us * ceil_div(k, TILE_K) + (waves - 1) * storing_us, waves
 
-    return min(by(tile_n, *us) for tile_n, us in WIDTHS.items() if tile_n >= least_columns)
+
+def _of_width(tile_n: int) -> tuple[float, ...]:
+    """`WIDTHS` of tiles of so many columns, between those that were fitted."""
+    known = sorted(WIDTHS)
+    times = zip(*(WIDTHS[width] for width in known), strict=True)
+    return tuple(float(np.interp(tile_n, known, us)) for us in times)
 
 
 def by_xla(m: int, k: int, n: int, itemsize: int, multiprocessors: int) -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from stretto.kernels.choice import tables, transfers, two_devices
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
 
-MARGIN, MARGIN_OF_SUMS = 0.06, 0.03
-"""Share by which a kernel must be faster than XLA; and two parts of a sum which, as XLA's, are
-limited by the host. They follow from what the estimates were off by at sizes of draws that they
-were not fitted to."""
+MARGIN, FAST_MARGIN, FAST_MARGIN_OF_PARTS = 0.06, -0.015, -0.08
+"""Share by which a kernel must be faster than XLA; and two parts, where the host is fast. They
+follow from what the estimates were off by at sizes of draws that they were not fitted to."""
 
 
 def choose(
@@ -28,15 +28,15 @@ def choose(
     """
     if transfers.of_collective(operation, problem) is None:
         return None
-    _, xla_us = transfers.estimate(operation, problem)
-    fused_us = transfers.fused_us(operation, problem, copied) + _correction_us(
-        operation, kernel, problem
-    )
-    two_us = transfers.two_parts_us(operation, kernel, problem)
+    of_hosts = [
+        _estimates(operation, kernel, problem, plain.config, copied, host)
+        for host in (1.0, two_devices.FAST_HOST)
+    ]
+    (fused_us, two_us, xla_us), _ = of_hosts
     is_tuned = tables.table_for(problem.machine.kind).nearest(problem) is not None
     if two_us is not None and two_us < fused_us and (copied or not is_tuned):
-        return _in_two_parts(operation, kernel, problem, (two_us, xla_us))
-    is_fused = fused_us < (1 - MARGIN) * xla_us
+        return _in_two_parts(operation, kernel, problem, of_hosts)
+    is_fused = _is_faster([(fused, xla) for fused, _, xla in of_hosts], MARGIN, FAST_MARGIN)
     reason = plain.reason
     if copied:
         reason += (
@@ -53,16 +53,42 @@ def choose(
     )
 
 
+type Times = tuple[float, float | None, float]
+"""Microseconds, fused, in two parts and by XLA."""
+
+
+def _estimates(
+    operation: Operation, kernel: Kernel, problem: Problem, config: Any, copied: int, host: float
+) -> Times:
+    """Each way's estimate; the fused kernel's, corrected by what a table has nearby."""
+    _, xla_us = transfers.estimate(operation, problem, host)
+    fused_us = transfers.fused_us(operation, problem, copied, config, host)
+    fused_us += _correction_us(operation, kernel, problem)
+    return fused_us, transfers.two_parts_us(operation, kernel, problem, host), xla_us
+
+
+def _is_faster(times: list[tuple[float, float]], margin: float, fast_margin: float) -> bool:
+    """Whether a kernel is faster than XLA by these shares of its time, by either host.
+
+    Args:
+      times: in microseconds, the kernel's and XLA's, by this host and by a fast one.
+      margin, fast_margin: the shares.
+    """
+    return all(
+        kernel_us < (1 - share) * xla_us
+        for (kernel_us, xla_us), share in zip(times, (margin, fast_margin), strict=True)
+    )
+
+
 def _in_two_parts(
-    operation: Operation, kernel: Kernel, problem: Problem, times: tuple[float, float]
+    operation: Operation, kernel: Kernel, problem: Problem, of_hosts: list[Times]
 ) -> Choice:
-    """Two parts, or XLA where their `times`, of both in microseconds, are too near."""
+    """Two parts, or XLA where their times are too near."""
     work = operation.work(problem)
     name = "" if work.traffic is None else work.traffic.collective
-    two_us, xla_us = times
-    is_launched = two_devices.is_launched(work, problem.machine, two_us)
-    margin = MARGIN_OF_SUMS if name == "all_reduce" and is_launched else MARGIN
-    is_faster = two_us < (1 - margin) * xla_us
+    times = [(two_us or xla_us, xla_us) for _, two_us, xla_us in of_hosts]
+    is_faster = _is_faster(times, MARGIN, FAST_MARGIN_OF_PARTS)
+    two_us, xla_us = times[0]
     return Choice(
         problem=problem,
         kernel=kernel,

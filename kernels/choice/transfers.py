@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from stretto.kernels.problem.work import Traffic
 MARGIN_OF_COPIES, MARGIN_BESIDE_COPIES = 0.1, 0.05
 """Share by which a collective's kernel must be faster where copies that its sizes need were
 estimated; and a matmul's."""
-SHORT_BY_HALF_WORDS_US, MARGIN_BY_HALF_WORDS = 40.0, 0.15
-"""The same of a collective that takes XLA less, of rows that are no whole words of 32 bits: where
-0.84 to 0.89 was expected, 0.96, 0.98, 1.00, 1.06 and 1.20 were measured."""
+SHORT_US, MARGIN_OF_SHORT = 40.0, 0.15
+"""The same of a collective that takes XLA less: where 0.84 to 0.89 was expected, 0.96, 0.98, 1.00,
+1.06, 1.12 and 1.20 were measured."""
 PART_BYTES = 16  # of which a part that NCCL moves at its full rate is a multiple
 MISALIGNED_US = dict(all_gather=2.0e-6, reduce_scatter=1.1e-6, all_to_all=4.9e-6)
 """For each byte that a device sends of one that is not, beyond what an aligned one takes."""
@@ -82,10 +83,11 @@ def _entries(problem: Problem, name: str) -> list[Entry]:
     return [entry for entry in entries if (entry.op, entry.dtype, entry.devices) == asked_of]
 
 
-def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
+def estimate(operation: Operation, problem: Problem, host: float = 1.0) -> tuple[float, float]:
     """`costs.estimate`, with the times of the collective inside where a table has them.
 
-    Of groups of rows in 16 bits on one device it is that of `groups`.
+    Of groups of rows in 16 bits on one device it is that of `groups`. On two devices the host's
+    times are so many times those of `two_devices`.
     """
     work = operation.work(problem)
     if work.product is not None and work.traffic is None and problem.types.scales is None:
@@ -97,8 +99,8 @@ def estimate(operation: Operation, problem: Problem) -> tuple[float, float]:
     if collective_us is None or work.traffic is None:
         return costs.estimate(work, problem.machine)
     slow_us = misaligned_us(work.traffic)
-    by_xla = two_devices.by_xla(work, problem.machine, collective_us[1], slow_us)
-    return fused_us(operation, problem), by_xla
+    by_xla = two_devices.by_xla(work, problem.machine, collective_us[1], slow_us, host)
+    return fused_us(operation, problem, host=host), by_xla
 
 
 def of_collective(operation: Operation, problem: Problem) -> tuple[float, float] | None:
@@ -112,8 +114,11 @@ def of_collective(operation: Operation, problem: Problem) -> tuple[float, float]
     return times(problem, name, math.prod(work.traffic.shape))
 
 
-def fused_us(operation: Operation, problem: Problem, copied: int = 0) -> float:
-    """`two_devices.fused` of a matmul that `of_collective` knows."""
+def fused_us(
+    operation: Operation, problem: Problem, copied: int = 0, config: Any = None, host: float = 1.0
+) -> float:
+    """`two_devices.fused` of a matmul that `of_collective` knows, by the default configuration."""
+    tiles = (config or operation.kernels[0].default(problem)).tiles
     stands_for = operation.kernels[0].stands_for
     moved = problem.copied + problem.applied
     if stands_for is not None:
@@ -121,13 +126,17 @@ def fused_us(operation: Operation, problem: Problem, copied: int = 0) -> float:
     return two_devices.fused(
         operation.work(problem),
         problem.machine,
+        (tiles.tile_m, tiles.tile_n),
         copied,
         moved=moved,
+        host=host,
         is_transposed=stands_for is not None,
     )
 
 
-def two_parts_us(operation: Operation, kernel: Kernel, problem: Problem) -> float | None:
+def two_parts_us(
+    operation: Operation, kernel: Kernel, problem: Problem, host: float = 1.0
+) -> float | None:
     """`two_devices.in_two_parts` of a matmul that `of_collective` knows.
 
     None where the kernel has no such parts, they have never been timed, or XLA has another program
@@ -143,7 +152,7 @@ def two_parts_us(operation: Operation, kernel: Kernel, problem: Problem) -> floa
     is_whole = kernel.apart is not None and kernel.apart(problem) is not None
     work = operation.work(problem)
     kernel_us = min([found[0], *_of_more(problem, work.traffic)])
-    return two_devices.in_two_parts(work, problem.machine, kernel_us, is_whole=is_whole)
+    return two_devices.in_two_parts(work, problem.machine, kernel_us, is_whole=is_whole, host=host)
 
 
 def _of_more(problem: Problem, traffic: Traffic | None) -> list[float]:
@@ -170,8 +179,7 @@ def copied_to_rows(operation: Operation, problem: Problem, plain: Choice, of_siz
         traffic = operation.work(problem).traffic
         slow_us = 0.0 if traffic is None else misaligned_us(traffic)
         xla_us += slow_us
-        is_by_half = row_bytes % costs.WORD_BYTES and xla_us < SHORT_BY_HALF_WORDS_US
-        margin = MARGIN_BY_HALF_WORDS if is_by_half else MARGIN_OF_COPIES
+        margin = MARGIN_OF_SHORT if xla_us < SHORT_US else MARGIN_OF_COPIES
         may_save = plain.backend == "pallas" or slow_us > 0
         is_fused = may_save and fused_us < (1 - margin) * xla_us
     return dataclasses.replace(

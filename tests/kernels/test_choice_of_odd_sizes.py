@@ -59,11 +59,12 @@ def test_a_collective_whose_parts_are_copied_is_xla(name, sizes):
     assert found.backend == "xla" and "MiB are copied to whole rows and back" in found.reason
 
 
-def test_copies_of_half_words_must_save_more():
-    """A reduce-scatter of 5.8 MB with rows of 522 bytes took 1.2 of XLA's time by the kernel."""
-    halves, words = (chosen(collective("reduce_scatter", 11046, n)) for n in (261, 262))
-    assert halves.backend == "xla" and halves.fused_us < 0.9 * halves.xla_us
-    assert words.backend == "pallas"
+def test_copies_beside_short_collectives_must_save_more():
+    """A reduce-scatter of 5.8 MB with rows of 522 bytes took 1.2 of XLA's time by the kernel, an
+    all-to-all of 41736 x 14 1.12."""
+    for name, sizes in (("reduce_scatter", (11046, 261)), ("all_to_all", (41736, 14))):
+        found = chosen(collective(name, *sizes))
+        assert found.backend == "xla" and found.fused_us < 0.95 * found.xla_us
 
 
 def test_a_sum_that_is_slow_by_xla_is_copied_for_the_kernel():
@@ -303,3 +304,8 @@ def test_large_sums_are_sent_at_their_own_rates():
     assert estimated("matmul_reduce_scatter", 7456, 16, 2744)[0] == pytest.approx(95, rel=0.15)
     asked = problem(1464, 208, 15456, operation="matmul_all_reduce", devices=2, kind=H200.kind)
     assert chosen(asked).backend == "pallas"
+
+
+def test_an_entry_whose_operand_was_copied_says_nothing_of_others():
+    """32 x 16 took 14.6 us by the kernel and 21.1 by XLA. The smallest entry was copied to rows."""
+    assert chosen(collective("reduce_scatter", 32, 16)).backend == "pallas"

@@ -34,17 +34,27 @@ def test_results_beside_unaligned_rows_take_time(sizes, us):
 
 def test_a_step_takes_longer_beside_other_tiles():
     """On an H200 4 tiles of 128 columns took 0.24 us a step, 7 waves of them 0.46."""
-    few, _ = products.by_best_tiles(8, 64 * 200, 464, 132, 128)
-    full, waves = products.by_best_tiles(128 * 132, 64 * 200, 128, 132, 128)
+    few, _ = products.by_kernel(8, 64 * 200, 464, 132, (128, 128))
+    full, waves = products.by_kernel(128 * 132, 64 * 200, 128, 132, (128, 128))
     assert waves == 1 and 1.3 * few < full
     assert few / 200 == pytest.approx(0.3, abs=0.07)
+
+
+def test_a_kernel_takes_as_long_as_the_waves_of_its_own_tiles():
+    """145 tiles of 256 x 256 took 1.24 of XLA's time, as three waves of 66; a reduce-scatter."""
+    _, waves = products.by_kernel(1104, 13536, 7184, 132, (256, 256))
+    _, of_small = products.by_kernel(1104, 13536, 7184, 132, (128, 256))
+    assert (waves, of_small) == (3, 2)
+    asked = of_two("matmul_reduce_scatter", 1104, 27072, 7184)
+    operation = OPERATIONS["matmul_reduce_scatter"]
+    assert speed.faster(operation, operation.kernels[0], asked).backend == "xla"
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "backend"),
     [  # Measured on two H200s: the kernel over XLA.
         ("matmul_all_reduce", (256, 1344, 10568), "pallas"),  # 0.73
-        ("all_gather_matmul_n", (144, 8, 5184), "pallas"),  # 0.86: a result of whole columns.
+        ("all_gather_matmul", (7200, 8, 1408), "xla"),  # 1.16: 16 rows of 8 numbers at once.
         ("all_gather_matmul_k", (1376, 21968, 16), "xla"),  # 1.09: 11 tiles wait for all columns.
         ("all_gather_matmul", (404, 10904, 7448), "pallas"),  # 0.62: rows of 8 bytes by XLA.
         ("matmul_all_reduce", (136, 288, 6656), "pallas"),  # 0.81
