@@ -25,7 +25,9 @@ same kernel in another run may differ by several percent. [Benchmarks](benchmark
 method.
 
 **Stretto** is the kernel by itself, `backend="pallas"`; **`auto`**, the default, takes it where it
-should be the fastest, and XLA elsewhere.
+should be the fastest, and XLA elsewhere. It chose by the tuned tables of its run's day. Where
+`auto` has XLA's time and the kernel a shorter one, today's tables may have the kernel:
+`stretto explain` prints the choice.
 
 The **floor** is the larger of two times: the fastest matmul *of this run*, and the bytes that a
 device must send over its link. A matmul was timed alone and inside each program of the row; at 100%

@@ -104,8 +104,14 @@ def reduce_scatter(
     scatter_dimension=axis, tiled=True)`; the fused kernel adds narrow floats in float32, in the
     order of the devices, and rounds once. With `op` "max" or "min" the largest or smallest.
 
-    Args, raises, synchronisation: as for `all_reduce`; also ValueError where the array's axis is
-    not a multiple of D, and for a sum of bools.
+    Args:
+      x: an array, or a tree of arrays, as for `all_gather`.
+      axis_name: mesh axis, or tuple of axes, to add over.
+      axis: of the array, cut into D equal parts; may be negative.
+      op, config, backend: as for `all_reduce`.
+
+    Raises, synchronisation: as for `all_reduce`; also ValueError where the array's axis is not a
+    multiple of D, and for a sum of bools.
     """
     name, axes = "reduce_scatter", canonical_axes(axis_name)
     rules.check_op(name, op)
@@ -186,10 +192,20 @@ def all_to_all(
 ) -> Any:
     """Part `i` of `x` along `split_axis` goes to device `i`; what arrives joins on `concat_axis`.
 
-    Equals `lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)`, bit for bit.
+    Inside `jax.shard_map`. `x` `[..., D * s, ..., c, ...]` per device -> `[..., s, ..., D * c,
+    ...]`, with either axis first; along one axis alone the shape stays. Equals `lax.all_to_all(x,
+    axis_name, split_axis, concat_axis, tiled=True)`, bit for bit.
 
-    Args, raises, synchronisation: as for `all_gather`; also ValueError where the array's split
-    axis is not a multiple of the team's size.
+    Args:
+      x: an array of any type, or a tree of arrays, as for `all_gather`.
+      axis_name: mesh axis, or tuple of axes, to exchange over.
+      split_axis: of the array, cut into D equal parts; may be negative.
+      concat_axis: along which the D parts that arrive are joined, in the order of their senders;
+        may be negative.
+      config, backend: as for `all_gather`.
+
+    Raises, synchronisation: as for `all_gather`; also ValueError where the array's split axis is
+    not a multiple of D.
     """
     op = "all_to_all"
     axes = canonical_axes(axis_name)

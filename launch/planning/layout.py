@@ -89,8 +89,9 @@ def share_devices(n: int | None, hosts: Sequence[HostDevices]) -> list[HostDevic
     if n > offered:
         where = ", ".join(f"{host.name}:{host.num_devices}" for host in hosts)
         raise LaunchError(
-            f"-n {n} asks for more than the {offered} slots of the hosts ({where}); "
-            f"pass -n {offered}, or raise slots="
+            f"-n {n} asks for more than the slots of the hosts, {offered} in all ({where}); "
+            f"pass -n {offered}, or give a host more: NAME:COUNT in --hosts, "
+            "slots=COUNT in a hostfile"
         )
     used = []
     for host in hosts:
@@ -181,7 +182,7 @@ def _check_sharing(
     if devices_per_gpu < 1:
         raise LaunchError(f"{option} must be at least 1")
     if platform != "gpu":
-        raise LaunchError(f"{option} is for jobs on GPUs, and -n is free on CPUs; drop it")
+        raise LaunchError(f"{option} is for jobs on GPUs; leave it out: on CPUs any -n will do")
     if processes_per not in (None, "gpu"):
         raise LaunchError(
             f"{option} gives each device a process; drop --processes-per {processes_per}"

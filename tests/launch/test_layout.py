@@ -51,7 +51,7 @@ def test_devices_that_take_turns_on_a_gpu():
 @pytest.mark.parametrize(
     ("count", "platform", "per", "words"),
     [
-        (2, "cpu", None, "--devices-per-gpu 2 is for jobs on GPUs"),
+        (2, "cpu", None, "2 is for jobs on GPUs; leave it out: on CPUs any -n"),
         (2, "gpu", "node", "drop --processes-per node"),
         (2, "gpu", 1, "drop --processes-per 1"),
         (0, "gpu", None, "--devices-per-gpu 0 must be at least 1"),
@@ -82,7 +82,7 @@ def test_hosts_are_filled_in_order(n, used):
     assert [(h.name, h.num_devices) for h in share_devices(n, TWO_NODES)] == used
 
 
-@pytest.mark.parametrize(("n", "words"), [(7, "-n 7 .* 6 slots .*a:4, b:2"), (0, "at least 1")])
+@pytest.mark.parametrize(("n", "words"), [(7, "-n 7 .* 6 in all .a:4, b:2"), (0, "at least 1")])
 def test_hosts_cannot_be_filled(n, words):
     with pytest.raises(LaunchError, match=words):
         share_devices(n, TWO_NODES)
