@@ -2,8 +2,9 @@
 
 In every block some warpgroups make sums, whose rows a warp for each of them loads (`fed_sums`). They
 store a token's sum at its owner, so that it crosses once from each device. XLA adds up what arrived;
-or a share of the warpgroups does, for the device's own tokens, beside those that make the sums of the
-peers' tokens (`token_totals`).
+or some of the blocks do, for the device's own tokens, while the others make the sums of the peers'
+tokens (`token_totals`). In one block the two would hold each other up: stores that wait for the links
+keep its loads waiting.
 
 | object | written or signalled by | waited for by | count | proves |
 |---|---|---|---|---|
@@ -30,7 +31,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.collectives import token_totals
 from stretto.kernels.collectives.dispatch import ALL_BLOCKS, MOST_SLOTS, obstacle
 from stretto.kernels.collectives.fed_sums import FedSums, fed
-from stretto.kernels.collectives.summing import Summing, ring_of
+from stretto.kernels.collectives.summing import Summing, of_each, ring_of, shared
 from stretto.kernels.collectives.token_sums import added_up
 from stretto.kernels.collectives.token_tables import Chunks, Row, check_chunk
 from stretto.kernels.collectives.token_totals import Totals
@@ -55,8 +56,10 @@ class Config:
       slots: rows of a warpgroup on their way at once, where they fit.
       warpgroups: of a block, which add apart from each other.
       flat: rows and tables are loaded by flat copies (`token_tables.load`).
-      totals: of several devices the kernel also adds up their sums: of `warpgroups`, which are two
-        or more, a device's share does that for its own tokens.
+      totals: of several devices the kernel also adds up their sums, in blocks that do that for the
+        device's own tokens.
+      senders: blocks that make the sums of the peers' tokens meanwhile; 0 for a share of all blocks
+        for each peer.
     """
 
     num_blocks: int = ALL_BLOCKS
@@ -65,6 +68,7 @@ class Config:
     warpgroups: int = 1
     flat: bool = False
     totals: bool = False
+    senders: int = 0
 
     def check(self, problem: Problem | None = None) -> None:
         """Raises ValueError unless the kernel can be built so."""
@@ -74,8 +78,11 @@ class Config:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"warpgroups={self.warpgroups} must be between 1 and 4.")
-        if self.totals and self.warpgroups < 2:
-            raise ValueError(f"warpgroups={self.warpgroups} must be 2 or more with totals.")
+        if not 0 <= self.senders < self.num_blocks:
+            raise ValueError(
+                f"senders={self.senders} must be at least 0, and less than"
+                f" num_blocks={self.num_blocks}."
+            )
         if self.num_blocks < 1:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
@@ -89,9 +96,9 @@ class Config:
         for warpgroups in (2, 3, 4):
             yield Config(warpgroups=warpgroups)
         yield Config(flat=True)
-        for warpgroups, chunk in ((2, 8), (2, 16), (4, 8)):
-            yield Config(totals=True, warpgroups=warpgroups, chunk=chunk)
-        yield Config(totals=True, warpgroups=2, chunk=4, num_blocks=EVEN_BLOCKS)
+        for chunk, senders in ((8, 0), (4, 0), (4, 52), (16, 0)):
+            how = dict(chunk=chunk, senders=senders, num_blocks=EVEN_BLOCKS)
+            yield Config(totals=True, warpgroups=2, **how)
 
 
 def default_config(problem: Problem) -> Config:
@@ -99,7 +106,7 @@ def default_config(problem: Problem) -> Config:
     tokens = problem.sizes["t"]
     if tokens >= MANY_TOKENS:
         if problem.devices == 2:
-            return Config(warpgroups=2, totals=True, chunk=TOTALS_CHUNK)
+            return Config(warpgroups=2, totals=True, chunk=TOTALS_CHUNK, num_blocks=EVEN_BLOCKS)
         return Config(warpgroups=2)
     return Config(chunk=FEW_CHUNK) if tokens <= FEW_TOKENS else Config()
 
@@ -123,7 +130,7 @@ def combine(
         )  # See `obstacle`.
     cut = config.chunk, config.num_blocks, config.warpgroups, config.flat
     chunks = Chunks.of(team, tokens, *cut)
-    totals = config.totals and not team.is_alone
+    totals = config.totals and not team.is_alone and chunks.num_blocks > 1
     how = ring_of(
         row=row,
         top_k=top_k,
@@ -137,7 +144,7 @@ def combine(
     inbox = jax.ShapeDtypeStruct((team.size, tokens, *shape), wire_dtype)
     given = _Given(rows.reshape(-1, *shape), positions, weights, inbox, interpret)
     if totals:
-        return _totals(how, given).reshape(tokens, -1)
+        return _totals(how, given, config.senders).reshape(tokens, -1)
     return added_up(_sums(how, given).reshape(team.size, tokens, -1), positions, rows.dtype)
 
 
@@ -162,7 +169,6 @@ def _launch(how: Summing, given: _Given, body: Any, **options: Any) -> jax.Array
         name="expert_combine",
         team=chunks.team,
         num_blocks=chunks.num_blocks,
-        all_wait=False,  # A chunk waits for one block of each peer.
         num_threads=chunks.warpgroups + 1,  # The last one's warps load.
         interpret=given.interpret,
         **options,
@@ -190,32 +196,32 @@ def _sums(how: Summing, given: _Given) -> jax.Array:
             def _(warp):
                 pl.when(warp < warpgroups)(FedSums.of(fed(how, warp), **refs).feed)
 
-    return _launch(how, given, body, out_type=[given.inbox], scratch=how.scratch())
+    return _launch(how, given, body, out_type=[given.inbox], all_wait=False, scratch=how.scratch())
 
 
-def _totals(how: Summing, given: _Given) -> jax.Array:
+def _totals(how: Summing, given: _Given, senders: int) -> jax.Array:
     """The sums over all devices, `[tokens, parts, columns]`."""
-    team, warpgroups = how.chunks.team, how.chunks.warpgroups
-    own = max(1, warpgroups // team.size)
-    others = warpgroups - own
-    ours = how.of_some(range(1), own, first=others)
-    theirs = how.of_some(range(1, team.size), others)
+    warpgroups = how.chunks.warpgroups
+    theirs, ours = how.split(senders)
+    first = ours.chunks.first_block
     memory = {"their_": theirs.scratch(), "own_": token_totals.scratch(ours)}
+    arrays, barriers = shared(memory)
 
-    def body(rows, positions, weights, out, inbox, *, arrived, handshake, **scratch):
-        of_role = lambda role: {x: scratch[role + x] for x in memory[role]}  # noqa: E731
+    def body(rows, positions, weights, out, inbox, *, arrived, handshake, arrays, **barriers):
+        scratch = of_each(memory, arrays, barriers)
         refs = dict(rows=rows, positions=positions, weights=weights, inbox=inbox)
         told, warpgroup = _told(theirs.chunks, arrived), lax.axis_index(kernel.THREAD_AXIS)
+        sends, adds = kernel.block_id() < first, kernel.block_id() >= first
 
         def of_peers(how: Summing) -> FedSums:
-            return FedSums.of(how, scratch=of_role("their_"), told=told, **refs)
+            return FedSums.of(how, scratch=scratch["their_"], told=told, **refs)
 
         def of_own(how: Summing) -> Totals:
-            return Totals.of(how, scratch=of_role("own_"), out=out, arrived=arrived, **refs)
+            return Totals.of(how, scratch=scratch["own_"], out=out, arrived=arrived, **refs)
 
-        pl.when(warpgroup < others)(lambda: of_peers(theirs).run())
+        pl.when(sends & (warpgroup < warpgroups))(lambda: of_peers(theirs).run())
 
-        @pl.when((warpgroup >= others) & (warpgroup < warpgroups))
+        @pl.when(adds & (warpgroup < warpgroups))
         def _():
             of_own(ours).run()
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
@@ -224,16 +230,14 @@ def _totals(how: Summing, given: _Given) -> jax.Array:
         def _():
             @plgpu.warp_map
             def _(warp):
-                @pl.when(warp < others)
-                def _():
-                    pl.when((warp == 0) & (kernel.block_id() == 0))(handshake.arrive)
-                    handshake.wait()
-                    of_peers(fed(theirs, warp)).feed()
+                is_one = (warp == 0) & (kernel.block_id() == 0)
 
-                @pl.when((warp >= others) & (warp < warpgroups))
+                @pl.when(warp < warpgroups)
                 def _():
-                    of_own(fed(ours, warp - others)).feed()
-                    is_one = (warp == others) & (kernel.block_id() == 0)
+                    pl.when(is_one)(handshake.arrive)
+                    handshake.wait()
+                    pl.when(sends)(lambda: of_peers(fed(theirs, warp)).feed())
+                    pl.when(adds)(lambda: of_own(fed(ours, warp)).feed())
                     pl.when(is_one)(handshake.wait_at_end)
 
     return _launch(
@@ -243,8 +247,8 @@ def _totals(how: Summing, given: _Given) -> jax.Array:
         out_type=[jax.ShapeDtypeStruct(given.inbox.shape[1:], given.rows.dtype)],
         symmetric=[given.inbox],
         semaphore_arrays=dict(arrived=SemaphoreArray((how.chunks.number,), restored=True)),
-        scratch={role + x: y for role, each in memory.items() for x, y in each.items()},
-        waiting_warps=others,
+        scratch=dict(arrays=arrays, **barriers),
+        waiting_warps=warpgroups,
     )
 
 

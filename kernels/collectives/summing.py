@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -80,10 +81,19 @@ class Summing:
         at_once = REGISTER_BYTES // THREADS // jnp.dtype(self.dtype).itemsize
         return plgpu.Layout.WG_STRIDED(self.shape, at_once)
 
-    def of_some(self, whose: range, warpgroups: int, first: int = 0) -> Summing:
-        """The sums of some devices' tokens, by so many warpgroups from the `first` of a block."""
+    def split(self, senders: int = 0) -> tuple[Summing, Summing]:
+        """The sums of the peers' tokens, by the first blocks, and those of the own tokens.
+
+        `senders` blocks make the former, by default a share of them for each peer.
+        """
+        team, blocks = self.chunks.team, self.chunks.num_blocks
+        senders = min(senders or blocks * (team.size - 1) // team.size, blocks - 1)
+        theirs = self._of_some(range(1, team.size), range(senders))
+        return theirs, self._of_some(range(1), range(senders, blocks))
+
+    def _of_some(self, whose: range, blocks: range) -> Summing:
         chunks = dataclasses.replace(
-            self.chunks, whose=whose, warpgroups=warpgroups, first_warpgroup=first
+            self.chunks, whose=whose, num_blocks=len(blocks), first_block=blocks.start
         )
         return dataclasses.replace(self, chunks=chunks)
 
@@ -114,6 +124,28 @@ class Summing:
             buffers=plgpu.SMEM((stages, self.top_k, *self.shape), self.dtype),
             **{f"loaded{j}": plgpu.Barrier(num_barriers=stages) for j in range(self.top_k)},
         )
+
+
+def shared(memory: Mapping[str, Mapping[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """What roles declare, each in blocks of its own: (arrays in the same memory, the barriers)."""
+    arrays, barriers = [], {}
+    for role, declared in memory.items():
+        arrays.append([x for x in declared.values() if not isinstance(x, plgpu.Barrier)])
+        found = {role + n: x for n, x in declared.items() if isinstance(x, plgpu.Barrier)}
+        barriers.update(found)
+    return plgpu.RefUnion(*arrays), barriers
+
+
+def of_each(
+    memory: Mapping[str, Mapping[str, Any]], arrays: Any, barriers: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The refs of each role by the names that it declared, of what `shared` made."""
+    found = {}
+    for (role, declared), refs in zip(memory.items(), map(iter, arrays), strict=True):
+        found[role] = {
+            n: barriers[role + n] if role + n in barriers else next(refs) for n in declared
+        }
+    return found
 
 
 def sum_bytes(top_k: int, itemsize: int) -> int:

@@ -79,7 +79,7 @@ class Chunks:
       warpgroups: of a block that walk through chunks; with several there is one round.
       flat: what is loaded is (`load`).
       whose: the devices whose tokens these are, by their offsets on the ring; all by default.
-      first_warpgroup: of the block, where others do something else.
+      first_block: of the kernel, where others do something else.
       warpgroup: whose chunks these are, where a warp of another one walks through them; None for
         the warpgroup that does.
     """
@@ -92,7 +92,7 @@ class Chunks:
     warpgroups: int = 1
     flat: bool = False
     whose: range | None = None
-    first_warpgroup: int = 0
+    first_block: int = 0
     warpgroup: Int | None = None
 
     @classmethod
@@ -132,12 +132,14 @@ class Chunks:
             return 0
         if self.warpgroup is not None:
             return self.warpgroup
-        return lax.axis_index(THREAD_AXIS) - self.first_warpgroup
+        return lax.axis_index(THREAD_AXIS)
 
     @property
     def _walker(self) -> Int:
         """The number of this warpgroup: one of each block comes before the second of any."""
         block = kernel.block_id()
+        if self.first_block:
+            block = block - self.first_block
         return block if self.warpgroups == 1 else block + self._warpgroup * self.num_blocks
 
     def slot(self, number: Int, slots: int) -> Int:

@@ -22,8 +22,10 @@ from stretto.kernels.collectives import combine, fed_sums, summing, token_sums, 
 from stretto.kernels.collectives.token_tables import Chunks, Row
 
 
-def config(warpgroups: int = 2, *, totals: bool = True, slots: int = 4) -> combine.Config:
-    return combine.Config(warpgroups=warpgroups, totals=totals, chunk=8, slots=slots)
+def config(
+    warpgroups: int = 2, *, totals: bool = True, slots: int = 4, chunk: int = 8
+) -> combine.Config:
+    return combine.Config(warpgroups=warpgroups, totals=totals, chunk=chunk, slots=slots)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +65,10 @@ def test_the_bits_are_the_same_in_all_ways(devices):
 def is_found() -> bool:
     """Whether the simulator finds anything in some of its orders."""
     given, _ = rows_to_combine(2, 0, 72)
-    faulty = combined(2, config=config(), backend="simulator")
+    faulty = combined(2, config=config(chunk=4), backend="simulator")
     for seed in range(4):
         try:
-            with st.simulate(seed=seed, core_count=1, on_finding="record") as report:
+            with st.simulate(seed=seed, core_count=2, on_finding="record") as report:
                 jax.block_until_ready(faulty(*given))
             if not report.ok:
                 return True
@@ -121,11 +123,11 @@ def test_a_start_by_counters(devices, chunk):
 def test_each_step_of_the_handshake_is_needed(monkeypatch, traces_apart, name):
     monkeypatch.setattr(handshake.Handshake, name, lambda self: None)
     given, _ = rows_to_combine(2, 0, 72)
-    how = combine.Config(warpgroups=2, totals=True, chunk=8, num_blocks=1, slots=4)
+    how = combine.Config(warpgroups=2, totals=True, chunk=8, num_blocks=2, slots=4)
     faulty = combined(2, config=how, backend="simulator")
     with pytest.raises(SimulationError):
         for seed in range(6):
-            with st.simulate(seed=seed, core_count=2):
+            with st.simulate(seed=seed, core_count=4):
                 for _ in range(2):
                     jax.block_until_ready(faulty(*given))
 
@@ -158,7 +160,8 @@ def test_one_device_has_no_peers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(totals=True), "warpgroups=1 must be 2 or more with totals"),
+        (dict(senders=-1), "senders=-1 must be at least 0, and less than num_blocks=1024"),
+        (dict(senders=4, num_blocks=4), "senders=4 must be at least 0, and less than num_blocks=4"),
         (dict(slots=1), "slots=1 must be between 2 and 32"),
         (dict(slots=33), "slots=33 must be between 2 and 32"),
     ],

@@ -150,7 +150,7 @@ def test_derivatives():
 @pytest.mark.parametrize(
     ("tokens", "devices", "to_combine"),
     [
-        (16384, 2, dict(warpgroups=2, totals=True, chunk=8)),
+        (16384, 2, dict(warpgroups=2, totals=True, chunk=8, num_blocks=128)),
         (512, 2, {}),
         (128, 2, dict(chunk=2)),
         (16384, 4, dict(warpgroups=2)),
