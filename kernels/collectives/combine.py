@@ -78,13 +78,13 @@ class Config:
             raise ValueError(f"slots={self.slots} must be between 2 and {MOST_SLOTS}.")
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"warpgroups={self.warpgroups} must be between 1 and 4.")
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
         if not 0 <= self.senders < self.num_blocks:
             raise ValueError(
                 f"senders={self.senders} must be at least 0, and less than"
                 f" num_blocks={self.num_blocks}."
             )
-        if self.num_blocks < 1:
-            raise ValueError(f"num_blocks={self.num_blocks} must be at least 1.")
 
     @staticmethod
     def candidates(problem: Problem | None = None) -> Iterator[Config]:
@@ -96,9 +96,9 @@ class Config:
         for warpgroups in (2, 3, 4):
             yield Config(warpgroups=warpgroups)
         yield Config(flat=True)
+        of_two_kinds = Config(totals=True, warpgroups=2, num_blocks=EVEN_BLOCKS)
         for chunk, senders in ((8, 0), (4, 0), (4, 52), (16, 0)):
-            how = dict(chunk=chunk, senders=senders, num_blocks=EVEN_BLOCKS)
-            yield Config(totals=True, warpgroups=2, **how)
+            yield dataclasses.replace(of_two_kinds, chunk=chunk, senders=senders)
 
 
 def default_config(problem: Problem) -> Config:
