@@ -41,6 +41,7 @@ from stretto.kernels.problem.routing import NONE
 
 FEW_TOKENS, FEW_CHUNK = 128, 2  # Of all devices, and of a chunk.
 TOTALS_CHUNK = 8  # Tokens of a chunk whose totals wait for the peers'.
+SHORT_TOKENS, SHORT_CHUNK = 8192, 4  # Of all devices: the first and the last chunk count.
 EVEN_BLOCKS = 128  # Whose shares of 2**n chunks are equal; some multiprocessors stay idle.
 MANY_TOKENS = 4096  # Of all devices: chunks of 8 and more for two warpgroups of each block.
 
@@ -106,7 +107,8 @@ def default_config(problem: Problem) -> Config:
     tokens = problem.sizes["t"]
     if tokens >= MANY_TOKENS:
         if problem.devices == 2:
-            return Config(warpgroups=2, totals=True, chunk=TOTALS_CHUNK, num_blocks=EVEN_BLOCKS)
+            chunk = SHORT_CHUNK if tokens < SHORT_TOKENS else TOTALS_CHUNK
+            return Config(warpgroups=2, totals=True, chunk=chunk, num_blocks=EVEN_BLOCKS)
         return Config(warpgroups=2)
     return Config(chunk=FEW_CHUNK) if tokens <= FEW_TOKENS else Config()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -12,6 +13,7 @@ from expert_cases import Without, combined, rows_to_combine
 from fused_cases import BF16, F32
 from jax import lax
 from jax.experimental import pallas as pl
+from problems import problem
 from selection import slow
 
 import stretto as st
@@ -147,6 +149,15 @@ def test_a_chunk_is_told_when_it_is_in_place(monkeypatch, traces_apart):
 
     monkeypatch.setattr(token_sums.Sums, "_tell_before", early)
     assert is_found()
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(4096, 4), (8190, 4), (8192, 8), (16384, 8)])
+def test_chunks_of_fewer_tokens_are_shorter(tokens, chunk):
+    """The first and the last chunk of a device are a larger part of its time."""
+    asked = problem(operation="expert_combine", devices=2)
+    sizes = dict(t=tokens, d=2048, top_k=8, rows=tokens * 8)
+    found = combine.default_config(dataclasses.replace(asked, sizes=sizes))
+    assert (found.totals, found.chunk) == (True, chunk)
 
 
 def test_one_device_has_no_peers():
