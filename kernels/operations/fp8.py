@@ -109,8 +109,17 @@ def matmul_reduce_scatter(
     """`reduce_scatter(x @ w)` in 8 bits, inside `jax.shard_map`; differentiable.
 
     Per device x is `[..., k_shard]` and w `[k_shard, n]`. The products are summed over the devices
-    in `out_dtype`, as by `stretto.matmul_reduce_scatter`. Arguments and errors are those of
-    `all_gather_matmul`.
+    in `out_dtype`, as by `stretto.matmul_reduce_scatter`.
+
+    Args:
+      x, w, recipe, out_dtype: as of `all_gather_matmul`.
+      axis_name, axis, backend: as for `stretto.matmul_reduce_scatter`.
+
+    Returns:
+      This device's rows of the sum: x's shape with n columns, and `axis` divided by the devices.
+
+    Raises:
+      ValueError: as `stretto.matmul_reduce_scatter`.
     """
     axes, op = canonical_axes(axis_name), "fp8.matmul_reduce_scatter"
     _check(op, x, w)
@@ -130,7 +139,16 @@ def matmul_all_reduce(
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """`all_reduce(x @ w)` in 8 bits; arguments are those of `matmul_reduce_scatter`."""
+    """`all_reduce(x @ w)` in 8 bits, inside `jax.shard_map`; differentiable.
+
+    Per device x is `[..., k_shard]` and w `[k_shard, n]`; the sum, on every device, is `[..., n]`.
+
+    Args:
+      x, w, axis_name, recipe, out_dtype, backend: as of `matmul_reduce_scatter`.
+
+    Raises:
+      ValueError: as `stretto.matmul_all_reduce`.
+    """
     axes, op = canonical_axes(axis_name), "fp8.matmul_all_reduce"
     _check(op, x, w)
     how = _how(op, x, recipe, out_dtype, axes=axes, backend=backend)
@@ -146,6 +164,9 @@ def matmul(
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """`x @ w` in 8 bits on one device, by XLA; x `[..., k]`, w `[k, n]`; differentiable.
+
+    Args:
+      x, w, recipe, out_dtype: as of `all_gather_matmul`.
 
     Raises:
       ValueError: operands that do not fit each other.

@@ -193,6 +193,7 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     assert "Strong scaling" in machine and "`all_reduce`, 4 devices" in machine
     assert "(nvidia-h100-80gb-hbm3-one-process.md)" in (every / "index.md").read_text()
     assert "## all_reduce" in page.read_text()
+    assert "| Stretto, us | `auto`, us | XLA, us |" in page.read_text()
     for picture in ("latency-all_reduce.svg", "scaling-all_gather_matmul.svg", "roofline.svg"):
         assert (tmp_path / "pictures" / picture).read_text().startswith("<?xml")
         assert f"(pictures/{picture})" in page.read_text()
