@@ -203,6 +203,22 @@ def test_rings(width, top_k, totals, warpgroups, elements, slots):
 
 
 @pytest.mark.parametrize(
+    ("devices", "senders", "sending"),
+    [(2, 0, 64), (2, 52, 52), (2, 127, 127), (4, 0, 96), (8, 0, 112)],
+)
+def test_blocks_that_send_and_those_that_add_up(devices, senders, sending):
+    """By default a share of all blocks sends to each peer; the rest have the device's own tokens."""
+    team = Team(axes=("x",), size=devices)
+    chunks = Chunks(team=team, tokens=8, number=1024, num_blocks=128, warpgroups=2)
+    row = Row.of(2048, 2)
+    how = dict(row=row, top_k=8, chunks=chunks, dtype=BF16, wire_dtype=BF16)
+    theirs, ours = summing.ring_of(**how, slots=32, totals=True).split(senders)
+    assert (theirs.chunks.first_block, theirs.chunks.num_blocks) == (0, sending)
+    assert (ours.chunks.first_block, ours.chunks.num_blocks) == (sending, 128 - sending)
+    assert (theirs.chunks.whose, ours.chunks.whose) == (range(1, devices), range(1))
+
+
+@pytest.mark.parametrize(
     ("width", "top_k", "warpgroups", "chunk"),
     [(4096, 16, 4, 32), (2048, 8, 2, 128), (8192, 16, 1, 256), (4096, 16, 3, 32)],
 )
