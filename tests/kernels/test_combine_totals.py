@@ -207,7 +207,7 @@ def test_rings(width, top_k, totals, warpgroups, elements, slots):
     [(2, 0, 64), (2, 52, 52), (2, 127, 127), (4, 0, 96), (8, 0, 112)],
 )
 def test_blocks_that_send_and_those_that_add_up(devices, senders, sending):
-    """By default a share of all blocks sends to each peer; the rest have the device's own tokens."""
+    """By default a share of all blocks sends to each peer; the rest add up own tokens."""
     team = Team(axes=("x",), size=devices)
     chunks = Chunks(team=team, tokens=8, number=1024, num_blocks=128, warpgroups=2)
     row = Row.of(2048, 2)
