@@ -93,6 +93,14 @@ def copies_launches_us(work: Work, itemsize: int) -> float:
     return COPIES_BESIDE_US[count]
 
 
+def said_of_copies(copied: int) -> str:
+    """What a reason ends with where so many bytes are copied because of the sizes."""
+    if not copied:
+        return ""
+    mib = f"{copied / 2**20:.3g} MiB"
+    return f"; rows that are no multiples of 128 bytes cost as much as to copy {mib}"
+
+
 def copies(work: Work, itemsize: int) -> int:
     """How many of a matmul's operands and its result are copied to aligned rows, at most."""
     is_lhs, is_rhs = (size % ROW_BYTES > 0 for size in _row_bytes(work, itemsize))

@@ -185,11 +185,7 @@ def _with_copies(
     turned = plain.backend == "pallas" and not is_fused
     besides = "the copies" if problem.copied or of_sizes else "the epilogue after it"
     reason = f"{plain.reason}, but for {besides}" if turned else plain.reason
-    if of_sizes:
-        reason += (
-            f"; rows that are no multiples of 128 bytes cost as much as to copy"
-            f" {of_sizes / 2**20:.3g} MiB"
-        )
+    reason += costs.said_of_copies(of_sizes)
     return dataclasses.replace(
         plain,
         problem=problem,

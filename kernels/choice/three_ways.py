@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from stretto.kernels.choice import tables, transfers, two_devices
+from stretto.kernels.choice import costs, tables, transfers, two_devices
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
@@ -37,17 +37,11 @@ def choose(
     if two_us is not None and two_us < fused_us and (copied or not is_tuned):
         return _in_two_parts(operation, kernel, problem, of_hosts)
     is_fused = _is_faster([(fused, xla) for fused, _, xla in of_hosts], MARGIN, FAST_MARGIN)
-    reason = plain.reason
-    if copied:
-        reason += (
-            f"; rows that are no multiples of 128 bytes cost as much as to copy"
-            f" {copied / 2**20:.3g} MiB"
-        )
     return dataclasses.replace(
         plain,
         problem=problem,
         backend="pallas" if is_fused else "xla",
-        reason=reason,
+        reason=plain.reason + costs.said_of_copies(copied),
         fused_us=fused_us,
         xla_us=xla_us,
     )

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from stretto.distributed.kernel import block_in_cluster
 from stretto.distributed.schedule import Int, div
 from stretto.kernels.engine import stages
-from stretto.kernels.engine.parts import SCALE_COPIES, Load, Ref, Scales, Tile
+from stretto.kernels.engine.parts import SCALE_COPIES, Epilogue, Load, Ref, Scales, Tile
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.tiles import TileShape
 from stretto.kernels.problem.scales import BLOCK, MX_BLOCK, Granularity, blocks
@@ -194,6 +194,12 @@ def _in_stages(scale: jax.Array, k: int, rows: int) -> jax.Array:
     missing = blocks(k) * (BLOCK // MX_BLOCK) - scale.shape[-1]
     ones = jnp.ones((*scale.shape[:-1], missing), scale.dtype)
     return arranged(jnp.concatenate([scale, ones], axis=-1) if missing else scale, rows)
+
+
+def times_factors(factors: Sequence[Ref]) -> Epilogue:
+    """Multiplies a total by the scales of two tensors, one number each, which are read once."""
+    factor = factors[0][0] * factors[1][0]
+    return lambda piece, tile, row, column: piece * factor
 
 
 def load_rows(

@@ -53,9 +53,9 @@ from stretto.kernels.engine.beside import in_memory
 from stretto.kernels.engine.fuse import Refs, fuse
 from stretto.kernels.engine.mainloop import Factory
 from stretto.kernels.engine.orders import OwnersOrder, ShardOrder
-from stretto.kernels.engine.parts import Epilogue, Parts, Product, Ref, Scales, Sink, Transfer
+from stretto.kernels.engine.parts import Parts, Product, Scales, Sink, Transfer
 from stretto.kernels.engine.remainder import sharing_of
-from stretto.kernels.engine.scales import Scaling, load_arranged_rows, load_rows
+from stretto.kernels.engine.scales import Scaling, load_arranged_rows, load_rows, times_factors
 from stretto.kernels.engine.segments import Segments
 from stretto.kernels.engine.shared_memory import row_elements
 from stretto.kernels.engine.tiles import TileShape
@@ -63,10 +63,9 @@ from stretto.kernels.engine.transfers import Buffers
 from stretto.kernels.fused import beside, copied, obstacles, row_blocks, unfused
 from stretto.kernels.fused.add_config import PIECE_ROWS, AddConfig, default_tiles, fitted
 from stretto.kernels.fused.obstacles import obstacle
-from stretto.kernels.fused.reducing import InPlace, Products, lhs_window, owner_of
+from stretto.kernels.fused.reducing import InPlace, Products, adds_in_place, lhs_window, owner_of
 from stretto.kernels.operation import Call, Kernel
 from stretto.kernels.problem.epilogue import with_arrays
-from stretto.kernels.problem.machine import HOPPER
 from stretto.kernels.problem.problem import Problem
 
 
@@ -133,7 +132,7 @@ def scaled(operands: Any, call: Call, *, everywhere: bool = False) -> jax.Array:
     padded = padding.pad_to_tiles(padding.in_shards(lhs[0], size), padding.ROWS)
     side = padding.pad_to_tiles(rhs[0], padding.COLUMNS)
     run = functools.partial(_on_padded, [padded], [side], sizes, call, everywhere=everywhere)
-    if call.options.of_tensors and _adds_in_place(lhs, size, call.config, everywhere):
+    if call.options.of_tensors and adds_in_place(lhs, size, call.config, everywhere):
         return run(factors=[lhs_scale[0], rhs_scale[0][0]])
     scaling = Scaling.of(
         call.options.scales,
@@ -246,7 +245,7 @@ def launch(
     segments = Segments.of([x.shape[-1] for x in lhs], shape.tile_k)
     shard = ShardOrder(m_shard, n, shape, steps=team.size)
     out = jax.ShapeDtypeStruct((team.size if everywhere else 1, m_shard, n), out_dtype)
-    in_place = _adds_in_place(lhs, team.size, config, everywhere)
+    in_place = adds_in_place(lhs, team.size, config, everywhere)
     kind = InPlace if in_place else Products
 
     def parts(refs: Refs) -> Parts:
@@ -269,7 +268,7 @@ def launch(
             ),
             scales=None if scaling is None else _scales(refs, scaling, team, n, shape),
             fold=products.fold(*refs.residual),
-            epilogue=_times(refs.factors) if factors else None,
+            epilogue=times_factors(refs.factors) if factors else None,
             sink=Sink(store=products.store, stored=products.stored, before=products.before),
             transfer=Transfer(run=products.fetch, finish=products.finish),
         )
@@ -312,23 +311,6 @@ def launch(
         interpret=interpret,
     )
     return results["out"]
-
-
-def _adds_in_place(
-    lhs: Sequence[jax.Array], devices: int, config: AddConfig, everywhere: bool
-) -> bool:
-    """Whether products are added where the result lies (`InPlace`).
-
-    With more peers each of their sums would be rounded, too.
-    """
-    in_8_bits = lhs[0].dtype.itemsize == 1 and config.tiles.architecture == HOPPER
-    return in_8_bits and devices == 2 and not everywhere
-
-
-def _times(factors: Sequence[Ref]) -> Epilogue:
-    """Multiplies a total by numbers in memory, which are read once."""
-    factor = factors[0][0] * factors[1][0]
-    return lambda piece, tile, row, column: piece * factor
 
 
 def _product(

@@ -22,6 +22,8 @@ from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.orders import OwnersOrder
 from stretto.kernels.engine.parts import Addends, Fold, Ref, Sum, Tile
 from stretto.kernels.engine.tiles import TileShape
+from stretto.kernels.fused.add_config import AddConfig
+from stretto.kernels.problem.machine import HOPPER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +91,15 @@ class Products:
             window = self._window(self.refs.partial, tile.step, tile, row, rows, column, columns)
             plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
 
-        @pl.when(tile.step == self.peers)
-        def _():
-            index = self.team.device_id() if self.everywhere else 0
-            for out in self.outs:
-                window = self._window(out, index, tile, row, rows, column, columns)
-                plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
+        pl.when(tile.step == self.peers)(lambda: self._store_own(tile, piece, row, column))
+
+    def _store_own(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+        """Stores a piece of a sum as the result."""
+        rows, columns = piece.shape
+        index = self.team.device_id() if self.everywhere else 0
+        for out in self.outs:
+            window = self._window(out, index, tile, row, rows, column, columns)
+            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
 
     def stored(self, tile: Tile) -> None:
         """Signals a tile that is in place: to its owner, or to every peer that got the sum."""
@@ -201,24 +206,27 @@ class InPlace(Products):
         """Returns once a piece of the tile may be stored."""
         pl.when(tile.step == self.peers)(lambda: self._wait(tile))
 
-    def store(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
-        """Stores a piece of a product for its owner to fetch, or adds it to the result."""
+    def _store_own(self, tile: Tile, piece: Ref, row: Int, column: Int) -> None:
+        """Adds a piece of an own product to the result."""
         rows, columns = piece.shape
-
-        @pl.when(tile.step < self.peers)
-        def _():
-            window = self._window(self.refs.partial, tile.step, tile, row, rows, column, columns)
-            plgpu.copy_smem_to_gmem(piece, window, commit_group=False)
-
-        @pl.when(tile.step == self.peers)
-        def _():
-            window = self._window(self.refs.out, 0, tile, row, rows, column, columns)
-            plgpu.copy_smem_to_gmem(piece, window, commit_group=False, reduction_op="add")
+        window = self._window(self.refs.out, 0, tile, row, rows, column, columns)
+        plgpu.copy_smem_to_gmem(piece, window, commit_group=False, reduction_op="add")
 
     def _fetched(self, step: Int) -> Ref:
         """The result, of which this is the only peer."""
         del step
         return self.refs.out.at[0]
+
+
+def adds_in_place(
+    lhs: Sequence[jax.Array], devices: int, config: AddConfig, everywhere: bool
+) -> bool:
+    """Whether products are added where the result lies (`InPlace`).
+
+    With more peers each of their sums would be rounded, too.
+    """
+    in_8_bits = lhs[0].dtype.itemsize == 1 and config.tiles.architecture == HOPPER
+    return in_8_bits and devices == 2 and not everywhere
 
 
 def lhs_window(

@@ -99,9 +99,9 @@ def test_each_product_is_rounded_and_their_sum(made, kind, shape, out, config):
 def test_one_scale_of_each_tensor_is_two_numbers(
     monkeypatch, devices, lhs_scale, rhs_scale, factors
 ):
-    found, times = [], matmul_reduce_scatter._times
+    found, times = [], matmul_reduce_scatter.times_factors
     monkeypatch.setattr(
-        matmul_reduce_scatter, "_times", lambda refs: found.append(refs) or times(refs)
+        matmul_reduce_scatter, "times_factors", lambda refs: found.append(refs) or times(refs)
     )
     lhs, rhs = (jnp.ones((72, 128 * devices), E4M3) for _ in range(2))
     columns = P(None, "x")
