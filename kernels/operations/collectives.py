@@ -24,10 +24,12 @@ from stretto.kernels.operations import collective_rules as rules
 from stretto.kernels.operations import other_numbers, trees
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks, node_config
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.problem.promotion import by_default_rules
 
 
+@takes_numpy_arrays
 @by_default_rules
 def all_gather(
     x: Any,
@@ -88,6 +90,7 @@ def all_gather(
     return _moved(ALL_GATHER, x, axes, options, backend, config)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def reduce_scatter(
     x: Any,
@@ -139,6 +142,7 @@ def reduce_scatter(
     return _moved(_sums(REDUCE_SCATTER, op), x, axes, options, backend, config)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def all_reduce(
     x: Any,
@@ -180,6 +184,7 @@ def all_reduce(
     return _moved(operation, x, axes, options, backend, config)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def all_to_all(
     x: Any,

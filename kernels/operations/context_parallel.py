@@ -26,10 +26,12 @@ from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.fields import check_fields
 from stretto.kernels.problem.machine import Machine
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.problem.promotion import by_default_rules
 
 
+@takes_numpy_arrays
 @by_default_rules
 def context_parallel_attention(
     q: jax.Array,

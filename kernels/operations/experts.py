@@ -22,6 +22,7 @@ from stretto.kernels.operations.expert_checks import (
 )
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
@@ -30,6 +31,7 @@ from stretto.kernels.xla.routing import route
 DISPATCH = "expert_dispatch"
 
 
+@takes_numpy_arrays
 @by_default_rules
 def expert_dispatch(
     x: jax.Array,
@@ -104,6 +106,7 @@ def expert_dispatch(
     return _served(EXPERT_DISPATCH, (x, routing.positions), axes, options, call), routing
 
 
+@takes_numpy_arrays
 @by_default_rules
 def expert_combine(
     rows: jax.Array,

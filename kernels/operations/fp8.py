@@ -39,6 +39,7 @@ from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.scaled import alike
 from stretto.kernels.operations.straight_through import Rules
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla import collectives
 from stretto.kernels.xla.matmul import matmul as wide_matmul
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 
+@takes_numpy_arrays
 @by_default_rules
 def all_gather_matmul(
     x: jax.Array,
@@ -95,6 +97,7 @@ def all_gather_matmul(
     return outs if several else outs[0]
 
 
+@takes_numpy_arrays
 @by_default_rules
 def matmul_reduce_scatter(
     x: jax.Array,
@@ -129,6 +132,7 @@ def matmul_reduce_scatter(
     return _product(op, REDUCE, how, x, w)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def matmul_all_reduce(
     x: jax.Array,
@@ -155,6 +159,7 @@ def matmul_all_reduce(
     return _product(op, REDUCE, how, x, w)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def matmul(
     x: jax.Array,

@@ -29,11 +29,13 @@ from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
 from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.scaled import alike, without_derivative
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.options import GroupedOptions
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla.quantisation import Quantised
 
 
+@takes_numpy_arrays
 @by_default_rules
 def grouped_matmul(
     x: jax.Array,

@@ -15,6 +15,7 @@ from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.scaled import alike
 from stretto.kernels.problem import activations, checks
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
 from stretto.kernels.xla.routing import route
@@ -22,6 +23,7 @@ from stretto.kernels.xla.routing import route
 OP = "fp8.mixture_of_experts"
 
 
+@takes_numpy_arrays
 @by_default_rules
 def mixture_of_experts(
     x: jax.Array,

@@ -17,6 +17,7 @@ from stretto.kernels.operations import scaled_groups, scaled_records
 from stretto.kernels.operations.perform import decide, perform, run
 from stretto.kernels.operations.scaled import Records
 from stretto.kernels.problem import checks, scales
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.options import GroupedOptions, MatmulOptions, types_of
 from stretto.kernels.problem.problem import Problem
 from stretto.kernels.problem.promotion import by_default_rules
@@ -27,6 +28,7 @@ OP = "grouped_matmul"
 type Operands = tuple[jax.Array, jax.Array, jax.Array]
 
 
+@takes_numpy_arrays
 @by_default_rules
 def grouped_matmul(
     lhs: jax.Array,

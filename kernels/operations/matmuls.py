@@ -31,9 +31,11 @@ from stretto.kernels.operations import (
 from stretto.kernels.operations.asked import Asked
 from stretto.kernels.operations.gathered import GatherAxis
 from stretto.kernels.problem import node_config, scales
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.promotion import by_default_rules
 
 
+@takes_numpy_arrays
 @by_default_rules
 def all_gather_matmul(
     lhs: jax.Array,
@@ -153,6 +155,7 @@ def all_gather_matmul(
     )
 
 
+@takes_numpy_arrays
 @by_default_rules
 def matmul_reduce_scatter(
     lhs: jax.Array | Sequence[jax.Array],
@@ -221,6 +224,7 @@ def matmul_reduce_scatter(
     return scaled_sums.reduce(SCALED_REDUCE_SCATTER, lhs, rhs, axes, *of_both, asked, axis=axis)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def matmul_all_reduce(
     lhs: jax.Array | Sequence[jax.Array],

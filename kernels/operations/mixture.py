@@ -18,6 +18,7 @@ from stretto.kernels.operations import expert_layouts as layouts
 from stretto.kernels.operations.mixture_steps import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
 from stretto.kernels.problem import activations, checks, epilogues
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.problem import Types
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.routing import Routing
@@ -27,6 +28,7 @@ OP = "mixture_of_experts"
 type Matrices = jax.Array | tuple[jax.Array, jax.Array]
 
 
+@takes_numpy_arrays
 @by_default_rules
 def mixture_of_experts(
     x: jax.Array,

@@ -32,6 +32,7 @@ from stretto.kernels.operations.perform import (
 )
 from stretto.kernels.problem import checks
 from stretto.kernels.problem.epilogue import at_least_float32
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.xla import collectives
@@ -49,6 +50,7 @@ class Options:
     epsilon: Any
 
 
+@takes_numpy_arrays
 @by_default_rules
 def all_reduce_rms_norm(
     x: jax.Array,
