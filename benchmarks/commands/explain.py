@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from typing import Annotated, Any
 
 import jax
@@ -34,10 +35,15 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(ExplainOptions, prog="stretto explain", args=argv)
     jax.config.update("jax_platforms", "cpu")  # GPUs that are here need not be started.
     try:
-        print(explained(options))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            text = explained(options)
     except ValueError as error:
         print(f"stretto explain: {error}", file=sys.stderr)
         return 2
+    for message in dict.fromkeys(str(warning.message) for warning in found):
+        print(f"stretto explain: {message}", file=sys.stderr)
+    print(text)
     return 0
 
 

@@ -197,9 +197,10 @@ def table_for(device_kind: str) -> Table:
     try:
         return read(folder() / file_name(device_kind))
     except TableError as error:
+        reason = f" ({error})" if exists(device_kind) else ""
         warnings.warn(
-            f"no tuned table for {device_kind}, choosing by analysis ({error}); `stretto tune`"
-            " writes one.",
+            f"no tuned table for {device_kind}{reason}: estimates that were fitted to H200s decide;"
+            " `stretto tune` writes one.",
             stacklevel=2,
         )
         return Table(device_kind)

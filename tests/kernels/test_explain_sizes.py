@@ -114,6 +114,18 @@ def test_the_command(one_entry, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_missing_table_is_a_sentence_of_the_command(capsys):
+    """Not a warning of Python, with a path and a line of the source."""
+    tables.table_for.cache_clear()
+    assert explain.main(["all_gather_matmul", "8192x8192x8192", "--kind", "H20"]) == 0
+    said = capsys.readouterr()
+    assert said.err == (
+        "stretto explain: no tuned table for H20: estimates that were fitted to H200s decide;"
+        " `stretto tune` writes one.\n"
+    )
+    assert "on 4 x H20: pallas" in said.out
+
+
 @pytest.mark.parametrize("devices", [1, 2, 64])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_explained(name, devices):
