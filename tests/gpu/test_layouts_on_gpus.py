@@ -12,6 +12,7 @@ from patience import shared
 from stretto.launch.doctor.nccl import why_no_process_per_gpu, why_no_shared_gpu
 
 LIMIT_S = shared(200)
+SHARING_LIMIT_S = shared(300)  # Eight devices on one H200 took 187 s.
 
 
 @pytest.mark.one_process
@@ -44,7 +45,7 @@ def test_both_layouts_give_the_same(mesh, rehearsing, tally, pytestconfig, recor
 @pytest.mark.one_process
 @pytest.mark.real
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.timeout(LIMIT_S + 60, method="thread")
+@pytest.mark.timeout(SHARING_LIMIT_S + 60, method="thread")
 def test_devices_that_share_a_gpu(devices, tally, pytestconfig, record_property) -> None:
     """More devices than the machine may have, in processes that take turns on its GPUs."""
     nccl = pytestconfig.getoption("--nccl")
@@ -56,7 +57,7 @@ def test_devices_that_share_a_gpu(devices, tally, pytestconfig, record_property)
         "pallas",
         "briefly",
         options=("-n", str(devices), "--devices-per-gpu", str(devices)),
-        limit_s=LIMIT_S,
+        limit_s=SHARING_LIMIT_S,
         nccl=nccl,
     )
     assert found["processes"] == devices
