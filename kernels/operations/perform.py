@@ -15,7 +15,7 @@ from stretto.distributed.primitives.batching import mapped
 from stretto.distributed.primitives.linear import linear
 from stretto.kernels.choice import choose
 from stretto.kernels.operation import Arrays, Axes, Call, Operation, Sizes
-from stretto.kernels.problem import checks, node_config
+from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.problem.promotion import by_default_rules
@@ -160,11 +160,12 @@ def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     results, residuals = _forward(primals[0], call)
     dots, tree = jax.tree.flatten(tangents[0])
     moving = [i for i, dot in enumerate(dots) if dot.dtype != jax.dtypes.float0]
+    shapes = [dot.shape for dot in dots]  # All that `tangent` may keep: it outlives this trace.
 
     @by_default_rules
     def tangent(residuals: Any, moved: Sequence[jax.Array]) -> Arrays:
         filled = dict(zip(moving, moved, strict=True))
-        whole = [filled[i] if i in filled else _without_type(x) for i, x in enumerate(dots)]
+        whole = [filled[i] if i in filled else _without_type(x) for i, x in enumerate(shapes)]
         return _tangent(call, residuals, jax.tree.unflatten(tree, whole))
 
     @by_default_rules
@@ -175,10 +176,10 @@ def _run_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
     return results, linear(tangent, transpose, residuals, [dots[i] for i in moving])
 
 
-def _without_type(dot: jax.Array) -> Any:
+def _without_type(shape: tuple[int, ...]) -> Any:
     """The tangent of integers."""
-    make = jnp.zeros if checks.is_symbolic(dot) else np.zeros
-    return make(dot.shape, jax.dtypes.float0)
+    make = np.zeros if all(isinstance(size, int) for size in shape) else jnp.zeros
+    return make(shape, jax.dtypes.float0)
 
 
 def _forward(operands: Arrays, call: Call) -> tuple[Arrays, Any]:
