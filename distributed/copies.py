@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.by_name import by_name
 from stretto.distributed.schedule import Int, ceil_div, div, rem, share
 from stretto.distributed.team import Team
 
@@ -59,6 +60,7 @@ class OneOf(NamedTuple):
     refs: Sequence[Any]
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pull:
     """One warp of a block fetches pieces of peers' arrays into local memory.
@@ -147,6 +149,7 @@ class Pull:
             pl.when(found.index == index)(lambda ref=ref: store(ref))
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Push:
     """One warpgroup of every block sends local arrays to their destinations.

@@ -32,6 +32,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import kernel, residency, settings
+from stretto.distributed.by_name import by_name
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.memory import heap
 from stretto.distributed.memory.mailbox import Site
@@ -40,11 +41,13 @@ from stretto.distributed.primitives.team_kernel import TeamKernelInfo
 from stretto.distributed.team import Team
 
 
+@by_name
 def room(*, bare: bool) -> int:
     """Words that a block may send to each of its peers in a turn."""
     return heap.BARE_WORDS if bare else heap.FLAGGED_WORDS
 
 
+@by_name
 def obstacle(team_size: int, words: int, *, bare: bool = False) -> str | None:
     """Why a team cannot exchange messages of so many words in a turn, None if it can."""
     if not heap.is_wanted():
@@ -61,6 +64,7 @@ def most_blocks() -> int:
     return min(heap.CHANNELS, residency.most_blocks_beside_others())
 
 
+@by_name
 def words_of(elements: int, dtype: jax.typing.DTypeLike, *, bare: bool = False) -> int:
     """Words of the heap that a message takes, from which the next one follows.
 

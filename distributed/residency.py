@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from stretto.distributed import compiling, settings, simulating
+from stretto.distributed.by_name import by_name
 
 # Of a CPU device that simulates one kernel outside `simulate`, which has a setting for it.
 SIMULATED_MULTIPROCESSORS = 4
@@ -81,6 +82,7 @@ def _multiprocessors_of_device() -> int:
     return count or SIMULATED_MULTIPROCESSORS
 
 
+@by_name
 def leaves_room(num_blocks: int, *, all_wait: bool = False) -> bool:
     """Whether something else can run beside a kernel that waits for its peers to start.
 
@@ -95,6 +97,7 @@ def leaves_room(num_blocks: int, *, all_wait: bool = False) -> bool:
     return num_blocks <= most_blocks_beside_others(all_wait=all_wait)
 
 
+@by_name
 def most_blocks_beside_others(*, all_wait: bool = False) -> int:
     """Blocks of a kernel beside which something else can run: a sixteenth of a device is free.
 

@@ -12,13 +12,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import settings
+from stretto.distributed import by_name, settings
 from stretto.distributed.memory import heap
 from stretto.distributed.memory.mailbox import Site
 from stretto.distributed.primitives import heap_semaphores
@@ -31,6 +31,7 @@ LOCAL_PATIENCE = 1.25
 another device, and that wait, which is more informative, should be the reported one."""
 
 
+@by_name.by_name
 @dataclasses.dataclass(frozen=True)
 class SemaphoreArray:
     """An array of semaphores for a kernel, all zero when it starts.
@@ -89,14 +90,21 @@ class Semaphore:
         """`sem.at[i, j]`: one semaphore of the array."""
         return _Indexer(self)
 
-    def signal(self, *, inc: int | jax.Array = 1, peer_id: int | jax.Array | None = None) -> None:
+    def signal(
+        self,
+        *unnamed: Never,
+        inc: int | jax.Array = 1,
+        peer_id: int | jax.Array | None = None,
+    ) -> None:
         """Adds `inc`, on member `peer_id` of the team or, without it, on this device (release).
 
         Both are passed by name, because a number alone might be either.
 
         Raises:
           ValueError: a peer's semaphore is signalled and the array is `local`.
+          TypeError: one is passed without its name.
         """
+        by_name.check("Semaphore.signal", unnamed, ("inc", "peer_id"))
         if peer_id is None:
             scope = "gpu" if self.spec.local else "sys"
             plgpu.semaphore_signal(self._element(), inc, memory_scope=scope)
@@ -114,13 +122,14 @@ class Semaphore:
                 self._element(), inc, device_id=device_id, reverse=are_reversed()
             )
 
-    def wait(self, value: int | jax.Array = 1, *, decrement: bool = False) -> None:
+    def wait(self, value: int | jax.Array = 1, *unnamed: Never, decrement: bool = False) -> None:
         """Waits until the counter is at least `value` (acquire); `decrement` then subtracts it.
 
         With `decrement` only one warp or warpgroup at a time may wait for a semaphore.
         Past the limit of `settings.wait_limit_s` (for a local semaphore a quarter later) the kernel
         reports the wait (`mailbox`) and stops.
         """
+        by_name.check("Semaphore.wait", unnamed, ("decrement",))
         bounded_wait(
             self._element(),
             value,

@@ -119,6 +119,7 @@ def names_no_version(source: str) -> bool:
 # For each room of a folder, and each file beside the rooms: which of the others it may import.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "distributed": {
+        "by_name": set(),
         "errors": set(),
         "settings": set(),
         "compiling": set(),
@@ -133,22 +134,26 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "primitives": {"devices", "memory", "private_jax", "recording", "sites", "xla_flags"},
         "tools": {
             *("compiling", "primitives", "private_jax", "settings", "simulating", "simulator"),
-            *("sites",),
+            *("by_name", "sites"),
         },
         "team": {"devices", "primitives", "private_jax"},
         "schedule": set(),
-        "copies": {"schedule", "team"},
-        "semaphores": {"memory", "primitives", "private_jax", "settings", "team"},
+        "copies": {"by_name", "schedule", "team"},
+        "semaphores": {"by_name", "memory", "primitives", "private_jax", "settings", "team"},
         "handshake": {"memory", "semaphores", "team"},
         "kernel": {  # not the simulator: a program that does not simulate does not import it
             *("arguments", "devices", "handshake", "memory", "primitives", "residency"),
             *("semaphores", "simulating", "team", "tools"),
         },
         "arguments": {"residency", "semaphores", "team"},
-        "residency": {"compiling", "settings", "simulating"},
-        "posting": {"devices", "kernel", "memory", "primitives", "residency", "settings", "team"},
+        "residency": {"by_name", "compiling", "settings", "simulating"},
+        "posting": {
+            *("by_name", "devices", "kernel", "memory", "primitives", "residency", "settings"),
+            *("team",),
+        },
         "simulator": {
-            *("errors", "memory", "primitives", "private_jax", "simulating", "sites", "targets"),
+            *("by_name", "errors", "memory", "primitives", "private_jax", "simulating", "sites"),
+            *("targets",),
         },
     },
     "distributed/simulator": {

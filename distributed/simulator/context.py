@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 
 from stretto.distributed import simulating
+from stretto.distributed.by_name import by_name
 from stretto.distributed.primitives import cpu_kernels
 from stretto.distributed.private_jax import (
     callbacks,
@@ -91,6 +92,7 @@ class SimulatorParams:
     """
 
 
+@by_name
 @contextlib.contextmanager
 def simulate(
     *,

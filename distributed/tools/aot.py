@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from stretto.distributed import settings
+from stretto.distributed.by_name import by_name
 from stretto.distributed.tools import ptx
 from stretto.distributed.tools.ptx import CompiledKernel
 
@@ -40,6 +41,7 @@ def is_available() -> bool:
     )
 
 
+@by_name
 def mesh_of_gpus(
     shape: Sequence[int], axis_names: Sequence[str], *, target: str = "h100", processes: int = 1
 ) -> jax.sharding.Mesh:

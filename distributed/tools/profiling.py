@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from stretto.distributed.by_name import by_name
+
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
@@ -24,6 +26,7 @@ class _Request:
 _request: contextvars.ContextVar[_Request | None] = contextvars.ContextVar("profile", default=None)
 
 
+@by_name
 @contextlib.contextmanager
 def profiled(folder: pathlib.Path, *, events: int = 64) -> Iterator[None]:
     """Kernels that are traced inside it record a profile when they run.

@@ -13,10 +13,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import stretto as st
-from stretto.distributed import copies, kernel, residency
+from stretto.distributed import copies, kernel, posting, residency
 from stretto.distributed.semaphores import SemaphoreArray
-from stretto.distributed.simulator import DeadlockError, FindingError
+from stretto.distributed.simulator import DeadlockError, FindingError, simulate
 from stretto.distributed.team import Team
+from stretto.distributed.tools import aot, profiling
 
 ROWS, COLUMNS = 8, 128
 
@@ -295,10 +296,33 @@ class TestSemaphores:
             tell(use, spec=spec)
 
     def test_what_could_be_a_peer_or_a_count_has_to_be_named(self):
-        with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        said = r"Semaphore.signal: 1 must be passed by name, as one of inc=\.\.\., peer_id=\.\.\."
+        with pytest.raises(TypeError, match=said):
             tell(lambda sem: sem.signal(1), devices=2)
-        with pytest.raises(TypeError, match="positional"):
-            SemaphoreArray((2,), True)  # pyright: ignore[reportCallIssue]
+        with pytest.raises(TypeError, match="1, 0 must be passed by name"):
+            tell(lambda sem: sem.signal(1, 0), devices=2)
+        with pytest.raises(TypeError, match=r"Semaphore.wait: True .* decrement="):
+            tell(lambda sem: sem.wait(1, True), devices=2)
+
+    @pytest.mark.parametrize(
+        ("call", "first"),
+        [
+            (lambda: SemaphoreArray((2,), True), "SemaphoreArray: True .* local="),
+            (lambda: copies.Pull(3), "Pull: 3 .* pieces="),
+            (lambda: copies.Push([]), r"Push: \[\] .* sources="),
+            (lambda: residency.leaves_room(3, True), "leaves_room: True .* all_wait="),
+            (lambda: residency.most_blocks_beside_others(True), "True .* all_wait="),
+            (lambda: posting.room(True), "room: True .* bare="),
+            (lambda: posting.obstacle(2, 4, True), "obstacle: True .* bare="),
+            (lambda: posting.words_of(4, "float32", True), "words_of: True .* bare="),
+            (lambda: simulate(3), "simulate: 3 .* seed="),
+            (lambda: aot.mesh_of_gpus((2,), "x", "h100"), "mesh_of_gpus: 'h100' .* target="),
+            (lambda: profiling.profiled(None, 3), "profiled: 3 .* events="),
+        ],
+    )
+    def test_others_that_have_to_be_named(self, call, first):
+        with pytest.raises(TypeError, match=first):
+            call()
 
     def test_a_kernel_without_a_team_has_no_peers(self):
         with pytest.raises(ValueError, match="cannot be signalled on a peer"):
