@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 _BY_POSITION = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -18,10 +18,10 @@ def by_name[F: Callable[..., Any]](fun: F) -> F:
     Raises:
       TypeError: a call passes more than the positional ones without a name.
     """
-    kind: Any = fun
-    if isinstance(kind, type):
-        kind.__init__ = _checked(kind.__init__, kind.__qualname__)
-        return kind
+    if isinstance(fun, type):
+        initial: Any = fun.__init__
+        setattr(fun, "__init__", _checked(initial, fun.__qualname__))  # noqa: B010 (it is a type)
+        return cast(F, fun)
     return _checked(fun, fun.__qualname__)
 
 
