@@ -22,7 +22,7 @@ def faster(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The implementation that is faster: as measured, or by an estimate of sizes and rates."""
     plain = _without_copies(operation, kernel, dataclasses.replace(problem, copied=0, applied=0))
     of_sizes = 0 if _is_measured(kernel, problem) else kernel.copies(problem, plain.config)
-    if not _has_time(operation, kernel, problem):
+    if why_no_estimate(problem) is None and not _has_time(operation, kernel, problem):
         found = three_ways.choose(operation, kernel, problem, plain, of_sizes)
         if found is not None:
             return found
@@ -40,7 +40,8 @@ def _or_apart(
     `of_sizes` bytes are copied for the fused kernel. Where it needs none, a near entry has been
     tuned with two parts, too.
     """
-    is_known = tables.exists(problem.machine.kind) and has_estimate(operation, kernel, problem)
+    has_table = tables.exists(problem.machine.kind) and why_no_estimate(problem) is None
+    is_known = has_table and has_estimate(operation, kernel, problem)
     if problem.copied or problem.applied or not is_known:
         return found
     _, xla_us = estimate(operation, kernel, problem)
@@ -97,24 +98,33 @@ def through_heap(operation: Operation, problem: Problem) -> Choice | None:
     return None
 
 
+def why_no_estimate(problem: Problem) -> str | None:
+    """Why no rates are known of the problem's GPU; None if they are."""
+    if problem.machine.architecture in UNTRIED:
+        return "the fused kernels were never run on such a GPU"
+    if not problem.machine.is_rated:
+        return f"the estimates are those of H100s and H200s, and not of {problem.machine.kind}"
+    return None
+
+
 def _is_timed_through_heap(problem: Problem) -> bool:
-    return problem.devices == 2 and problem.machine.architecture == machine.HOPPER
+    return problem.devices == 2 and why_no_estimate(problem) is None
 
 
 def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> Choice:
     """The faster one, of operands that a kernel takes as they are."""
-    kind, untried = problem.machine.kind, problem.machine.architecture in UNTRIED
-    unknown = untried or kernel.untried
+    kind, unknown = problem.machine.kind, why_no_estimate(problem)
+    if unknown is None and kernel.untried:
+        unknown = "the fused kernels were never timed beside XLA on several GPUs"
     found = _look_up(operation, kernel, problem) if not unknown or tables.exists(kind) else None
     if found is None and kernel.parts is not None and tables.exists(kind):
         found = _by_parts(kernel, kernel.parts(problem), problem)
     if found is not None:
         return found
     if unknown:
-        where = "run on such a GPU" if untried else "timed beside XLA on several GPUs"
         reason = (
-            f"the fused kernels were never {where}, and no table of {kind} says that"
-            " they are faster for this call; `stretto tune` writes one"
+            f"{unknown}, and no table of {kind} says that the fused kernels are faster for this"
+            " call; `stretto tune` writes one"
         )
         config = best_config(operation, kernel, problem)
         return Choice(problem=problem, backend="xla", reason=reason, kernel=kernel, config=config)
@@ -161,7 +171,7 @@ def _with_copies(
     Or where an epilogue is applied to the results, which takes as long as a copy. `plain` is the
     faster one without; `of_sizes` bytes are copied because of the sizes.
     """
-    if problem.machine.architecture in UNTRIED and plain.backend == "xla":
+    if why_no_estimate(problem) is not None and plain.backend == "xla":
         return dataclasses.replace(plain, problem=problem)
     if kernel.fused_from is not None and of_sizes:
         return transfers.copied_to_rows(operation, problem, plain, of_sizes)

@@ -22,7 +22,7 @@ from typing import Any
 from stretto.kernels.choice import neighbours
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
-from stretto.kernels.problem.machine import HOPPER
+from stretto.kernels.problem.machine import HOPPER, is_rated
 from stretto.kernels.problem.problem import Problem
 
 SCHEMA = 1
@@ -198,9 +198,11 @@ def table_for(device_kind: str) -> Table:
         return read(folder() / file_name(device_kind))
     except TableError as error:
         reason = f" ({error})" if exists(device_kind) else ""
+        decides = "estimates that were fitted to H200s decide"
+        if not is_rated(device_kind):
+            decides = "XLA serves its calls"
         warnings.warn(
-            f"no tuned table for {device_kind}{reason}: estimates that were fitted to H200s decide;"
-            " `stretto tune` writes one.",
+            f"no tuned table for {device_kind}{reason}: {decides}; `stretto tune` writes one.",
             stacklevel=2,
         )
         return Table(device_kind)

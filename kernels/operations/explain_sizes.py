@@ -98,7 +98,8 @@ def explain_sizes(
         return SizesChoice(choice=choice, estimated_us=None, measured=None)
     kernel, obstacle = choose.serving(record, problem)
     estimated = None
-    if obstacle is None and speed.has_estimate(record, kernel, problem):
+    is_rated = speed.why_no_estimate(problem) is None
+    if obstacle is None and is_rated and speed.has_estimate(record, kernel, problem):
         estimated = speed.estimate(record, kernel, problem)
     nearest = tables.table_for(problem.machine.kind).nearest(problem)
     return SizesChoice(

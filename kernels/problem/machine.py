@@ -17,6 +17,10 @@ ARCHITECTURES = {
     HOPPER: ("H100", "H200", "H800", "H20", "GH200"),
     BLACKWELL: ("B100", "B200", "GB200"),
 }
+RATED, OTHER_FORMS = {"H100", "H200"}, {"PCIE", "NVL"}
+"""Words in the names of the GPUs that the rates of estimates were measured on, H100s and H200s with
+NVSwitch between them; and of others of these names. An H20 has a sixth of an H200's tensor cores,
+an H800 half of its links."""
 SHARED_BYTES = {HOPPER: 232_448, BLACKWELL: 232_448}
 """Shared memory that one block may have, in bytes (CUDA C++ Programming Guide, Compute
 Capabilities)."""
@@ -44,6 +48,11 @@ class Machine:
     architecture: str = HOPPER
     multiprocessors: int = MULTIPROCESSORS
     shared_bytes: int = SHARED_BYTES[HOPPER]
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether estimates hold for it: it is such a GPU as their rates were measured on."""
+        return self.platform != "gpu" or is_rated(self.kind)
 
     @classmethod
     def of_kind(cls, platform: str, kind: str, multiprocessors: int = 0) -> Machine:
@@ -94,5 +103,13 @@ def _architecture_of(kind: str) -> str:
 
 def architecture_by_name(kind: str) -> str:
     """That of a GPU which has one of the names of `ARCHITECTURES` as a word of its own, or ""."""
-    words = set(re.split(r"[\s-]+", kind.upper()))
-    return next((found for found, names in ARCHITECTURES.items() if words & {*names}), "")
+    return next((found for found, names in ARCHITECTURES.items() if _words(kind) & {*names}), "")
+
+
+def is_rated(kind: str) -> bool:
+    """Whether the rates of estimates were measured on GPUs of this name."""
+    return bool(_words(kind) & RATED) and not _words(kind) & OTHER_FORMS
+
+
+def _words(kind: str) -> set[str]:
+    return set(re.split(r"[\s-]+", kind.upper()))

@@ -314,7 +314,7 @@ def test_results_that_are_not_stored_on_peers_are_missing_there(two_shots, monke
 def test_auto_leaves_it_to_xla_until_it_is_measured():
     sizes = dict(m=138, n=6144)
     case = Case(operation=RECORD, sizes=sizes, dtype="bfloat16", devices=2)
-    asked = case.problem(problem(kind="NVIDIA H800").machine)
+    asked = case.problem(problem(kind="NVIDIA H100").machine)
     found = speed.faster(RECORD, RECORD.kernels[0], asked)
     assert found.backend == "xla" and "never timed beside XLA" in found.reason
 

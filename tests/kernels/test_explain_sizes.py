@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from problems import entry
 
@@ -120,10 +122,30 @@ def test_a_missing_table_is_a_sentence_of_the_command(capsys):
     assert explain.main(["all_gather_matmul", "8192x8192x8192", "--kind", "H20"]) == 0
     said = capsys.readouterr()
     assert said.err == (
-        "stretto explain: no tuned table for H20: estimates that were fitted to H200s decide;"
-        " `stretto tune` writes one.\n"
+        "stretto explain: no tuned table for H20: XLA serves its calls; `stretto tune` writes"
+        " one.\n"
     )
-    assert "on 4 x H20: pallas" in said.out
+    assert "on 4 x H20: xla, because the estimates are those of H100s and H200s" in said.out
+
+
+@pytest.mark.filterwarnings("ignore:no tuned table")
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_another_hopper_gpu_without_a_table_has_no_estimates(name, devices):
+    """Nothing is known of its rates: its calls are XLA's, also such as by messages on an H200."""
+    examples = OPERATIONS[name].examples
+    for sizes in (*examples.shapes("tiny", devices), *examples.shapes("goals", devices)):
+        found = st.explain_sizes(name, **sizes, devices=devices, kind="NVIDIA H20")
+        assert found.choice.backend == "xla" and found.estimated_us is None
+
+
+def test_its_own_table_decides_of_what_is_near(one_entry, monkeypatch):
+    monkeypatch.setattr(tables, "exists", lambda kind: True)
+    ask = partial(st.explain_sizes, "all_gather_matmul", devices=4, kind="NVIDIA H20")
+    assert ask(**SIZES).choice.backend == "pallas"
+    assert ask(m=8192, k=8192, n=2 * 28672).choice.backend == "pallas"
+    far = ask(m=65536, k=65536, n=28672).choice
+    assert far.backend == "xla" and "no table of NVIDIA H20 says" in far.reason
 
 
 @pytest.mark.parametrize("devices", [1, 2, 64])
