@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.launch.commands import on_cpus
+from stretto.launch.commands.after_script import hint
 from stretto.launch.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     if options.devices < 1:
         raise LaunchError(f"-n {options.devices} must be at least 1")
+    hint("stretto compile", argv, options.args, ("-n", "--target", "--json"))
     return compile_script(
         options.script,
         options.args,

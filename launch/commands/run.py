@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.launch import environment
+from stretto.launch.commands.after_script import hint
 from stretto.launch.commands.dry_run import describe
 from stretto.launch.commands.make_job import make_job
 from stretto.launch.commands.on_cpus import check_script
 from stretto.launch.errors import CANNOT_START, LaunchError
 from stretto.launch.planning.job import Job
 from stretto.launch.planning.modules import module_file
-from stretto.launch.planning.options import RunOptions, parse
+from stretto.launch.planning.options import RunOptions, known_options, parse
 from stretto.launch.process.detection import inside_launcher
 from stretto.launch.supervision import supervisor
 from stretto.launch.supervision.console import Console
@@ -24,6 +25,8 @@ from stretto.launch.supervision.logs import run_folder
 from stretto.launch.supervision.report import TIMEOUT_STATUS
 from stretto.launch.supervision.session import Interrupted
 
+DECIDE = {"-n", "--dry-run"}
+"""Options that decide what is started."""
 _LONGEST_SILENCE_S = 86_400  # Linux waits up to 32,767 s between two probes of a connection
 _LONGEST_GRACE_S = 1_000_000  # and up to 2,147,483 s for an event
 
@@ -31,6 +34,7 @@ _LONGEST_GRACE_S = 1_000_000  # and up to 2,147,483 s for an event
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit status."""
     options = parse(argv)
+    hint("stretto run", argv, options.args, DECIDE)
     environ = environment.current()
     _check(options, environ)
     if options.dry_run:
@@ -39,7 +43,10 @@ def main(argv: list[str]) -> int:
         return 0
     if options.log_dir is not None:
         options = replace(options, log_dir=run_folder(options.log_dir))
-    return _run(options, environ)
+    status = _run(options, environ)
+    if status:
+        hint("stretto run", argv, options.args, known_options() - DECIDE)
+    return status
 
 
 def _check(options: RunOptions, environ: Mapping[str, str]) -> None:

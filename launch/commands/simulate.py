@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.launch.commands import on_cpus
+from stretto.launch.commands.after_script import hint
 from stretto.launch.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(list(argv))
     _check(options)
+    hint("stretto simulate", argv, options.args, ("-n", "--target"))
     return simulate(
         options.script,
         options.args,

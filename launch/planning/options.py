@@ -125,9 +125,10 @@ _FLAGS = ("--dry-run", "--help", "-h")
 _MODULE = ("-m", "--module")
 
 
-def _known_options() -> list[str]:
+def known_options() -> set[str]:
+    """The names of all options but those for help."""
     names = [field.name for field in fields(RunOptions) if field.name not in ("script", "args")]
-    return [*_FLAGS, "-n", "-m", *(f"--{name.replace('_', '-')}" for name in names)]
+    return {"-n", "-m", *(f"--{name.replace('_', '-')}" for name in names)}
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -139,7 +140,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
       LaunchError: an option is unknown, has no number where it needs one, or none of the words that
         it takes, or there is no script.
     """
-    known = _known_options()
+    known = sorted({*_FLAGS, *known_options()})
     index = 0
     while index < len(argv):
         token = argv[index]
