@@ -49,6 +49,8 @@ from stretto.kernels.problem.scales import FP8
 SMEM_BYTES = 200_000
 MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
 MOST_SLOTS = MOST_BARRIERS  # A barrier each.
+MOST_UNROLLED = 512
+"""Choices of tokens whose first loads are unrolled; more take minutes to compile."""
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 
@@ -198,8 +200,11 @@ def dispatch(
                 pl.when(i - stores + slots < total)(lambda: fetch(i - stores + slots))
 
         tables.fetch(jnp.int32(0))
-        for i in range(slots):
-            pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
+        if slots * top_k <= MOST_UNROLLED:
+            for i in range(slots):
+                pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
+        else:
+            lax.fori_loop(0, jnp.minimum(slots, total), lambda i, _: fetch(i), None)
         lax.fori_loop(0, total, step, None)
         # Nothing else waits for the last stores where there are no peers to part from.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

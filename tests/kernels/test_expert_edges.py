@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import stretto as st
 from stretto.distributed import residency
+from stretto.distributed.compiling import Target, compiling_for
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import dispatch, exchange, routed_dispatch, summation
 from stretto.kernels.fused import attention_config
@@ -59,6 +60,35 @@ def test_more_choices_than_the_tables_kernel_stores():
     )
     many = routed_dispatch.obstacle(64, 8, 2, num_experts=2**22, **sizes)
     assert "num_experts=4194304 is too many" in str(many)
+
+
+def test_many_choices_of_a_token_arrive_whose_first_loads_are_a_loop():
+    """More tokens a block than slots, so that slots are filled again."""
+    draw = np.random.default_rng(0)
+    index = draw.integers(0, 4, (48, 150), np.int32)
+    x = jnp.asarray(draw.standard_normal((48, 16)), F32)
+    config = dispatch.Config(slots=5, num_blocks=2)
+    assert config.slots * index.shape[1] > dispatch.MOST_UNROLLED
+    with st.simulate(core_count=2) as report:
+        rows, routing = program(4, backend="simulator", config=config)(x, jnp.asarray(index))
+        rows, routing = jax.device_get((rows, routing))
+    assert report.ok and report.launches
+    wanted, expected = program(4, backend="xla")(x, jnp.asarray(index))
+    np.testing.assert_array_equal(routing.positions, expected.positions)
+    held = np.arange(len(rows) // 2) < np.sum(routing.group_sizes.reshape(2, -1), 1)[:, None]
+    np.testing.assert_array_equal(rows[held.ravel()], np.asarray(wanted)[held.ravel()])
+
+
+def test_many_choices_of_a_token_make_no_large_kernel():
+    """It took 40 s to compile for 64 choices on four devices, and minutes for 200."""
+
+    def size(top_k):
+        shapes = jax.ShapeDtypeStruct((1024, 64), F32), jax.ShapeDtypeStruct((1024, top_k), "int32")
+        call = program(4, config=dispatch.Config(num_blocks=8))
+        with compiling_for(Target("h100", "NVIDIA H100 80GB HBM3", 132)):
+            return str(jax.make_jaxpr(call)(*shapes)).count("\n")
+
+    assert size(64) < 2 * size(16)
 
 
 @pytest.mark.parametrize("config", [TABLES, dispatch.Config(tables=True, num_blocks=1)], ids=str)
