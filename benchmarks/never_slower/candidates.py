@@ -14,7 +14,7 @@ from stretto.benchmarks.measurements.results import Draw
 from stretto.benchmarks.peers.peer import FUSED, Peer
 from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.timing.tune import configs_for
-from stretto.kernels.choice.tables import config_to_data
+from stretto.kernels.choice.config_data import to_data
 from stretto.kernels.problem.machine import Machine
 
 DRAWN = "drawn"
@@ -42,7 +42,7 @@ def peer(draw: Draw) -> Peer:
             Candidate(
                 body=case.call("pallas" if on_gpu else "auto", config),
                 operands=case.operands,
-                config=json.dumps(config_to_data(config)),
+                config=json.dumps(to_data(config)),
             )
             for config in rng.sample(configs, min(draw.candidates, len(configs)))
         ]

@@ -16,7 +16,7 @@ from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.measurements.machine import is_gpu
 from stretto.benchmarks.timing import programs
 from stretto.benchmarks.timing.timers import rounds_per_run
-from stretto.kernels.choice import choose, tables
+from stretto.kernels.choice import choose, config_data
 from stretto.kernels.choice.choice import Choice
 
 
@@ -79,4 +79,4 @@ def _config(candidate: Candidate, fused: Choice | None) -> str:
     """What the result records as the configuration."""
     if candidate.config or fused is None:
         return candidate.config
-    return json.dumps(tables.config_to_data(fused.config))
+    return json.dumps(config_data.to_data(fused.config))

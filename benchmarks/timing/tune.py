@@ -20,7 +20,8 @@ from stretto.benchmarks.timing.measure import Settings
 from stretto.benchmarks.timing.prepare import Bench, Ready
 from stretto.benchmarks.timing.turns import in_turns
 from stretto.kernels.choice import choose
-from stretto.kernels.choice.tables import Entry, config_to_data
+from stretto.kernels.choice.config_data import to_data
+from stretto.kernels.choice.tables import Entry
 from stretto.kernels.problem.machine import Machine
 
 TUNED = "tuned"
@@ -97,7 +98,7 @@ def take(
     say(f"timing {len(finalists)} finalists and XLA")
     medians = _medians([*finalists, xla], settings)
     best = min(range(len(finalists)), key=lambda index: medians[index])
-    config = config_to_data(prepared.configs[int(finalists[best].candidate.config)])
+    config = to_data(prepared.configs[int(finalists[best].candidate.config)])
     return entry_of(case, config, medians[best], medians[-1], versions)
 
 

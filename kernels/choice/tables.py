@@ -14,15 +14,14 @@ import math
 import pathlib
 import re
 import tomllib
-import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stretto.kernels.choice import neighbours
+from stretto.kernels.choice import config_data, neighbours
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel
-from stretto.kernels.problem.machine import HOPPER, is_rated
+from stretto.kernels.problem.machine import is_rated
 from stretto.kernels.problem.problem import Problem
 
 SCHEMA = 1
@@ -307,41 +306,8 @@ def ratio_between(
 def _config_of(entry: Entry, kernel: Kernel, problem: Problem) -> Any:
     """An entry's configuration, None if it does not fit the kernel or the problem any more."""
     try:
-        config = config_from_data(kernel.Config, entry.config, problem.machine.architecture)
+        config = config_data.from_data(kernel.Config, entry.config, problem.machine.architecture)
         config.check(problem)
     except (TypeError, ValueError):
         return None
     return config
-
-
-RENAMED = {"whole": "gather_first", "apart": "unfused"}
-"""Fields of a `Config` that tables of earlier versions have under other names."""
-
-
-def config_to_data(config: Any) -> dict[str, Any]:
-    """The fields of a `Config`, nested ones as dictionaries, as a table holds them."""
-    return dataclasses.asdict(config)
-
-
-def config_from_data(config_type: type, data: Mapping[str, Any], architecture: str = HOPPER) -> Any:
-    """The `Config` with these fields (also by their `RENAMED` names), the others at their defaults.
-
-    Where a field may be of several types, it is of the one for `architecture`.
-
-    Raises:
-      TypeError: `data` has a field that `config_type` lacks.
-    """
-    hints = typing.get_type_hints(config_type)
-    arguments = {}
-    for given, value in data.items():
-        name = RENAMED.get(given, given)
-        if isinstance(value, Mapping) and name in hints:
-            kinds = typing.get_args(hints[name]) or (hints[name],)
-            kind = next((k for k in kinds if _architecture_of(k) == architecture), kinds[0])
-            value = config_from_data(kind, value, architecture)
-        arguments[name] = value
-    return config_type(**arguments)
-
-
-def _architecture_of(kind: type) -> str | None:
-    return getattr(kind, "architecture", None)

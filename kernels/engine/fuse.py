@@ -31,7 +31,7 @@ from stretto.distributed import kernel, residency, schedule
 from stretto.distributed.handshake import Handshake
 from stretto.distributed.semaphores import Semaphore, SemaphoreArray
 from stretto.distributed.team import Team
-from stretto.kernels.engine import assignment, gates, joining, registers
+from stretto.kernels.engine import announced, assignment, gates, joining, registers
 from stretto.kernels.engine.block import Block
 from stretto.kernels.engine.gates import Gates
 from stretto.kernels.engine.joining import Joining
@@ -127,7 +127,7 @@ def fuse(
         named = _named(memory, refs)
         shared = {key: rest[key] for key in (*arrays, *transfer_scratch)}
         made = parts(Refs(num_blocks=num_blocks, num_clusters=num_clusters, **named, **shared))
-        _check(name, made, team, mainloop, waits=waits, signals=signals)
+        announced.check_parts(name, made, team, mainloop, waits=waits, signals=signals)
         wait = _nothing if handshake is None else handshake.wait
         block = Block.of(
             made,
@@ -137,7 +137,7 @@ def fuse(
         )
         polled = _gates(block, mainloop, rest) if waits else None
         roles = [*mainloop.roles(block, polled, rest)]
-        _check_roles(name, mainloop, roles)
+        announced.check_roles(name, mainloop, roles)
         if handshake is not None and made.transfer is not None:
             moving = _moving(made.transfer, handshake, rest["released"], rest.get("awaited"))
             if transfer_registers is not None:
@@ -268,45 +268,6 @@ def _moving(
                     transfer.finish()
 
     return run
-
-
-def _check(
-    name: str,
-    parts: Parts,
-    team: Team | None,
-    mainloop: Mainloop,
-    *,
-    waits: bool,
-    signals: bool,
-) -> None:
-    """Raises ValueError unless the parts are those that memory and semaphores were made for."""
-    has_arrival = any(stream.arrival is not None for stream in (parts.lhs, parts.rhs))
-    for what, given, announced in (
-        ("an Arrival (waits)", has_arrival, waits),
-        ("a Sink with `stored` (signals)", parts.sink.stored is not None, signals),
-        ("a Transfer (team)", parts.transfer is not None, team is not None),
-    ):
-        if given != announced:
-            raise ValueError(
-                f"kernel {name}: its parts {'have' if given else 'do not have'} {what}, and fuse()"
-                f" was told that they {'do' if announced else 'do not'}."
-            )
-    if not isinstance(parts.fold, mainloop.product.fold):
-        raise ValueError(
-            f"kernel {name}: its fold is {type(parts.fold).__name__} and the main loop was made for"
-            f" {mainloop.product.fold.__name__}; they must be the same."
-        )
-
-
-def _check_roles(name: str, mainloop: Mainloop, roles: Sequence[Role]) -> None:
-    """Raises ValueError unless a main loop's roles are as many as a block has room for."""
-    warpgroups = sum(role.warpgroups for role in roles)
-    warps = sum(not role.warpgroups for role in roles)
-    if (warpgroups, warps) != (mainloop.warpgroups, mainloop.warps):
-        raise ValueError(
-            f"kernel {name}: the roles of its main loop take {warpgroups} warpgroups and {warps}"
-            f" warps, which announced {mainloop.warpgroups} and {mainloop.warps}; they must agree."
-        )
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from stretto.kernels.operations import attention_examples as examples
 from stretto.kernels.operations import attention_fused as fused
 from stretto.kernels.operations import attention_heads, attention_methods
 from stretto.kernels.operations import attention_rules as rules
+from stretto.kernels.operations.attention_checks import check_operands, check_segments
 from stretto.kernels.operations.attention_methods import AUTO, FUSED, GATHER, HEADS, OP
 from stretto.kernels.operations.attention_options import Operands, Options
 from stretto.kernels.operations.perform import decide, perform
@@ -103,13 +104,13 @@ def context_parallel_attention(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
-    window, devices = _check(q, k, v, causal, window), axis_size(axes)
+    window, devices = check_operands(q, k, v, causal, window), axis_size(axes)
     checks.check_flag(OP, "return_logsumexp", return_logsumexp)
     q, scale = rules.scaled(q, scale)
     check_layout(OP, layout, q_tokens=q.shape[1], kv_tokens=k.shape[1])
     if kv_segment_ids is None and q.shape[1] == k.shape[1]:
         kv_segment_ids = segment_ids
-    _check_segments(q, k, segment_ids, kv_segment_ids)
+    check_segments(q, k, segment_ids, kv_segment_ids)
     ids = tuple(str(x.dtype) for x in (segment_ids, kv_segment_ids) if x is not None)
     method = _method_of(method, config)
     if window is not None and not checks.is_symbolic(q) and window >= devices * q.shape[1]:
@@ -259,57 +260,6 @@ def reference(operands: Operands, axes: Axes, options: Options) -> Any:
         backend="xla",
     )
     return perform(operands, call)
-
-
-def _check(q: Any, k: Any, v: Any, causal: bool, window: int | None) -> int | None:
-    """`window` as an integer; raises ValueError for what does not fit."""
-    checks.check_flag(OP, "causal", causal)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.check_array(OP, name, x)
-        if x.ndim != 4 or 0 in x.shape[2:]:
-            raise ValueError(
-                f"{OP}: {name} has shape {x.shape}; it must be [batch, tokens, heads, dim]."
-            )
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype != q.dtype:
-            raise ValueError(
-                f"{OP}: {name} is {x.dtype} and q is {q.dtype}; all must be of one floating-point"
-                " type. Cast them."
-            )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"{OP}: q {q.shape}, k {k.shape} and v {v.shape} must agree in batch and dim, and k and"
-            " v in all."
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{OP}: heads={q.shape[2]} of q must be a multiple of kv_heads={k.shape[2]}."
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"{OP}: causal=True needs as many keys as queries, not {k.shape[1]} for {q.shape[1]};"
-            " pass causal=False."
-        )
-    if window is None:
-        return None
-    if not causal or checks.check_integer(OP, "window", window) < 1:
-        raise ValueError(f"{OP}: window={window} must be at least 1, and needs causal=True.")
-    return min(int(window), jnp.iinfo(jnp.int32).max)
-
-
-def _check_segments(q: Any, k: Any, segments: Any, others: Any) -> None:
-    if (segments is None) != (others is None):
-        raise ValueError(
-            f"{OP}: segment_ids and kv_segment_ids belong together; pass both or neither."
-        )
-    for name, ids, x in (("segment_ids", segments, q), ("kv_segment_ids", others, k)):
-        if ids is None:
-            continue
-        checks.check_array(OP, name, ids)
-        if ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(
-                f"{OP}: {name} is {ids.dtype}{list(ids.shape)}; it must be of integers,"
-                f" {list(x.shape[:2])}."
-            )
 
 
 CONTEXT_PARALLEL_ATTENTION = Operation(

@@ -13,7 +13,7 @@ from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.measurements import results, tuned_file
 from stretto.benchmarks.timing.measure import Settings
 from stretto.benchmarks.timing.tune import configs_for, tune
-from stretto.kernels.choice import tables
+from stretto.kernels.choice import config_data, tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.fused.all_gather_matmul import Config
@@ -66,7 +66,7 @@ def test_a_table_is_filled_and_gone_on_with(tmp_path, capsys):
     assert tune_command.main([*base, "--shapes", "64x64x128"]) == 0
     first = tables.read(path)
     assert [entry.sizes["m"] for entry in first.entries] == [64]
-    config = tables.config_from_data(Config, first.entries[0].config)
+    config = config_data.from_data(Config, first.entries[0].config)
     assert config in configs_for(case_of(shape="64x64x128", dtype="bfloat16"), Machine.of_mesh())
     capsys.readouterr()
     assert tune_command.main([*base, "--shapes", "64x64x128,128x64x128,63x64x128"]) == 0
@@ -150,8 +150,8 @@ def test_what_is_tried_is_for_the_architecture(name):
     for config in configs_for(case, machine):
         assert isinstance(config.tiles, BlackwellTiles)
         config.check(case.problem(machine))
-        data = tables.config_to_data(config)
-        assert tables.config_from_data(kernel.Config, data, machine.architecture) == config
+        data = config_data.to_data(config)
+        assert config_data.from_data(kernel.Config, data, machine.architecture) == config
 
 
 def test_what_no_kernel_serves_is_not_tuned():
@@ -189,7 +189,7 @@ def test_a_table_is_made_from_what_the_benchmark_measured(tmp_path, make_results
     found = make_results(kernels=("all_gather_matmul", "all_reduce"))
     for measurement in found.measurements:
         kernel = OPERATIONS[measurement.kernel].kernels[0]
-        config = tables.config_to_data(kernel.Config())
+        config = config_data.to_data(kernel.Config())
         fused = measurement.of("fused")
         fused.backend, fused.config = "pallas", json.dumps(config)
     found.measurements[-1].of("fused").backend = "xla"  # served by XLA: no entry
@@ -223,7 +223,7 @@ def test_a_collective_is_tuned_too(tmp_path):
     (entry,) = tables.read(path).entries
     assert entry.sizes == {"m": 32, "n": 64}
     kernel = OPERATIONS["all_gather"].kernels[0]
-    config = tables.config_from_data(kernel.Config, entry.config)
+    config = config_data.from_data(kernel.Config, entry.config)
     assert config in list(kernel.candidates(None))[:2]
     same = case_of("all_gather", "32x128", dtype="bfloat16").problem(Machine.of_mesh())
     assert entry.distance(same) == 0  # as many bytes

@@ -17,7 +17,7 @@ import stretto as st
 from stretto.benchmarks.cases.case import Case
 from stretto.distributed.errors import BackendUnavailableError, StrettoError
 from stretto.kernels.choice import choose as choosing
-from stretto.kernels.choice import tables
+from stretto.kernels.choice import config_data, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.engine.hopper.tile_config import TileConfig
@@ -232,7 +232,7 @@ class TestChoice:
         given = choose(on_b200, config=asked.config)
         assert given.backend == "pallas" and "but never run on one" in given.reason
 
-        data = tables.config_to_data(asked.config)
+        data = config_data.to_data(asked.config)
         measured = entry(fused_us=600.0, xla_us=700.0, config=data)
         monkeypatch.setattr(tables, "exists", lambda kind: True)
         monkeypatch.setattr(tables, "table_for", lambda kind: tables.Table(kind, (measured,)))

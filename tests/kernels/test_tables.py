@@ -9,7 +9,7 @@ import pytest
 from leave_one_out import left_out
 from problems import H100, entry, problem
 
-from stretto.kernels.choice import neighbours, speed, tables
+from stretto.kernels.choice import config_data, neighbours, speed, tables
 from stretto.kernels.choice.tables import Table, TableError
 from stretto.kernels.operations import KNOWN, OPERATIONS
 
@@ -248,16 +248,16 @@ def test_a_damaged_table_says_what_is_wrong(tuned, text, message):
 
 def test_a_config_survives_the_table():
     config = Config(Tiles(tile_n=64), pull_slots=1)
-    assert tables.config_from_data(Config, tables.config_to_data(config)) == config
+    assert config_data.from_data(Config, config_data.to_data(config)) == config
 
 
 def test_tables_of_earlier_versions_are_read() -> None:
     """Two fields had other names; a table that somebody has measured stays of use."""
     Config = OPERATIONS["all_gather_matmul"].kernels[0].Config
     config = Config(gather_first=True, unfused=True)
-    data = tables.config_to_data(config)
+    data = config_data.to_data(config)
     data |= {"whole": data.pop("gather_first"), "apart": data.pop("unfused")}
-    assert tables.config_from_data(Config, data) == config
+    assert config_data.from_data(Config, data) == config
 
 
 @pytest.mark.parametrize("file", sorted(tables.folder().glob("*.toml")), ids=lambda f: f.stem)
@@ -270,8 +270,8 @@ def test_entries_of_the_shipped_tables_name_every_field(file):
             if found.config.keys() == {field.name for field in dataclasses.fields(kernel.Config)}
         ]
         assert kinds, found
-        config = tables.config_from_data(kinds[0], found.config)
-        assert tables.config_to_data(config) == found.config, found
+        config = config_data.from_data(kinds[0], found.config)
+        assert config_data.to_data(config) == found.config, found
 
 
 def test_the_pass_of_an_epilogue_after_the_kernel_counts():

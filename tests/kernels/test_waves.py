@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stretto.kernels.choice import tables
+from stretto.kernels.choice import config_data, tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.hopper.tile_config import (
     LARGE,
@@ -335,7 +335,7 @@ def near(monkeypatch, operation: str, config, dtype: str = "bfloat16") -> None:
         devices=2,
         fused_us=500.0,
         xla_us=700.0,
-        config=tables.config_to_data(config),
+        config=config_data.to_data(config),
     )
     monkeypatch.setattr(tables, "table_for", lambda kind: Table(kind, (entry,)))
 
