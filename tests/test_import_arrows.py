@@ -32,14 +32,15 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 # The command line hands `stretto bench` and `stretto tune` over inside functions, when asked for.
 LAZY = {"launch": {"benchmarks"}}
 USES_PUBLIC_NAMES = {"benchmarks"}  # `import stretto as st`, as a model author would
-PRIVATE_JAX = ("distributed/private_jax/", "distributed/primitives/")
+PRIVATE_JAX = "distributed/private_jax/"
 STANDARD_LIBRARY_ONLY = (
     "launch/worker.py"  # runs the user's script, which pays for no import of ours
 )
+OF_ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 READS_ENVIRONMENT = {
     "launch/environment.py",
     "distributed/settings.py",
-    "distributed/xla_flags.py",
+    "distributed/xla_flags.py",  # before JAX is imported, which `settings` imports
     STANDARD_LIBRARY_ONLY,
     "distributed/tools/aot.py",  # sets JAX's variables while it compiles, and puts them back
 }
@@ -92,21 +93,50 @@ def private_jax(source: str, path: str) -> list[str]:
         for module, _ in imports(source, path)
         if module.startswith(("jax._src", "jaxlib"))
     ]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr == "_src":
-            found.append(f"{path}:{node.lineno} reaches into _src")
+    tree = ast.parse(source)
+    of_jax = set(_names_of_jax(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        is_of_jax = isinstance(node.value, ast.Name) and node.value.id in of_jax
+        if node.attr == "_src" or (is_of_jax and not node.attr.startswith("__")):
+            found.append(f"{path}:{node.lineno} reaches into {node.attr}")
     return found
 
 
+def _names_of_jax(tree: ast.AST) -> Iterator[str]:
+    """The names under which a file has modules and functions of JAX."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "jax":
+                    yield alias.asname or "jax"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax":
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
 def environment_reads(source: str, path: str) -> list[str]:
-    """Where the file at `path` reads the environment by name."""
-    return [
+    """Where the file at `path` reads or changes the environment by name."""
+    tree = ast.parse(source)
+    found = [
+        f"{path} imports {module}"
+        for module, _ in imports(source, path)
+        if module in {f"os.{name}" for name in OF_ENVIRONMENT}
+    ]
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "os"
+    }
+    return found + [
         f"{path}:{node.lineno} uses os.{node.attr}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
-        and node.attr in ("environ", "getenv")
+        and node.attr in OF_ENVIRONMENT
         and isinstance(node.value, ast.Name)
-        and node.value.id == "os"
+        and node.value.id in modules
     ]
 
 
@@ -328,10 +358,23 @@ def test_lazy_hand_over_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["from jax._src import core", "import jaxlib", "import jax\njax._src.core"]
+    "source",
+    [
+        "from jax._src import core",
+        "import jaxlib",
+        "def f():\n    from jaxlib.mlir import ir",
+        "import jax\njax._src.core",
+        "from jax.experimental.pallas import mosaic_gpu as plgpu\nplgpu._inner()",
+        "import jax.numpy as jnp\njnp._convert",
+    ],
 )
-def test_private_jax_is_caught(source: str) -> None:
-    assert private_jax(source, "kernels/x.py")
+@pytest.mark.parametrize("path", ["kernels/x.py", "distributed/primitives/x.py"])
+def test_private_jax_is_caught(source: str, path: str) -> None:
+    assert private_jax(source, path) and not path.startswith(PRIVATE_JAX)
+
+
+def test_public_jax_is_none() -> None:
+    assert not private_jax("import jax\njax.__version__\nself._x = jax.numpy", "kernels/x.py")
 
 
 def test_private_jax_without_a_version_is_caught() -> None:
@@ -339,7 +382,16 @@ def test_private_jax_without_a_version_is_caught() -> None:
     assert not names_no_version('"""Private JAX, checked\non 0.11.2."""')
 
 
-@pytest.mark.parametrize("source", ["import os\nos.environ['A']", "import os\nos.getenv('A')"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['A']",
+        "import os\nos.getenv('A')",
+        "import os as system\nsystem.environ",
+        "from os import environ",
+        "import os\nos.putenv('A', '1')",
+    ],
+)
 def test_environment_read_is_caught(source: str) -> None:
     assert environment_reads(source, "kernels/x.py")
 

@@ -1,7 +1,7 @@
 """A function with its own rules for `vmap` and for the transpose, inlined where it is lowered.
 
 `jax.custom_batching.custom_vmap` is lowered as a function of its own, whose kernels XLA sees apart
-from what makes their operands. Private JAX, checked on 0.11.2 and 0.12.0.1.
+from what makes their operands.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
-from jax._src.ad_util import Zero
-from jax._src.interpreters import ad, batching, mlir
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
-from stretto.distributed.primitives.inlining import inline
+from stretto.distributed.private_jax.inlining import inline
 
-mapped_p = jax_core.Primitive("stretto_mapped")
+mapped_p = Primitive("stretto_mapped")
 mapped_p.multiple_results = True
 
 type Leaves = list[jax.Array]
@@ -63,7 +62,7 @@ def mapped(
 
 @mapped_p.def_impl
 def _impl(*args, jaxpr, **_):
-    return jax_core.jaxpr_as_fun(jaxpr)(*args)
+    return jaxpr_as_fun(jaxpr)(*args)
 
 
 @mapped_p.def_effectful_abstract_eval
@@ -79,7 +78,7 @@ def _batch(args, dims, *, jaxpr, rule, **_):
     size = next(x.shape[0] for x, b in zip(moved, batched, strict=True) if b)
     outs = rule(size, batched, moved)
     if outs is None:
-        fun = jax_core.jaxpr_as_fun(jaxpr)
+        fun = jaxpr_as_fun(jaxpr)
         outs = jax.vmap(fun, in_axes=[0 if b else None for b in batched])(*moved)
     return outs, [0] * len(outs)
 
@@ -90,7 +89,7 @@ batching.primitive_batchers[mapped_p] = _batch
 def _jvp(primals, tangents, *, jaxpr, **_):
     """As of the function itself."""
     dots = [ad.instantiate_zeros(dot) for dot in tangents]
-    return jax.jvp(jax_core.jaxpr_as_fun(jaxpr), primals, dots)
+    return jax.jvp(jaxpr_as_fun(jaxpr), primals, dots)
 
 
 ad.primitive_jvps[mapped_p] = _jvp
@@ -98,12 +97,12 @@ ad.primitive_jvps[mapped_p] = _jvp
 
 def _transpose(bars, *args, jaxpr, transpose, **_):
     bars = [
-        ad.instantiate_zeros(Zero(aval.to_ct_aval())) if type(bar) is Zero else bar
+        ad.instantiate_zeros(ad.Zero(aval.to_ct_aval())) if type(bar) is ad.Zero else bar
         for bar, aval in zip(bars, jaxpr.out_avals, strict=True)
     ]
     unknown = [ad.is_undefined_primal(x) for x in args]
     known = [
-        ad.instantiate_zeros(Zero(x.aval)) if moved else x
+        ad.instantiate_zeros(ad.Zero(x.aval)) if moved else x
         for x, moved in zip(args, unknown, strict=True)
     ]
     found = transpose(known, bars)

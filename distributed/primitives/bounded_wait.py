@@ -1,8 +1,7 @@
 """A wait with a time limit, in place of Pallas' `semaphore_wait`, which spins for ever.
 
 The primitive takes its operands (a semaphore ref with its transforms, and a value) and lowers to a
-spin that watches the clock. It needs the registry of Mosaic GPU's lowering rules, which is private.
-Checked on JAX 0.11.2 and 0.12.0.1.
+spin that watches the clock.
 """
 
 from __future__ import annotations
@@ -13,20 +12,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
-from jax._src.pallas import primitives as pallas_primitives
-from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, scf
+from jax.extend.core import Primitive
 
 from stretto.distributed.memory import mailbox
+from stretto.distributed.private_jax import kernel_rules
+from stretto.distributed.private_jax.dialects import arith, gpu, ir, scf
+from stretto.distributed.private_jax.kernel_rules import EVERYWHERE, int32_value, lowers
 
 type MemoryScope = Literal["sys", "gpu"]
 
-bounded_wait_p = jax_core.Primitive("stretto_wait")
+bounded_wait_p = Primitive("stretto_wait")
 bounded_wait_p.multiple_results = True
 
 
@@ -51,7 +48,7 @@ def bounded_wait(
       site: names the wait in the report, and holds its limit.
       across_devices: whether the kernel has a team, and so a device id to report.
     """
-    ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
+    ref, transforms = kernel_rules.ref_and_transforms(semaphore)
     operands = (ref, transforms, _int32(value))
     flat, args_tree = jax.tree.flatten(operands)
     bounded_wait_p.bind(
@@ -73,46 +70,27 @@ def _int32(x: int | jax.Array) -> jax.Array:
 def _bounded_wait_abstract_eval(*avals, args_tree, **_):
     num_operands = args_tree.num_leaves
     sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, avals[:num_operands])
-    pallas_primitives.check_sem_avals(sem_aval, transform_avals, "wait")
-    return [], {pallas_primitives.sem_effect}
+    kernel_rules.check_semaphore(sem_aval, transform_avals, "wait")
+    return [], {kernel_rules.SEMAPHORE_EFFECT}
 
 
+@lowers(bounded_wait_p, EVERYWHERE)
 def _bounded_wait_lowering(ctx, *args, args_tree, decrement, scope, site, across_devices):
     num_operands = args_tree.num_leaves
     sem, transforms, value = jax.tree.unflatten(args_tree, args[:num_operands])
     sem_aval, transform_avals, _ = jax.tree.unflatten(args_tree, ctx.avals_in[:num_operands])
-    sem, _, transforms = gpu_lowering._handle_transforms(
-        ctx, sem_aval, sem, transform_avals, transforms
-    )
-    if transforms:
-        raise NotImplementedError(f"cannot wait on a semaphore seen through {transforms}")
-
-    def as_i32(x):
-        return gpu_lowering._ensure_ir_value(x, jnp.int32)
-
-    device = ctx.launch_ctx.device_id() if across_devices else as_i32(0)
-    operands = [sem, as_i32(value), device, *map(as_i32, args[num_operands:])]
-    is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
+    sem = kernel_rules.semaphore_of(ctx, sem_aval, sem, transform_avals, transforms, "wait on")
+    device = ctx.launch_ctx.device_id() if across_devices else int32_value(0)
+    operands = [sem, int32_value(value), device, *map(int32_value, args[num_operands:])]
+    is_warp = kernel_rules.is_warp(ctx)
     threads = mgpu.ThreadSubset.WARP if is_warp else mgpu.ThreadSubset.WARPGROUP
-    with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, operands) as inner:
+    with kernel_rules.one_operation(ctx, operands) as inner:
         sem, value, device, *indices = inner
         with mgpu_utils.single_thread(scope=threads):
             ptr = mgpu_utils.memref_ptr(sem)
             _emit_bounded_spin(ptr, value, device, indices, decrement, scope, site)
-        if is_warp:
-            mgpu_utils.warp_barrier()
-        else:
-            mgpu_utils.warpgroup_barrier()
+        kernel_rules.meet(ctx)
     return ()
-
-
-for _semantics in (
-    gpu_core.LANExWG_SEMANTICS,
-    gpu_core.LANExWARP_SEMANTICS,
-    gpu_core.WGxWG_SEMANTICS,
-    gpu_core.WGxWARP_SEMANTICS,
-):
-    gpu_lowering.register_lowering_rule(bounded_wait_p, *_semantics)(_bounded_wait_lowering)
 
 
 def _emit_bounded_spin(ptr, wanted, device, indices, decrement, scope, site) -> None:

@@ -2,7 +2,6 @@
 
 Mosaic GPU kernels arrive as `mpmd_map`, which JAX can lower for CPU only in its own interpreter.
 The simulator needs to lower it to a callback that brings the device's position and its operands.
-Private JAX, checked on 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir.dialects import hlo
-from jax._src.pallas import mpmd
-from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jaxlib.mlir import ir
+from jax.interpreters import mlir
 
 from stretto.distributed.devices import clique
-from stretto.distributed.private_jax import callbacks, lowering
+from stretto.distributed.private_jax import callbacks, kernel_operation, lowering
+from stretto.distributed.private_jax.dialects import hlo, ir
+from stretto.distributed.private_jax.inlining import zeros_of
+from stretto.distributed.private_jax.kernel_operation import kernel_p
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,7 @@ def lower_kernel_for_cpu(
     meshes, jaxprs = params["meshes"], params["jaxprs"]
     callback = None
     axis_context = ctx.module_context.axis_context
-    if len(meshes) == 1 and isinstance(meshes[0], gpu_core.Mesh):
+    if len(meshes) == 1 and kernel_operation.is_of_gpus(meshes[0]):
         device_mesh = getattr(axis_context, "mesh", None)
         shape = dict(device_mesh.shape) if device_mesh is not None else {}
         kernel = LoweredKernel(
@@ -134,9 +132,9 @@ def lower_kernel_for_cpu(
                 " or inside `stretto.simulate()`."
             )
     if callback is None:
-        return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+        return kernel_operation.lower_elsewhere(ctx, *operands, **params)
     if isinstance(callback, Nothing):
-        return [mlir.full_like_aval(ctx, 0, aval) for aval in ctx.avals_out]
+        return [zeros_of(ctx, aval) for aval in ctx.avals_out]
     if members is not None:
         callback = _at_members(callback, sorted(members))
     position = (
@@ -146,7 +144,7 @@ def lower_kernel_for_cpu(
 
 
 # A cached lowering would be made in a function of its own, out of the calls' order.
-mlir.register_lowering(mpmd.mpmd_map_p, lower_kernel_for_cpu, platform="cpu", cacheable=False)
+mlir.register_lowering(kernel_p, lower_kernel_for_cpu, platform="cpu", cacheable=False)
 
 
 def _order_obstacle(mesh: Any) -> str | None:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+
+from stretto.distributed.private_jax.dialects import arith, ir, llvm, vector
 
 _LAYOUT = plgpu.Layout.WGMMA
 _VOTE = (

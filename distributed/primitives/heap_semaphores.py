@@ -14,38 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
-from jax._src.pallas import primitives as pallas_primitives
-from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
-from jax.experimental.mosaic import gpu as mgpu
+from jax.core import ShapedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jax.extend.core import Primitive
 
 from stretto.distributed.memory import heap
-
-_SEMANTICS = (
-    gpu_core.LANExWG_SEMANTICS,
-    gpu_core.LANExWARP_SEMANTICS,
-    gpu_core.WGxWG_SEMANTICS,
-    gpu_core.WGxWARP_SEMANTICS,
-)
-
-
-def _lowers(primitive: jax_core.Primitive):
-    def register(rule):
-        for semantics in _SEMANTICS:
-            gpu_lowering.register_lowering_rule(primitive, *semantics)(rule)
-        return rule
-
-    return register
-
+from stretto.distributed.private_jax import kernel_rules
+from stretto.distributed.private_jax.dialects import arith, ir, llvm
+from stretto.distributed.private_jax.kernel_rules import EVERYWHERE, lowers
 
 # --- A ref of semaphores --------------------------------------------------------------------------
 
-heap_semaphores_p = jax_core.Primitive("stretto_heap_semaphores")
+heap_semaphores_p = Primitive("stretto_heap_semaphores")
 heap_semaphores_p.ref_primitive = True
 heap_semaphores_p.ref_allocating = True
 
@@ -66,7 +47,7 @@ def _heap_semaphores_abstract_eval(*, what, **_):
     return what
 
 
-@_lowers(heap_semaphores_p)
+@lowers(heap_semaphores_p, EVERYWHERE)
 def _heap_semaphores_lowering(ctx, *, what, word, sem_name, reverse):
     del sem_name
     size = math.prod(ctx.module_ctx.mesh_info.mesh_shape)
@@ -93,7 +74,7 @@ def _slot_of(ctx: Any, device: ir.Value, reverse: bool) -> ir.Value:
 
 # --- A device's slot ------------------------------------------------------------------------------
 
-slot_p = jax_core.Primitive("stretto_slot")
+slot_p = Primitive("stretto_slot")
 
 
 def slot(device_id: dict, *, reverse: bool) -> jax.Array:
@@ -108,39 +89,31 @@ def _int32(x: int | jax.Array) -> jax.Array:
 
 @slot_p.def_effectful_abstract_eval
 def _slot_abstract_eval(*avals, tree, **_):
-    return jax_core.ShapedArray((), jnp.int32), _effects(tree.unflatten(avals))
+    return ShapedArray((), jnp.int32), _effects(tree.unflatten(avals))
 
 
 def _effects(device_id: dict) -> set:
     """Those of a device id: it depends on where the device is along the axes it names."""
     names = [key if isinstance(key, tuple) else (key,) for key in device_id]
-    return {jax_core.NamedAxisEffect(name) for key in names for name in key}
+    return {kernel_rules.axis_effect(name) for key in names for name in key}
 
 
-@_lowers(slot_p)
+@lowers(slot_p, EVERYWHERE)
 def _slot_lowering(ctx, *leaves, tree, reverse):
-    device = _logical(ctx, tree.unflatten(leaves), tree.unflatten(ctx.avals_in))
+    device = kernel_rules.logical_device(ctx, tree.unflatten(leaves), tree.unflatten(ctx.avals_in))
     found = _slot_of(ctx, device, reverse)
-    if ctx.module_ctx.lowering_semantics == mgpu.LoweringSemantics.Lane:
-        return gpu_lowering._ensure_fa(found, jnp.int32)
-    return found
-
-
-def _logical(ctx: Any, device_id: dict, aval: dict) -> ir.Value:
-    kind = pallas_primitives.DeviceIdType.MESH
-    device = gpu_lowering._device_id_to_logical(ctx, device_id, kind, aval)
-    return gpu_lowering._ensure_ir_value(device, jnp.int32)
+    return kernel_rules.as_result(ctx, found)
 
 
 # --- A signal to a peer ---------------------------------------------------------------------------
 
-signal_p = jax_core.Primitive("stretto_signal")
+signal_p = Primitive("stretto_signal")
 signal_p.multiple_results = True
 
 
 def signal(semaphore: Any, inc: int | jax.Array, *, device_id: dict, reverse: bool) -> None:
     """Adds `inc` to a peer's semaphore of the heap, the same one as `semaphore` (release, sys)."""
-    ref, transforms = pallas_primitives._get_ref_and_transforms(semaphore)
+    ref, transforms = kernel_rules.ref_and_transforms(semaphore)
     operands = (ref, transforms, _int32(inc), jax.tree.map(_int32, device_id))
     flat, args_tree = jax.tree.flatten(operands)
     signal_p.bind(*flat, args_tree=args_tree, reverse=reverse)
@@ -149,24 +122,21 @@ def signal(semaphore: Any, inc: int | jax.Array, *, device_id: dict, reverse: bo
 @signal_p.def_effectful_abstract_eval
 def _signal_abstract_eval(*avals, args_tree, **_):
     sem_aval, transform_avals, _, device_id = jax.tree.unflatten(args_tree, avals)
-    pallas_primitives.check_sem_avals(sem_aval, transform_avals, "signal")
-    return [], {pallas_primitives.sem_effect, *_effects(device_id)}
+    kernel_rules.check_semaphore(sem_aval, transform_avals, "signal")
+    return [], {kernel_rules.SEMAPHORE_EFFECT, *_effects(device_id)}
 
 
-@_lowers(signal_p)
+@lowers(signal_p, EVERYWHERE)
 def _signal_lowering(ctx, *args, args_tree, reverse):
     sem, transforms, inc, device_id = jax.tree.unflatten(args_tree, args)
     avals = jax.tree.unflatten(args_tree, ctx.avals_in)
-    sem, _, transforms = gpu_lowering._handle_transforms(ctx, avals[0], sem, avals[1], transforms)
-    if transforms:
-        raise NotImplementedError(f"cannot signal a semaphore seen through {transforms}")
+    sem = kernel_rules.semaphore_of(ctx, avals[0], sem, avals[1], transforms, "signal")
     own = _slot_of(ctx, ctx.launch_ctx.device_id(), reverse)
-    peer = _slot_of(ctx, _logical(ctx, device_id, avals[3]), reverse)
-    operands = [sem, gpu_lowering._ensure_ir_value(inc, jnp.int32), arith.subi(peer, own)]
-    is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
-    with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, operands) as inner:
+    peer = _slot_of(ctx, kernel_rules.logical_device(ctx, device_id, avals[3]), reverse)
+    operands = [sem, kernel_rules.int32_value(inc), arith.subi(peer, own)]
+    with kernel_rules.one_operation(ctx, operands) as inner:
         sem, inc, distance = inner
-        (mgpu_utils.warp_barrier if is_warp else mgpu_utils.warpgroup_barrier)()
+        kernel_rules.meet(ctx)
         i64 = ir.IntegerType.get_signless(64)
         offset = arith.muli(arith.extsi(i64, distance), mgpu_utils.c(heap.SLOT_BYTES, i64))
         here = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(sem))
@@ -177,7 +147,7 @@ def _signal_lowering(ctx, *args, args_tree, reverse):
 
 # --- Zeros ----------------------------------------------------------------------------------------
 
-zero_p = jax_core.Primitive("stretto_zero")
+zero_p = Primitive("stretto_zero")
 zero_p.multiple_results = True
 
 
@@ -189,17 +159,16 @@ def zero(semaphores: Any) -> None:
 @zero_p.def_effectful_abstract_eval
 def _zero_abstract_eval(sem_aval):
     del sem_aval
-    return [], {pallas_primitives.sem_effect}
+    return [], {kernel_rules.SEMAPHORE_EFFECT}
 
 
-@_lowers(zero_p)
+@lowers(zero_p, EVERYWHERE)
 def _zero_lowering(ctx, sem):
-    is_warp = ctx.module_ctx.primitive_semantics == gpu_core.PrimitiveSemantics.Warp
     i32 = ir.IntegerType.get_signless(32)
     count = math.prod(ctx.avals_in[0].shape)
-    with gpu_lowering._wrap_in_custom_primitive_if_wg(ctx, [sem]) as inner:
+    with kernel_rules.one_operation(ctx, [sem]) as inner:
         (sem,) = inner
-        (mgpu_utils.warp_barrier if is_warp else mgpu_utils.warpgroup_barrier)()
+        kernel_rules.meet(ctx)
         mgpu_utils.inline_ptx(
             _ZERO_PTX, mgpu_utils.memref_ptr(sem), mgpu_utils.c(count, i32), has_side_effects=True
         )

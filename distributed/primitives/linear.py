@@ -5,7 +5,6 @@ and takes the transpose from JAX, which has none for a kernel. Here a tangent is
 a transpose: forward mode evaluates it, reverse mode transposes it, and both can be differentiated
 again. `jax.custom_derivatives.linear_call` is similar, but does not support `vmap`, and JAX cannot
 differentiate the values on which its residuals depend (JAX 0.11.2).
-Private JAX, checked on 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
-from jax._src.ad_util import Zero
-from jax._src.interpreters import ad, batching, mlir
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
 from stretto.distributed.primitives.batching import lower_inlined
+from stretto.distributed.private_jax import tracing
 
-linear_p = jax_core.Primitive("stretto_linear")
+linear_p = Primitive("stretto_linear")
 linear_p.multiple_results = True
 
 type Leaves = Sequence[jax.Array]
@@ -78,7 +77,7 @@ def _bind(pair: _Pair, kept: Leaves, moved: Leaves) -> list[jax.Array]:
 
 @linear_p.def_impl
 def _impl(*args, jaxpr, **_):
-    return jax_core.jaxpr_as_fun(jaxpr)(*args)
+    return jaxpr_as_fun(jaxpr)(*args)
 
 
 @linear_p.def_effectful_abstract_eval
@@ -90,18 +89,18 @@ def _jvp(primals, tangents, *, jaxpr, pair, num_kept):
     outs = linear_p.bind(*primals, jaxpr=jaxpr, pair=pair, num_kept=num_kept)
     kept, moved = primals[:num_kept], primals[num_kept:]
     kept_dots, moved_dots = tangents[:num_kept], tangents[num_kept:]
-    dots = [Zero(jax_core.typeof(out).to_tangent_aval()) for out in outs]
+    dots = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
     if not _all_zero(moved_dots):
         terms = _bind(pair, kept, [ad.instantiate_zeros(dot) for dot in moved_dots])
         dots = list(map(ad.add_tangents, dots, terms))
     if not _all_zero(kept_dots):
-        places = [i for i, dot in enumerate(kept_dots) if type(dot) is not Zero]
+        places = [i for i, dot in enumerate(kept_dots) if type(dot) is not ad.Zero]
 
         def of_kept(*some):
             xs = list(kept)
             for place, x in zip(places, some, strict=True):
                 xs[place] = x
-            return jax_core.jaxpr_as_fun(jaxpr)(*xs, *moved)
+            return jaxpr_as_fun(jaxpr)(*xs, *moved)
 
         _, terms = jax.jvp(of_kept, [kept[i] for i in places], [kept_dots[i] for i in places])
         dots = list(map(ad.add_tangents, dots, terms))
@@ -109,7 +108,7 @@ def _jvp(primals, tangents, *, jaxpr, pair, num_kept):
 
 
 def _all_zero(tangents: Sequence[Any]) -> bool:
-    return all(type(dot) is Zero for dot in tangents)
+    return all(type(dot) is ad.Zero for dot in tangents)
 
 
 ad.primitive_jvps[linear_p] = _jvp
@@ -119,7 +118,7 @@ def _transpose(bars, *args, jaxpr, pair, num_kept):
     kept, moved = args[:num_kept], args[num_kept:]
     avals = [aval.to_ct_aval() for aval in jaxpr.out_avals]
     bars = [
-        ad.instantiate_zeros(Zero(aval)) if type(bar) is Zero else bar
+        ad.instantiate_zeros(ad.Zero(aval)) if type(bar) is ad.Zero else bar
         for bar, aval in zip(bars, avals, strict=True)
     ]
     outs = pair.transpose(kept, bars)
@@ -150,7 +149,7 @@ def _batch(axis_data, args, dims, *, jaxpr, pair, num_kept):
                 lambda kept, moved: list(fun(kept, moved)),
                 in_axes=(kept_dims, 0),
                 axis_size=size,
-                axis_name=None if axis_data.name is jax_core.no_axis_name else axis_data.name,
+                axis_name=tracing.name_of(axis_data),
                 spmd_axis_name=axis_data.spmd_name,
             )(tuple(kept), list(moved))
 

@@ -12,7 +12,6 @@ the links.
 The hardware writes and reads a word and its flag at once. A bare message takes half the bytes. Where
 none lies that is still to be read, its memory is zero: whoever reads a message zeroes it. A word that
 would be zero, 32 ones, is a NaN, or two of 16 bits, and another NaN is sent in its place.
-Private JAX, checked on 0.11.2 and 0.12.0.1.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -23,17 +22,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core as jax_core
-from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax.core import ShapedArray
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jax.extend.core import Primitive
 
 from stretto.distributed.memory import mailbox
 from stretto.distributed.primitives.bounded_wait import report_ptx
 from stretto.distributed.primitives.heap_words import pointer
-from stretto.distributed.primitives.slots import as_int32, ir_int32, lowers
+from stretto.distributed.primitives.slots import as_int32
+from stretto.distributed.private_jax.dialects import arith, gpu, ir, llvm, scf
+from stretto.distributed.private_jax.kernel_rules import (
+    BY_WARPGROUP,
+    MEMORY_EFFECT,
+    int32_value,
+    lowers,
+)
 
 THREADS = 128
 UNIT_WORDS = 4
@@ -56,7 +60,7 @@ def words_of_message(size: int, dtype: jax.typing.DTypeLike, *, bare: bool) -> i
 
 # --- Sending --------------------------------------------------------------------------------------
 
-post_p = jax_core.Primitive("stretto_post")
+post_p = Primitive("stretto_post")
 post_p.multiple_results = True
 
 
@@ -73,10 +77,10 @@ def post(
 @post_p.def_effectful_abstract_eval
 def _post_abstract_eval(x, slot, word, flag, *, bare):
     del x, slot, word, flag, bare
-    return [], {gpu_core._memory_effect}
+    return [], {MEMORY_EFFECT}
 
 
-@lowers(post_p)
+@lowers(post_p, BY_WARPGROUP)
 def _post_lowering(ctx, x, slot, word, flag, *, bare):
     del ctx
     if not isinstance(x.layout, mgpu.WGStridedFragLayout):
@@ -86,7 +90,7 @@ def _post_lowering(ctx, x, slot, word, flag, *, bare):
     if bare:
         _store_units(own, [_inverted(word) for word in words])
     else:
-        flag = ir_int32(flag)
+        flag = int32_value(flag)
         _store_units(own, [unit for word in words for unit in (word, flag)])
     return ()
 
@@ -136,7 +140,7 @@ def _bits(vector: Any) -> int:
     return bits
 
 
-fence_p = jax_core.Primitive("stretto_fence_between_turns")
+fence_p = Primitive("stretto_fence_between_turns")
 fence_p.multiple_results = True
 
 
@@ -148,15 +152,15 @@ def fence_between_turns(turn: int | jax.Array) -> None:
 @fence_p.def_effectful_abstract_eval
 def _fence_abstract_eval(turn):
     del turn
-    return [], {gpu_core._memory_effect}
+    return [], {MEMORY_EFFECT}
 
 
-@lowers(fence_p)
+@lowers(fence_p, BY_WARPGROUP)
 def _fence_lowering(ctx, turn):
     del ctx
     mgpu_utils.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p fence.acq_rel.sys; }",
-        ir_int32(turn),
+        int32_value(turn),
         has_side_effects=True,
     )
     return ()
@@ -164,7 +168,7 @@ def _fence_lowering(ctx, turn):
 
 # --- Receiving ------------------------------------------------------------------------------------
 
-collect_p = jax_core.Primitive("stretto_collect")
+collect_p = Primitive("stretto_collect")
 
 
 def collect(
@@ -192,23 +196,23 @@ def collect(
 @collect_p.def_effectful_abstract_eval
 def _collect_abstract_eval(slot, word, flag, sender, *, shape, dtype, bare, site):
     del slot, word, flag, sender, bare, site
-    return jax_core.ShapedArray(shape, dtype), {gpu_core._memory_effect}
+    return ShapedArray(shape, dtype), {MEMORY_EFFECT}
 
 
-@lowers(collect_p)
+@lowers(collect_p, BY_WARPGROUP)
 def _collect_lowering(ctx, slot, word, flag, sender, *, shape, dtype, bare, site):
     del ctx
     element = mgpu_utils.dtype_to_ir_type(dtype)
     layout = mgpu.WGStridedFragLayout(shape, 8 // dtype.itemsize)
     registers = np.empty(layout.registers_shape(shape), object)
     of_one = _bits(layout.registers_element_type(element)) // 32
-    flag, i32 = ir_int32(flag), ir.IntegerType.get_signless(32)
+    flag, i32 = int32_value(flag), ir.IntegerType.get_signless(32)
     own, words = _own_unit(slot, word), []
     units = -(-registers.size * of_one // (UNIT_WORDS if bare else UNIT_WORDS // 2))
     for start in range(0, units, AT_ONCE):
         which = range(start, min(start + AT_ONCE, units))
         found, late = _look(own, which, flag, bare, site.limit_s)
-        _report(late, site, ir_int32(slot), flag, ir_int32(sender))
+        _report(late, site, int32_value(slot), flag, int32_value(sender))
         words += found
     if bare:
         words = [arith.xori(word, mgpu_utils.c(-1, i32)) for word in words]

@@ -3,7 +3,6 @@
 A kernel that asks Mosaic GPU for its place among devices is a collective to XLA, which runs a barrier
 before it, hands it a table of addresses, and must not record it. Here the program passes the place to
 the kernel as an operand, and the rest is arithmetic on numbers that are known when it is lowered.
-Private JAX, checked on 0.11.2 and 0.12.0.1.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -16,18 +15,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir.dialects import hlo
-from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
+from jax.core import ShapedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from stretto.distributed.private_jax.dialects import arith, hlo, ir
+from stretto.distributed.private_jax.kernel_rules import (
+    BY_WARPGROUP,
+    int32_result,
+    int32_value,
+    lowers,
+)
 
 # --- Outside of kernels ---------------------------------------------------------------------------
 
-place_p = jax_core.Primitive("stretto_place")
+place_p = Primitive("stretto_place")
 
 
 def place() -> jax.Array:
@@ -40,7 +43,7 @@ def place() -> jax.Array:
 
 @place_p.def_abstract_eval
 def _place_abstract_eval():
-    return jax_core.ShapedArray((1,), jnp.uint32)
+    return ShapedArray((1,), jnp.uint32)
 
 
 def _place_lowering(ctx):
@@ -65,31 +68,16 @@ def of_members(places: Sequence[int]) -> Generator[None]:
         _members.reset(token)
 
 
-def lowers(primitive: jax_core.Primitive):
-    """Registers the rule that lowers `primitive` for a warpgroup, thread by thread."""
-
-    def register(rule):
-        gpu_lowering.register_lowering_rule(primitive, *gpu_core.LANExWG_SEMANTICS)(rule)
-        return rule
-
-    return register
-
-
 def as_int32(x: int | jax.Array) -> jax.Array:
     """An operand of the primitives here."""
     return jnp.asarray(x, dtype=jnp.int32)
-
-
-def ir_int32(x: Any) -> ir.Value:
-    """The same, while it is lowered."""
-    return gpu_lowering._ensure_ir_value(x, jnp.int32)
 
 
 def _constant(value: int) -> ir.Value:
     return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
 
 
-slot_of_place_p = jax_core.Primitive("stretto_slot_of_place")
+slot_of_place_p = Primitive("stretto_slot_of_place")
 
 
 def slot_of_place(number: jax.Array) -> jax.Array:
@@ -100,23 +88,23 @@ def slot_of_place(number: jax.Array) -> jax.Array:
 @slot_of_place_p.def_abstract_eval
 def _slot_of_place_abstract_eval(number):
     del number
-    return jax_core.ShapedArray((), jnp.int32)
+    return ShapedArray((), jnp.int32)
 
 
-@lowers(slot_of_place_p)
+@lowers(slot_of_place_p, BY_WARPGROUP)
 def _slot_of_place_lowering(ctx, number):
     del ctx
-    number, places = ir_int32(number), _members.get()
+    number, places = int32_value(number), _members.get()
     if places == tuple(range(len(places))):
-        return gpu_lowering._ensure_fa(number, jnp.int32)
+        return int32_result(number)
     found = _constant(0)
     for slot, place_of_slot in enumerate(places):
         same = arith.cmpi(arith.CmpIPredicate.eq, number, _constant(place_of_slot))
         found = arith.select(same, _constant(slot), found)
-    return gpu_lowering._ensure_fa(found, jnp.int32)
+    return int32_result(found)
 
 
-member_p = jax_core.Primitive("stretto_member")
+member_p = Primitive("stretto_member")
 
 
 def member(slot: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
@@ -127,10 +115,10 @@ def member(slot: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
 @member_p.def_effectful_abstract_eval
 def _member_abstract_eval(slot, *, axes):
     del slot, axes
-    return jax_core.ShapedArray((), jnp.int32), set()
+    return ShapedArray((), jnp.int32), set()
 
 
-slot_of_member_p = jax_core.Primitive("stretto_slot_of_member")
+slot_of_member_p = Primitive("stretto_slot_of_member")
 
 
 def slot_of_member(slot: jax.Array, which: int | jax.Array, axes: tuple[Hashable, ...]) -> Any:
@@ -141,7 +129,7 @@ def slot_of_member(slot: jax.Array, which: int | jax.Array, axes: tuple[Hashable
 @slot_of_member_p.def_effectful_abstract_eval
 def _slot_of_member_abstract_eval(slot, which, *, axes):
     del slot, which, axes
-    return jax_core.ShapedArray((), jnp.int32), set()
+    return ShapedArray((), jnp.int32), set()
 
 
 type Steps = list[tuple[int, int, int]]
@@ -206,13 +194,13 @@ def _steps(ctx: Any, axes: Sequence[Hashable]) -> Steps:
     return steps(info.axis_names, info.mesh_shape, axes)
 
 
-@lowers(member_p)
+@lowers(member_p, BY_WARPGROUP)
 def _member_lowering(ctx, slot, *, axes):
-    found = member_of(_Number(ir_int32(slot)), _steps(ctx, axes))
-    return gpu_lowering._ensure_fa(found.value, jnp.int32)
+    found = member_of(_Number(int32_value(slot)), _steps(ctx, axes))
+    return int32_result(found.value)
 
 
-@lowers(slot_of_member_p)
+@lowers(slot_of_member_p, BY_WARPGROUP)
 def _slot_of_member_lowering(ctx, slot, which, *, axes):
-    found = slot_of(_Number(ir_int32(slot)), _Number(ir_int32(which)), _steps(ctx, axes))
-    return gpu_lowering._ensure_fa(found.value, jnp.int32)
+    found = slot_of(_Number(int32_value(slot)), _Number(int32_value(which)), _steps(ctx, axes))
+    return int32_result(found.value)

@@ -2,7 +2,7 @@
 
 `plgpu.kernel` binds a primitive that knows how to be lowered but neither how to be mapped (its vmap
 adds a grid axis, which breaks protocols that count signals) nor what team it serves. The primitive
-here holds the traced call and adds both. Private JAX, checked on 0.11.2 and 0.12.0.1.
+here holds the traced call and adds both.
 
 JAX lowers a kernel for the whole mesh: its number of peers is the mesh's size, and XLA connects all
 devices of the mesh for it. Here it is lowered for its clique alone (`clique`), as if that were the
@@ -20,24 +20,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax._src import config
-from jax._src import core as jax_core
-from jax._src import mesh as mesh_lib
-from jax._src.interpreters import ad, batching, mlir
-from jax._src.pallas import mpmd
-from jax._src.sharding_impls import SPMDAxisContext
-from jaxlib.mlir import ir
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
 
 from stretto.distributed import recording, xla_flags
 from stretto.distributed.devices.clique import Clique, check_order, clique_of
 from stretto.distributed.memory import edges, heap, mailbox
 from stretto.distributed.primitives import cpu_kernels, slots
-from stretto.distributed.primitives.inlining import inline
-from stretto.distributed.private_jax import marks, options, warps
+from stretto.distributed.private_jax import lowered_meshes, marks, options, warps
+from stretto.distributed.private_jax import tracing as tracing_settings
+from stretto.distributed.private_jax.dialects import ir
+from stretto.distributed.private_jax.inlining import inline
+from stretto.distributed.private_jax.kernel_operation import kernel_p, lower_for_gpus
 from stretto.distributed.sites import site_of
 
-team_kernel_p = jax_core.Primitive("stretto_kernel")
+team_kernel_p = Primitive("stretto_kernel")
 team_kernel_p.multiple_results = True
 
 
@@ -63,15 +61,15 @@ def tracing() -> Iterator[None]:
     says: Mosaic GPU's operations ask for them, and Python's numbers would have 64.
     """
     warps.allow_scalar_loads()
-    with config._check_vma(False), jax.enable_x64(False):
+    with tracing_settings.without_varying_types(), jax.enable_x64(False):
         yield
 
 
 def bind_team_kernel(
-    jaxpr: jax_core.ClosedJaxpr, operands: Sequence[jax.Array], info: TeamKernelInfo
+    jaxpr: ClosedJaxpr, operands: Sequence[jax.Array], info: TeamKernelInfo
 ) -> list[jax.Array]:
     """Makes a traced call of `plgpu.kernel` one operation of the program, on `operands`."""
-    if any(isinstance(const, jax_core.Tracer) for const in jaxpr.consts):
+    if any(isinstance(const, Tracer) for const in jaxpr.consts):
         raise ValueError(
             f"kernel {info.name}: its body uses a traced value from outside; compute the value"
             " inside the body, or pass it as an operand."
@@ -81,7 +79,7 @@ def bind_team_kernel(
     return team_kernel_p.bind(*operands, jaxpr=_unwrapped(jaxpr), info=info)
 
 
-def _check_places(jaxpr: jax_core.ClosedJaxpr, info: TeamKernelInfo) -> None:
+def _check_places(jaxpr: ClosedJaxpr, info: TeamKernelInfo) -> None:
     """Raises ValueError for a body that takes its device's place from `lax.axis_index`.
 
     A kernel may count its devices from the end (`clique`), which its team knows and JAX does not.
@@ -97,7 +95,7 @@ def _check_places(jaxpr: jax_core.ClosedJaxpr, info: TeamKernelInfo) -> None:
         )
 
 
-def _unwrapped(jaxpr: jax_core.ClosedJaxpr) -> jax_core.ClosedJaxpr:
+def _unwrapped(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """The kernel without JAX's rule for `vmap`, which would be lowered as a function of its own."""
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "custom_vmap_call":
         (call,) = jaxpr.eqns
@@ -167,20 +165,11 @@ def _check_not_recorded(info: TeamKernelInfo, *, on_gpus: bool) -> None:
 mlir.register_lowering(team_kernel_p, _team_kernel_lowering, cacheable=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Member:
-    """A device of a clique as JAX sees it when it lowers a kernel: all that it asks for."""
-
-    id: int
-    process_index: int
-
-
 def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mlir.ModuleContext:
     """`context` with the kernel's clique in place of the mesh; as it is for one without a team."""
-    spmd = context.axis_context
-    if not isinstance(spmd, SPMDAxisContext) or not isinstance(spmd.mesh, mesh_lib.Mesh):
+    mesh = lowered_meshes.mesh_of(context)
+    if mesh is None:
         return context
-    mesh = spmd.mesh
     if not info.axes:
         check_order(mesh, info.name)
         return context
@@ -188,19 +177,10 @@ def _context_of_clique(context: mlir.ModuleContext, info: TeamKernelInfo) -> mli
     _warn_of_unshared_memory(clique, context, info)
     if info.reverse:
         clique = clique.reversed()
-    members = np.empty(len(clique.members), object)
-    members[:] = [_Member(i, process) for i, process in enumerate(clique.processes)]
-    stand_in = mesh_lib.Mesh(members.reshape(clique.shape), clique.axis_names)
     processes = clique.processes[::-1] if info.reverse else clique.processes
     rule = functools.partial(_lower_for_clique, clique, processes)
-    overrides = context.lowering_parameters.override_lowering_rules or ()
-    return context.replace(
-        axis_context=SPMDAxisContext(stand_in, spmd.manual_axes),
-        lowering_cache={},  # Its keys leave the mesh out.
-        lowering_parameters=dataclasses.replace(
-            context.lowering_parameters,
-            override_lowering_rules=((mpmd.mpmd_map_p, rule), *overrides),
-        ),
+    return lowered_meshes.context_of(
+        context, clique.processes, clique.shape, clique.axis_names, [(kernel_p, rule)]
     )
 
 
@@ -239,7 +219,7 @@ def _lower_for_clique(
         heap.joining(processes),
         slots.of_members(in_order),
     ):
-        outs = mpmd._mpmd_map_mgpu_lowering(ctx, *args, **params)
+        outs = lower_for_gpus(ctx, *args, **params)
     _set_members(outs[0].owner, clique.members)
     return outs
 

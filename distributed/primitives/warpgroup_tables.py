@@ -18,10 +18,9 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
 from stretto.distributed.primitives.device_code import with_equivalent
+from stretto.distributed.private_jax.dialects import arith, ir, llvm, vector
 
 WARPGROUP = 128
 WORDS = 2

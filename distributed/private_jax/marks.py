@@ -10,16 +10,8 @@ from typing import Any
 
 import jax
 from jax._src import core as jax_core
-from jax._src.pallas import primitives as pallas_primitives
-from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jax._src.pallas.mosaic_gpu import lowering as gpu_lowering
 
-_SEMANTICS = (
-    gpu_core.LANExWG_SEMANTICS,
-    gpu_core.LANExWARP_SEMANTICS,
-    gpu_core.WGxWG_SEMANTICS,
-    gpu_core.WGxWARP_SEMANTICS,
-)
+from stretto.distributed.private_jax.kernel_rules import EVERYWHERE, SEMAPHORE_EFFECT, lowers
 
 # --- The name of semaphores -----------------------------------------------------------------------
 
@@ -35,7 +27,7 @@ def name_semaphores(ref: Any, name: str) -> None:
 @name_p.def_effectful_abstract_eval
 def _name_abstract_eval(_, *, name):
     del name
-    return [], {pallas_primitives.sem_effect}
+    return [], {SEMAPHORE_EFFECT}
 
 
 # --- A place along a mesh axis --------------------------------------------------------------------
@@ -65,6 +57,5 @@ def unmarked_places(jaxpr: Any, axes: frozenset[Hashable]) -> Iterator[Any]:
             yield from unmarked_places(inner, axes)
 
 
-for _semantics in _SEMANTICS:
-    gpu_lowering.register_lowering_rule(name_p, *_semantics)(lambda *_, **__: ())
-    gpu_lowering.register_lowering_rule(place_p, *_semantics)(lambda _, index: index)
+lowers(name_p, EVERYWHERE)(lambda *_, **__: ())
+lowers(place_p, EVERYWHERE)(lambda _, index: index)

@@ -18,7 +18,7 @@ from stretto.distributed import compiling, simulating
 from stretto.distributed.compiling import Target
 from stretto.distributed.primitives import ahead, cpu_kernels
 from stretto.distributed.primitives.cpu_kernels import LoweredKernel
-from stretto.distributed.private_jax import cores, lowering
+from stretto.distributed.private_jax import cores, lowering, tracing
 from stretto.distributed.simulator.refusals import lowering as refusals
 from stretto.distributed.sites import Site, is_kernel_code, kernel_site
 from stretto.distributed.tools import aot
@@ -101,7 +101,7 @@ def compile_kernel(found: FoundKernel, gpu: Target) -> Outcome:
     shape, names = kernel.axis_sizes or (1,), kernel.axis_names or ("x",)
     mesh = aot.mesh_of_gpus(shape, cast(Any, names), target=gpu.name)
     try:
-        with ahead.whole_tracebacks():
+        with tracing.whole_tracebacks():
             program, operands = ahead.alone(kernel, mesh)
             (compiled,) = aot.compile_program(program, *operands).kernels
     except Exception as exception:

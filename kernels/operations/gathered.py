@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import jax
 
-from stretto.distributed.primitives.names import named
+from stretto.distributed.private_jax.names import named
 from stretto.kernels.fused import row_blocks
 from stretto.kernels.operation import Axes, Operand, Sizes
 from stretto.kernels.operations import batches

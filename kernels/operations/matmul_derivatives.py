@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from stretto.distributed.devices.axes import axis_size
-from stretto.distributed.primitives.names import named
+from stretto.distributed.private_jax.names import named
 from stretto.kernels.fused import row_blocks
 from stretto.kernels.operation import Arrays, Call
 from stretto.kernels.operations.perform import cotangent_of_replicated, run

@@ -34,3 +34,8 @@ def inline(
     )
     ctx.set_tokens_out(tokens)
     return outs
+
+
+def zeros_of(ctx: mlir.LoweringRuleContext, aval: Any) -> Any:
+    """Zeros in the place of a result of the operation."""
+    return mlir.full_like_aval(ctx, 0, aval)
