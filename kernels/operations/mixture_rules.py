@@ -45,7 +45,7 @@ class Config:
         Slower than two steps on two H200s, as is `combine_under_product`.
       activation_in_product: the activation in that matmul, where that can serve and no derivative
         is wanted, which would need the product. It gets the sums before they are rounded. On two
-        H200s it saved a tenth of a layer's forward pass (docs/models/experts.md).
+        H200s it saved a tenth of a layer's forward pass (docs/measure/decisions/experts.md).
       any_activation: also with biases, or of experts that are not gated. That is compiled and
         simulated, and was never run on hardware.
       unused_rows: the products hold zeros in rows of no expert. By default those rows are not
