@@ -1,4 +1,4 @@
-"""What `kernel.launch` refuses of its arguments, before a kernel is traced."""
+"""What `kernel.launch` takes and refuses of its arguments, before a kernel is traced."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from stretto.distributed import residency
 from stretto.distributed.semaphores import SemaphoreArray
@@ -98,6 +101,12 @@ def check_counts(
             f"kernel {name}: waiting_warps={waiting_warps} must not be negative, and needs a"
             " team to wait for."
         )
+
+
+def as_arrays(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """NumPy's arrays and numbers among them as JAX's, of the types that JAX computes with."""
+    of_numpy = np.ndarray | np.generic
+    return tuple(jnp.asarray(x) if isinstance(x, of_numpy) else x for x in operands)
 
 
 def check_arrays(name: str, operands: Any, out_type: Any, symmetric: Any) -> None:

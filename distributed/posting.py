@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, residency, settings
+from stretto.distributed import arguments, kernel, residency, settings
 from stretto.distributed.by_name import by_name
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.memory import heap
@@ -265,6 +265,7 @@ def launch(
         interpret=interpret,
     )
     place = slots.place()
+    operands = arguments.as_arrays(operands)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (place, *operands)]
     with team_kernel.tracing():
         traced = jax.make_jaxpr(call)(*structs)

@@ -178,8 +178,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "arguments": {"residency", "semaphores", "team"},
         "residency": {"by_name", "compiling", "settings", "simulating"},
         "posting": {
-            *("by_name", "devices", "kernel", "memory", "primitives", "residency", "settings"),
-            *("team",),
+            *("arguments", "by_name", "devices", "kernel", "memory", "primitives", "residency"),
+            *("settings", "team"),
         },
         "simulator": {
             *("by_name", "errors", "memory", "primitives", "private_jax", "simulating", "sites"),

@@ -87,3 +87,12 @@ def test_one_device_has_no_semaphore_for_each_peer():
 def test_shapes_of_semaphores(shape):
     with pytest.raises(ValueError, match="the shape must be a tuple of integers, none"):
         SemaphoreArray(shape)
+
+
+def test_operands_of_numpy_s_have_the_types_of_jax():
+    """Of 32 bits, as everywhere in JAX without `jax_enable_x64`."""
+    x = np.random.default_rng(0).standard_normal((16, 128), np.float32)
+    beside = np.ones((8, 128), np.float64)
+    np.testing.assert_array_equal(copy(jnp.asarray(x), beside), x)
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="operand 1 is float64"):
+        copy(jnp.asarray(x), beside)

@@ -69,3 +69,15 @@ def test_explain_says_the_type_that_is_computed_with():
     program = jax.shard_map(body, mesh=mesh_of(2), in_specs=P("x"), out_specs=P("x"))
     jax.eval_shape(program, jnp.ones(4))
     assert "16x16x32 float32" in said[0], said[0]
+
+
+@pytest.mark.parametrize("number", [np.float64(3), np.int64(3)])
+def test_a_number_of_64_bits(number):
+    def body(x):
+        said.append(str(st.explain(st.all_reduce, number, "x")))
+        return x * st.all_reduce(number, "x")
+
+    said: list[str] = []
+    program = jax.shard_map(body, mesh=mesh_of(2), in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(jax.jit(program)(jnp.ones(4)), [6] * 4)
+    assert f"{number.dtype}".replace("64", "32") in said[0], said[0]
