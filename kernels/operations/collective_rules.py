@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.distributed.devices.axes import axis_size
-from stretto.kernels.collectives import arrays
+from stretto.kernels.collectives import arrays, row_layout
 from stretto.kernels.collectives.kernels import SUMMED, AxisOptions, ExchangeOptions, SumOptions
 from stretto.kernels.operation import Arrays, Axes, Call, Operand, Sizes
 from stretto.kernels.operations.perform import run
@@ -67,10 +67,21 @@ def backend_of_sums(backend: str, x: jax.Array) -> str:
 # --- Maxima and minima ----------------------------------------------------------------------------
 
 
-def check_op(name: str, op: str) -> None:
-    """Raises ValueError unless `op` is a way of adding up."""
+def check_op(name: str, op: str, x: Any) -> None:
+    """Raises ValueError unless `op` is a way of adding up, which the arrays of `x` have."""
     if op not in OPS:
         raise ValueError(f"{name}: op={op!r} is not one of {', '.join(map(repr, OPS))}.")
+    for dtype in [leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")]:
+        if op != "sum" and jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{name}: x is {dtype}, which has no order and so no op={op!r}; pass the op of"
+                f" its real and imaginary parts, or op='sum'."
+            )
+        if jnp.issubdtype(dtype, jnp.integer) and row_layout.bits_of(dtype) < 4:
+            raise ValueError(
+                f"{name}: x is {dtype}, of which XLA has no op={op!r} over devices; cast it to"
+                f" int8."
+            )
 
 
 def extreme_forward(x: Arrays, call: Call) -> tuple[Arrays, Arrays]:

@@ -117,7 +117,7 @@ def reduce_scatter(
     multiple of D, and for a sum of bools.
     """
     name, axes = "reduce_scatter", canonical_axes(axis_name)
-    rules.check_op(name, op)
+    rules.check_op(name, op, x)
     dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(x)]
     if op == "sum" and jnp.dtype(bool) in dtypes:
         raise ValueError(
@@ -166,10 +166,11 @@ def all_reduce(
         these are XLA's.
       config, backend: as for `all_gather`.
 
-    Raises, synchronisation: as for `all_gather`; also ValueError for an unknown `op`.
+    Raises, synchronisation: as for `all_gather`; also ValueError for an unknown `op`, for
+    the largest or smallest of complex numbers, and for int2 and uint2.
     """
     name, axes = "all_reduce", canonical_axes(axis_name)
-    rules.check_op(name, op)
+    rules.check_op(name, op, x)
     operation, options = _sums(ALL_REDUCE, op), SumOptions(op=op)
     if trees.is_tree(x):
         return trees.move(

@@ -206,6 +206,17 @@ def traced(x):
         (lambda x: st.all_gather(x, "x", axis=None, tiled=False), X, "axis=None is of type"),
         (lambda x: st.all_to_all(x, "x", split_axis="a", concat_axis=0), X, "split_axis='a'"),
         (lambda x: st.quantise(x, axis=-1.0), X, "quantise: axis=-1.0 is of type float"),
+        *(
+            (functools.partial(call, axis_name="x", op=op), X.astype(dtype), message)
+            for call in (st.all_reduce, st.reduce_scatter)
+            for op, dtype, message in (
+                ("max", jnp.complex64, "x is complex64, which has no order and so no op='max'"),
+                ("min", jnp.complex64, "x is complex64, which has no order and so no op='min'"),
+                ("sum", jnp.int2, "x is int2, of which XLA has no op='sum' over devices; cast"),
+                ("max", jnp.uint2, "x is uint2, of which XLA has no op='max' over devices"),
+            )
+        ),
+        (lambda x: st.all_reduce([x], "x", op="max"), X + 0j, "x is complex64, which has no"),
         (lambda x: st.all_gather(x, {"x"}), X, "is no name; pass one, or a tuple"),
         (lambda x: dispatch(x, num_experts=4.0), X, "num_experts=4.0 is of type float"),
         (lambda x: dispatch(x, capacity=1.5), X, "capacity=1.5 is of type float"),
