@@ -81,3 +81,35 @@ def test_a_number_of_64_bits(number):
     program = jax.shard_map(body, mesh=mesh_of(2), in_specs=P("x"), out_specs=P("x"))
     np.testing.assert_array_equal(jax.jit(program)(jnp.ones(4)), [6] * 4)
     assert f"{number.dtype}".replace("64", "32") in said[0], said[0]
+
+
+UNHELD = {
+    "objects": np.array([[1, None]], object),
+    "text": np.array(["a"]),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "records": np.zeros(4, [("a", "f4")]),
+    "other bytes": np.ones((2, 4), np.dtype("f4").newbyteorder("S")),
+    "mask": np.ma.masked_array(np.ones(2), mask=[True, False]),
+}
+
+
+@pytest.mark.parametrize("kind", UNHELD)
+@pytest.mark.parametrize(
+    ("call", "operand"),
+    [
+        (lambda x, a: st.all_gather(a, "x"), "all_gather: x"),
+        (lambda x, a: st.all_gather_matmul(x, [x, a], "x"), "all_gather_matmul: rhs"),
+        (
+            lambda x, a: st.expert_dispatch(x, expert_index=a, axis_name="x", num_experts=2),
+            "expert_dispatch: expert_index",
+        ),
+        (lambda x, a: st.fp8.matmul(x, a), "fp8.matmul: w"),
+    ],
+    ids=["all_gather", "several", "expert_dispatch", "fp8"],
+)
+def test_what_jax_cannot_hold_is_told(kind, call, operand):
+    program = jax.shard_map(
+        lambda x: call(x, UNHELD[kind]), mesh=mesh_of(2), in_specs=P("x"), out_specs=P("x")
+    )
+    with pytest.raises(ValueError, match=f"^{operand} is NumPy's .*, which JAX cannot hold; pass"):
+        jax.eval_shape(program, jnp.ones((4, 4)))
