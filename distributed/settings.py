@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -166,16 +166,16 @@ def _whole_number(variable: str, least: int, unset: str) -> int | None:
     return int(text)
 
 
-@contextlib.contextmanager
-def dumps_to(folder: str) -> Iterator[None]:
-    """Makes Mosaic GPU write to `folder` what it compiles: PTX, the assembler's report, resources.
+def environ() -> Mapping[str, str]:
+    """The environment of this process, for what is decided by variables of others (`xla_flags`)."""
+    return os.environ
 
-    It reads these settings from the process's environment only.
-    """
-    what = ("PTX", "PTXAS", "RESOURCES")
-    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | {f"MOSAIC_GPU_DUMP_{name}": "1" for name in what}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+
+@contextlib.contextmanager
+def changed(values: Mapping[str, str]) -> Iterator[None]:
+    """Gives variables of this process's environment other values inside it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
@@ -184,3 +184,15 @@ def dumps_to(folder: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def dumps_to(folder: str) -> Iterator[None]:
+    """Makes Mosaic GPU write to `folder` what it compiles: PTX, the assembler's report, resources.
+
+    It reads these settings from the process's environment only.
+    """
+    what = ("PTX", "PTXAS", "RESOURCES")
+    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | {f"MOSAIC_GPU_DUMP_{name}": "1" for name in what}
+    with changed(wanted):
+        yield

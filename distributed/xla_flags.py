@@ -1,8 +1,10 @@
-"""Flags of XLA to set before JAX is first used. Imports no JAX: `import stretto` runs it."""
+"""Flags of XLA in an environment, to set before JAX is first used.
+
+Imports no JAX, since `import stretto` calls it.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping
 
 VARIABLE = "XLA_FLAGS"
@@ -14,13 +16,13 @@ NO_SLICES_IN_CALLS = "--xla_gpu_enable_dynamic_slice_fusion=false"
 """What kernels need whose devices belong to several processes (`share_memory_of_kernels`)."""
 
 
-def given(environ: Mapping[str, str] = os.environ) -> str:
+def given(environ: Mapping[str, str]) -> str:
     """The flags of the user, without those that are set here."""
     own = (*ON_IMPORT, NO_SLICES_IN_CALLS)
     return " ".join(x for x in environ.get(VARIABLE, "").split() if x not in own)
 
 
-def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str] = os.environ) -> None:
+def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str]) -> None:
     """Has XLA launch kernels one by one, in place of recording them in a CUDA graph.
 
     What is recorded holds the addresses that peers' buffers had then, and XLA records again only
@@ -33,7 +35,7 @@ def exclude_kernels_from_command_buffers(environ: MutableMapping[str, str] = os.
         environ[VARIABLE] = f"{flags} {NO_RECORDED_KERNELS}".strip()
 
 
-def record_runs_of_four(environ: MutableMapping[str, str] = os.environ) -> None:
+def record_runs_of_four(environ: MutableMapping[str, str]) -> None:
     """Has XLA record four of its kernels in a row in a command buffer, in place of five or more.
 
     A kernel between them ends such a run. What XLA launches before and after one, to fill up
@@ -55,7 +57,7 @@ def _decides(flag: str, environ: Mapping[str, str]) -> bool:
     return any(own.partition("=")[0] == name for own in environ.get(VARIABLE, "").split())
 
 
-def share_memory_of_kernels(environ: MutableMapping[str, str] = os.environ) -> None:
+def share_memory_of_kernels(environ: MutableMapping[str, str]) -> None:
     """Has XLA put all that kernels read and write into memory that processes share.
 
     A kernel between processes reaches a peer's memory by a window of NCCL, and XLA allocates such
@@ -69,6 +71,6 @@ def share_memory_of_kernels(environ: MutableMapping[str, str] = os.environ) -> N
     _add(NO_SLICES_IN_CALLS, environ)
 
 
-def decides_on_slices(environ: Mapping[str, str] = os.environ) -> bool:
+def decides_on_slices(environ: Mapping[str, str]) -> bool:
     """Whether the environment says whether slices become part of calls."""
     return _decides(NO_SLICES_IN_CALLS, environ)

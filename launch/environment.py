@@ -11,7 +11,7 @@ one terminal.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -117,6 +117,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def current() -> dict[str, str]:
     """This process's environment, as a copy."""
     return dict(os.environ)
+
+
+def own() -> MutableMapping[str, str]:
+    """This process's environment itself, for what changes it before JAX reads it."""
+    return os.environ
 
 
 def leave_gpu_memory() -> None:

@@ -40,9 +40,7 @@ OF_ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unseten
 READS_ENVIRONMENT = {
     "launch/environment.py",
     "distributed/settings.py",
-    "distributed/xla_flags.py",  # before JAX is imported, which `settings` imports
     STANDARD_LIBRARY_ONLY,
-    "distributed/tools/aot.py",  # sets JAX's variables while it compiles, and puts them back
 }
 
 

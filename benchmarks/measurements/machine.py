@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from stretto.benchmarks.measurements.results import Machine
 from stretto.distributed import xla_flags
+from stretto.launch import environment
 
 _PACKAGES = (
     "stretto",
@@ -46,7 +47,7 @@ def describe() -> Machine:
         driver=_driver() if on_gpu else "",
         versions=versions(),
         commit=_commit(),
-        xla_flags=xla_flags.given(),
+        xla_flags=xla_flags.given(environment.current()),
     )
 
 

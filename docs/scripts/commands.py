@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import textwrap
 from pathlib import Path
 
@@ -27,6 +26,8 @@ COMMANDS = (
     *("tune", "plan"),
 )
 WIDTH = 100
+PLAIN = {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+"""Of the environment: a terminal of `WIDTH` columns without colours."""
 
 
 def page() -> str:
@@ -45,10 +46,12 @@ def page() -> str:
 
 def helped(command: str) -> str:
     """What `stretto COMMAND --help` prints, in lines of `WIDTH`."""
+    from stretto.distributed import settings
     from stretto.launch import cli
 
     printed = io.StringIO()
-    with _plain_terminal(), contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    ended = contextlib.suppress(SystemExit)
+    with settings.changed(PLAIN), contextlib.redirect_stdout(printed), ended:
         cli.main([*command.split(), "--help"])
     lines = printed.getvalue().strip().splitlines()
     return "\n".join(shorter for line in lines for shorter in _wrapped(line.rstrip()))
@@ -57,21 +60,6 @@ def helped(command: str) -> str:
 def _wrapped(line: str) -> list[str]:
     """A line that the help leaves longer than `WIDTH`, in several."""
     return textwrap.wrap(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else [line]
-
-
-@contextlib.contextmanager
-def _plain_terminal():
-    """A terminal of `WIDTH` columns without colours."""
-    before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR", "TERM")}
-    os.environ |= {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 if __name__ == "__main__":

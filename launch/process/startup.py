@@ -68,7 +68,7 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
         if process.launcher not in ("", "stretto"):
             _end_job_on_exception()
         if process.num_processes > 1 and has_one_gpu(process, environ):
-            xla_flags.share_memory_of_kernels()
+            xla_flags.share_memory_of_kernels(environment.own())
         _join(process, timeout_s)
         if environ.get(environment.PLATFORM) == "cuda" and process.launcher == "stretto":
             _check_on_gpus()

@@ -14,6 +14,7 @@ from stretto.distributed.xla_flags import (
     exclude_kernels_from_command_buffers,
     record_runs_of_four,
 )
+from stretto.launch import environment
 
 if TYPE_CHECKING:
     from stretto.distributed.errors import KernelTimeoutError
@@ -111,8 +112,8 @@ _MODULES = {
 }
 
 
-exclude_kernels_from_command_buffers()
-record_runs_of_four()
+exclude_kernels_from_command_buffers(environment.own())
+record_runs_of_four(environment.own())
 if "jax" in sys.modules:
     importlib.import_module("stretto.kernels.operations.matmuls")
 

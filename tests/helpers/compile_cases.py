@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import sys
 import types
@@ -295,7 +296,7 @@ def a_process_a_gpu() -> Iterator[Program]:
 
 def layers_of_a_process_a_gpu() -> Iterator[Program]:
     """A scan over layers, as `stretto.initialize` has XLA compile it in such a job."""
-    xla_flags.share_memory_of_kernels()
+    xla_flags.share_memory_of_kernels(os.environ)
     mesh = aot.mesh_of_gpus((2,), ("x",), processes=2)
 
     def body(lhs, rhs):
