@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from stretto.distributed import recording, settings, xla_flags
+from stretto.distributed import recording, xla_flags
 from stretto.distributed.devices.clique import Clique, check_order, clique_of
 from stretto.distributed.memory import edges, heap, mailbox
 from stretto.distributed.primitives import cpu_kernels, slots
@@ -190,7 +190,7 @@ def _warn_of_unshared_memory(
     """Where a kernel's devices belong to several processes, XLA needs a flag (`xla_flags`)."""
     if len(set(clique.processes)) == 1 or "cuda" not in context.platforms:
         return
-    if not xla_flags.decides_on_slices(settings.environ()):
+    if not options.decides_on_slices():
         warnings.warn(
             f"kernel {info.name} joins several processes, and XLA may fail to share its memory"
             f" between them without {xla_flags.NO_SLICES_IN_CALLS}. stretto.initialize(), called"

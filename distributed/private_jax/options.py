@@ -1,4 +1,4 @@
-"""XLA's options, read back from JAX, which has them only as a serialised message.
+"""XLA's options: of the environment, and as JAX has them, only as a serialised message.
 
 Checked on JAX 0.11.2 and 0.12.0.1.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxlib import xla_client
 
-from stretto.distributed import xla_flags
+from stretto.distributed import settings, xla_flags
 
 # Numbers of fields in XLA's `CompileOptionsProto`, `ExecutableBuildOptionsProto`, `DebugOptions`;
 # and of a value of the last one's `CommandBufferCmdType`.
@@ -29,6 +29,11 @@ def why_kernels_are_recorded() -> str | None:
         " move: it had read its flags before Stretto was imported. Import stretto before JAX is"
         f" first used, or set XLA_FLAGS={xla_flags.NO_RECORDED_KERNELS} in the environment."
     )
+
+
+def decides_on_slices() -> bool:
+    """Whether the environment says whether slices become part of calls."""
+    return xla_flags.decides_on_slices(settings.environ())
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:

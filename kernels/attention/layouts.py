@@ -15,12 +15,14 @@ from jax import lax
 
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.promotion import by_default_rules
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 LAYOUTS = (CONTIGUOUS, ZIGZAG)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def to_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     """A whole sequence in the order in which `devices` devices hold it in zigzag.
@@ -40,6 +42,7 @@ def to_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     return _joined(jnp.take(chunks, jnp.array(zigzag_order(devices)), axis % x.ndim), x)
 
 
+@takes_numpy_arrays
 @by_default_rules
 def from_zigzag(x: jax.Array, devices: int, *, axis: int = 1) -> jax.Array:
     """The inverse of `to_zigzag`: tokens in the order of the sequence.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stretto.kernels.problem import checks
+from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.promotion import by_default_rules
 from stretto.kernels.problem.scales import BLOCK, FP8
 
@@ -28,6 +29,7 @@ class Quantised(NamedTuple):
     scale: jax.Array
 
 
+@takes_numpy_arrays
 @by_default_rules
 def quantise(
     x: jax.Array,

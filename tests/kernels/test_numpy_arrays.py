@@ -104,8 +104,11 @@ UNHELD = {
             "expert_dispatch: expert_index",
         ),
         (lambda x, a: st.fp8.matmul(x, a), "fp8.matmul: w"),
+        (lambda x, a: st.quantise(a), "quantise: x"),
+        (lambda x, a: st.to_zigzag(a, 1), "to_zigzag: x"),
+        (lambda x, a: st.from_zigzag(x=a, devices=1), "from_zigzag: x"),
     ],
-    ids=["all_gather", "several", "expert_dispatch", "fp8"],
+    ids=["all_gather", "several", "experts", "fp8", "quantise", "to zigzag", "from zigzag"],
 )
 def test_what_jax_cannot_hold_is_told(kind, call, operand):
     program = jax.shard_map(
