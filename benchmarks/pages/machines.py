@@ -46,6 +46,12 @@ def machine_of(one: Results) -> str:
     return f"{terminal.machine_line(one)}; {one.start_time[:10]}{commit}"
 
 
+def machine_and_clocks(one: Results) -> str:
+    """The same, and the clocks while it measured, where its cards told."""
+    clocks = terminal.clocks_sentence(one.measurements)
+    return machine_of(one) + (f"; {clocks}" if clocks else "")
+
+
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
@@ -63,7 +69,7 @@ def _page(
         "Times are medians in microseconds of one call, on the slowest device."
         " [Benchmarks](../measure/benchmarks.md) says how they are taken,"
         " [Reading a report](../measure/reading_a_report.md) what the columns mean.\n",
-        *(f"- {machine_of(one)}" for one in files),
+        *(f"- {machine_and_clocks(one)}" for one in files),
         "",
         *_sections(sorted(measurements, key=case_order)),
         *_predicted(predictions, measurements),

@@ -8,7 +8,7 @@ from stretto.benchmarks.errors import BenchmarkError
 from stretto.benchmarks.measurements.results import Measurement, Results, Timed, in_order
 from stretto.benchmarks.measurements.select import case_order
 from stretto.benchmarks.measurements.spread import Interval
-from stretto.benchmarks.pages.machines import machine_of
+from stretto.benchmarks.pages.machines import machine_and_clocks
 from stretto.benchmarks.pages.markdown import NONE, microseconds, rows
 from stretto.benchmarks.pages.terminal import number, peer_label
 from stretto.kernels.operations import SCALED
@@ -36,7 +36,7 @@ def tables(found: Results) -> str:
     scaled = [m for m in measurements if m.kernel in SCALED and m.timed]
     if not scaled:
         raise BenchmarkError("the results hold no products of operands in 8 bits.")
-    parts = [f"{machine_of(found)}.\n", COLUMNS.format(link=found.link_gb_per_s)]
+    parts = [f"{machine_and_clocks(found)}.\n", COLUMNS.format(link=found.link_gb_per_s)]
     for name in in_order(_plain(m) for m in scaled):
         cases = [m for m in scaled if _plain(m) == name]
         parts += [f"`{name}`:\n", _table(cases, found.measurements)]

@@ -40,7 +40,7 @@ def print_measurement(console: Console, measurement: Measurement, platform: str)
     console.print(table)
     if measurement.floor is not None:
         console.print(f"  {floor_sentence(measurement)}", highlight=False)
-    if clocks := clocks_sentence(measurement):
+    if clocks := clocks_sentence([measurement]):
         console.print(f"  {clocks}", highlight=False)
     if equal := equal_sentence(measurement):
         console.print(f"  {equal}", highlight=False)
@@ -122,16 +122,17 @@ def floor_sentence(measurement: Measurement) -> str:
     return f"floor {number(measurement.floor)} us, the larger of {parts}"
 
 
-def clocks_sentence(measurement: Measurement) -> str:
-    """The clocks at which the peers were timed; empty where the cards did not tell."""
-    known = [(t.mhz, t.at_power_limit or 0.0) for t in measurement.timed if t.mhz is not None]
+def clocks_sentence(measurements: Sequence[Measurement]) -> str:
+    """The clocks at which peers were timed; empty where the cards did not tell."""
+    known = [timed for one in measurements for timed in one.timed if timed.mhz is not None]
     if not known:
         return ""
-    low, high = min(mhz for mhz, _ in known), max(mhz for mhz, _ in known)
-    clocks = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
-    limited = max(share for _, share in known)
+    clocks = [round(timed.mhz or 0) for timed in known]
+    span = " to ".join(map(str, sorted({min(clocks), max(clocks)})))
+    limited = max(timed.at_power_limit or 0.0 for timed in known)
     cause = f", lowered by the power limit in up to {percent(limited)} of the visits"
-    return f"clocks {clocks} of {measurement.most_mhz} MHz{cause if limited else ''}"
+    most = max(one.most_mhz or 0 for one in measurements)
+    return f"clocks {span} of {most} MHz{cause if limited else ''}"
 
 
 def number(value: float | None) -> str:

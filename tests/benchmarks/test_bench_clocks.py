@@ -107,4 +107,4 @@ def test_times_come_with_their_clocks(monkeypatch):
 
 def test_without_clocks_there_is_no_line():
     one = measure(case_of(), [PEERS["xla"]], Settings(repeats=2, rest_s=0.0), None)
-    assert one.timed[0].mhz is None and terminal.clocks_sentence(one) == ""
+    assert one.timed[0].mhz is None and terminal.clocks_sentence([one]) == ""

@@ -200,6 +200,20 @@ def test_the_documents_are_made_from_the_results(tmp_path, make_results, capsys)
     assert command.main(["document", *options, "--check"]) == 0
 
 
+def test_the_page_of_a_machine_has_the_clocks_that_its_cards_told(make_results):
+    found = make_results()
+    (text, _) = machines.pages([found], ["r.json"]).values()
+    assert "MHz" not in text
+    one = found.measurements[0]
+    one.most_mhz, one.timed[0].mhz, one.timed[1].mhz = 1980, 1980.0, 1455.0
+    one.timed[1].at_power_limit = 0.25
+    (text, _) = machines.pages([found], ["r.json"]).values()
+    clocks = (
+        "clocks 1455 to 1980 of 1980 MHz, lowered by the power limit in up to 25% of the visits"
+    )
+    assert clocks in text
+
+
 def test_predictions_stand_beside_measurements_in_the_documents(make_results):
     found = make_results(kernels=("all_gather_matmul",))
     one = next(m for m in found.measurements if m.devices == 4)
