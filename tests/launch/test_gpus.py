@@ -69,6 +69,12 @@ def test_driver_that_fails_is_no_machine_without_gpus(smi, status, words):
     assert usable_gpus({"JAX_PLATFORMS": "cpu"}) == ()  # who asks for the CPU gets it
 
 
+def test_no_driver_is_asked_where_no_gpu_may_be_seen(smi):
+    smi("Failed to initialize NVML\n", 18)
+    for limit in ("", "-1", "NoDevFiles"):
+        assert usable_gpus({"CUDA_VISIBLE_DEVICES": limit}) == ()
+
+
 def test_driver_that_hangs(smi, monkeypatch):
     smi("", first="sleep 9")
     monkeypatch.setattr(gpus, "NVIDIA_SMI_TIMEOUT_S", 0.2)
