@@ -15,6 +15,7 @@ from stretto.distributed.team import Team
 from stretto.distributed.tools import aot
 from stretto.kernels.collectives import combine, dispatch
 from stretto.kernels.fused import dispatch_matmul, group_activation, matmul_combine
+from stretto.kernels.fused.activated import Activated
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.problem.activations import ClampedSwiglu, swiglu
 
@@ -132,12 +133,12 @@ def activation_in_a_product() -> Iterator[Program]:
 
     def alone(x, sizes, w_in):
         how = dict(gated=True, tiles=tiles)
-        activated = group_activation.Activated.of([w_in], None, swiglu, **how)
+        activated = Activated.of([w_in], None, swiglu, **how)
         return group_activation.activated_product(x, sizes, activated, interpret=None)
 
     def under(x, sources, sizes, gate, up, *biases):
         how = dict(gated=True, tiles=tiles)
-        activated = group_activation.Activated.of([gate, up], biases, ClampedSwiglu(), **how)
+        activated = Activated.of([gate, up], biases, ClampedSwiglu(), **how)
         config = dispatch_matmul.Config()
         given = x, sources, sizes, activated, Team.along(("x",))
         how = dict(config=config, rhs_transposed=False, interpret=None)
