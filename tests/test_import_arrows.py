@@ -25,7 +25,18 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "launch": ({"distributed"}, {"jax", "mpi4py", "tyro", "msgspec", "rich"}),
     "benchmarks": (
         {"distributed", "kernels", "launch", "configs"},
-        {"jax", "numpy", "scipy", "tyro", "msgspec", "rich", "matplotlib", "torch", "ml_dtypes"},
+        {
+            "jax",
+            "numpy",
+            "scipy",
+            "tyro",
+            "msgspec",
+            "rich",
+            "matplotlib",
+            "pynvml",
+            "torch",
+            "ml_dtypes",
+        },
     ),
     "configs": (set(), set()),
 }

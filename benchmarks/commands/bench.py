@@ -100,6 +100,8 @@ class BenchOptions:
     """Time nothing; write the timeline of one call of the first case here, for Perfetto."""
     repeats: int = 20
     """Samples per peer and case; each is the mean over a run of many calls."""
+    rest_s: float = 0.005
+    """Seconds of idle after each visit of a peer; after more, fewer are at the power limit."""
     budget: Annotated[float | None, arg(metavar="SECONDS")] = None
     """Stop after this many seconds; --resume continues later."""
     rehearse: bool = False
@@ -154,6 +156,7 @@ def _bench(options: BenchOptions, argv: list[str]) -> int:
         return _trace([item.case for item in tasks], options.trace)
     settings = Settings(
         repeats=options.repeats,
+        rest_s=options.rest_s,
         seed=options.seed,
         check=options.check,
         link_gb_per_s=options.link_gb_per_s,
@@ -238,6 +241,8 @@ def _check(options: BenchOptions) -> None:
     check_least("--seed", options.seed, 0)
     check_least("--budget", options.budget, 0)
     check_least("--max-slowdown", options.max_slowdown, -100)
+    if not 0 <= options.rest_s < math.inf:
+        raise BenchmarkError(f"--rest-s {options.rest_s:g} must be a number of seconds from 0 on.")
     if not 0 < options.link_gb_per_s < math.inf:
         raise BenchmarkError(f"--link-gb-per-s {options.link_gb_per_s:g} must be more than 0.")
     predictions.check_counts(counts_of(options.predict))

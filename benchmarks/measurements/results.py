@@ -31,7 +31,9 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     has the 95% interval of figures, by their names. `temp_bytes` is what the program needs on a
     device besides operands and results. `looks` has the short first times of several candidates,
     by their configurations; the best of them was timed. `float32_error` is the relative difference
-    of a product in 8 bits from that of the same numbers in float32, in some of its rows.
+    of a product in 8 bits from that of the same numbers in float32, in some of its rows. `mhz` is
+    the median clock of the slowest card's multiprocessors right after a visit, `at_power_limit` the
+    share of visits after which the power limit lowered it.
     """
 
     peer: str
@@ -55,6 +57,8 @@ class Timed(msgspec.Struct, kw_only=True, omit_defaults=True):
     relative_error: float | None = None
     float32_error: float | None = None
     temp_bytes: int | None = None
+    mhz: float | None = None
+    at_power_limit: float | None = None
 
 
 class Missing(msgspec.Struct, kw_only=True):
@@ -105,7 +109,10 @@ def size_fields(sizes: Sizes) -> dict[str, Any]:
 
 
 class Measurement(Sized, kw_only=True, omit_defaults=True):
-    """All peers' times of one case, taken in turns in one run, `per_visit` samples each time."""
+    """All peers' times of one case, taken in turns in one run, `per_visit` samples each time.
+
+    `most_mhz` is the highest clock of the cards, where they tell.
+    """
 
     size: int
     count: int
@@ -116,6 +123,7 @@ class Measurement(Sized, kw_only=True, omit_defaults=True):
     floor: float | None = None
     matmul_floor: float | None = None
     communication_floor: float | None = None
+    most_mhz: int | None = None
     skipped: str = ""
     timed: list[Timed] = []
     missing: list[Missing] = []

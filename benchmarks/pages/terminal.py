@@ -40,6 +40,8 @@ def print_measurement(console: Console, measurement: Measurement, platform: str)
     console.print(table)
     if measurement.floor is not None:
         console.print(f"  {floor_sentence(measurement)}", highlight=False)
+    if clocks := clocks_sentence(measurement):
+        console.print(f"  {clocks}", highlight=False)
     if equal := equal_sentence(measurement):
         console.print(f"  {equal}", highlight=False)
     for missing in measurement.missing:
@@ -118,6 +120,18 @@ def floor_sentence(measurement: Measurement) -> str:
     if (measurement.floor or 0.0) < measurement.matmul_floor:
         return f"floor {number(measurement.floor)} us, the fastest of the row; alone: {parts}"
     return f"floor {number(measurement.floor)} us, the larger of {parts}"
+
+
+def clocks_sentence(measurement: Measurement) -> str:
+    """The clocks at which the peers were timed; empty where the cards did not tell."""
+    known = [(t.mhz, t.at_power_limit or 0.0) for t in measurement.timed if t.mhz is not None]
+    if not known:
+        return ""
+    low, high = min(mhz for mhz, _ in known), max(mhz for mhz, _ in known)
+    clocks = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+    limited = max(share for _, share in known)
+    cause = f", lowered by the power limit in up to {percent(limited)} of the visits"
+    return f"clocks {clocks} of {measurement.most_mhz} MHz{cause if limited else ''}"
 
 
 def number(value: float | None) -> str:

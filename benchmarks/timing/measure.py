@@ -17,7 +17,8 @@ from stretto.benchmarks.measurements import figures
 from stretto.benchmarks.measurements.results import Measurement, Missing, Timed
 from stretto.benchmarks.measurements.spread import spread
 from stretto.benchmarks.peers.peer import FUSED, XLA, Peer, applies
-from stretto.benchmarks.timing import memory
+from stretto.benchmarks.timing import clocks, memory
+from stretto.benchmarks.timing.clocks import Clock, Clocks
 from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.prepare import Ahead, Bench, Ready
 from stretto.benchmarks.timing.timers import SAMPLES_PER_VISIT, TARGET_RUN_US, Timer, agreed
@@ -67,11 +68,12 @@ class _Entry:
 
 @dataclasses.dataclass
 class _Program:
-    """One program, its samples, and the peers whose program it is."""
+    """One program, its samples, the clocks after each visit, and the peers whose program it is."""
 
     timer: Timer
     entries: list[_Entry]
     samples: list[float] = dataclasses.field(default_factory=list)
+    clocks: list[Clock] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ def take(
         return skipped
     measurement = figures.begin(case, bench.sets, SAMPLES_PER_VISIT)
     programs = _enter(bench, prepared.peers, settings, helper, measurement, say)
-    _take_turns(programs, settings, measurement, bench.mesh, say)
+    _take_turns(programs, settings, measurement, bench, say)
     timed = {
         entry.peer.name: _timed(entry, p) for p in programs if p.samples for entry in p.entries
     }
@@ -225,14 +227,20 @@ def _take_turns(
     programs: list[_Program],
     settings: Settings,
     measurement: Measurement,
-    mesh: Mesh,
+    bench: Bench,
     say: Callable[[str], None],
 ) -> None:
-    """Fills in the samples of all programs; one that fails gets none."""
+    """Fills in the samples and clocks of all programs; one that fails gets no samples."""
+    reader = Clocks(bench.on_gpu)
+
+    def visited(place: int) -> None:
+        if (clock := reader.read()) is not None:
+            programs[place].clocks.append(clock)
+            measurement.most_mhz = clock.most_mhz
 
     def failed(place: int, error: Exception) -> None:
         for entry in programs[place].entries:
-            _miss(measurement, entry.peer, error, mesh)
+            _miss(measurement, entry.peer, error, bench.mesh)
 
     def enough(found: Sequence[Sequence[float]]) -> bool:
         if settings.enough is None:
@@ -249,6 +257,7 @@ def _take_turns(
         settings.repeats,
         seed=settings.seed,
         rest_s=settings.rest_s,
+        visited=visited,
         failed=failed,
         enough=enough,
         say=say,
@@ -273,6 +282,8 @@ def _timed(entry: _Entry, program: _Program) -> Timed:
         relative_error=entry.error,
         float32_error=entry.float32_error,
         temp_bytes=program.timer.temp_bytes,
+        mhz=clocks.median_mhz(program.clocks),
+        at_power_limit=clocks.share_at_limit(program.clocks),
     )
 
 

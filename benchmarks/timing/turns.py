@@ -17,6 +17,7 @@ def in_turns(
     seed: int = 0,
     per_visit: int = SAMPLES_PER_VISIT,
     rest_s: float = 0.0,
+    visited: Callable[[int], None] = lambda place: None,
     failed: Callable[[int, Exception], None] | None = None,
     enough: Callable[[Sequence[Sequence[float]]], bool] = lambda found: False,
     say: Callable[[str], None] = lambda _: None,
@@ -30,6 +31,7 @@ def in_turns(
       seed: of the orders.
       per_visit: samples of a visit; the last one takes what is left.
       rest_s: seconds of idle after each visit.
+      visited: called with the place of a timer right after each visit of it, before the rest.
       failed: called with the place and the error of a timer that raised; the timer is left out from
         then on, without samples. None to raise it.
       enough: called after each round with the samples of each timer so far; True ends the turns.
@@ -45,6 +47,7 @@ def in_turns(
         for place in next(rounds):
             try:
                 found[place] += timers[place].visit(min(samples, per_visit))
+                visited(place)
             except Exception as error:
                 if failed is None:
                     raise

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.kernels.problem.machine import Machine
 
 
@@ -57,6 +58,11 @@ def _contract_jvp(lhs_dim, primals, tangents):
 
 def _dot(lhs: jax.Array, rhs: jax.Array, lhs_dim: int, dtype: jnp.dtype) -> jax.Array:
     """The product in `dtype`, summed in the type of `accumulator_dtype`."""
+    if not lhs.size or not rhs.size:
+        # XLA fails, or ends the process, where a `shard_map` reads but empty arrays (JAX 0.11.2).
+        rows = lhs.shape[:lhs_dim] + lhs.shape[lhs_dim + 1 :]
+        zeros = jnp.zeros((*rows, rhs.shape[1]), dtype)
+        return make_varying(zeros, varying_axes(lhs) | varying_axes(rhs))
     if Machine.of_mesh().platform == "cpu":
         # XLA's CPU backend has no 16 bit product with a wider result where `vmap` makes a batch
         # of it (JAX 0.11.2). Products of 16 bit numbers are exact in float32 either way.

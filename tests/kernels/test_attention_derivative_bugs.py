@@ -147,7 +147,7 @@ def not_waited_for(monkeypatch):
 
 
 def not_handed_over(monkeypatch):
-    monkeypatch.setattr(Moves, "stored_keys", lambda _: None)
+    monkeypatch.setattr(Moves, "stored_keys", lambda self, team: None)
 
 
 @pytest.mark.parametrize(

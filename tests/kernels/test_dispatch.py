@@ -163,14 +163,25 @@ def test_float32_falls_back_to_xla(name):
 
 
 @everywhere
-@pytest.mark.parametrize("empty", ["m", "n"])
+@pytest.mark.parametrize("empty", ["m", "k", "n"])
 def test_empty_operands(name, empty):
-    """No rows on any device, or no columns: right, and without a kernel (B37)."""
-    m, k, n = cases.whole(name, 2, 0 if empty == "m" else 8, 8, 0 if empty == "n" else 8)
+    """No rows on any device, no contraction, or no columns: right, and without a kernel (B37)."""
+    m, k, n = cases.whole(name, 2, *(0 if size == empty else 8 for size in "mkn"))
     with st.simulate(core_count=2) as report:
         out = cases.run(name, np.zeros((m, k)), np.zeros((k, n)), backend="auto", out_dtype=F32)
     assert report.launches == 0
     np.testing.assert_array_equal(out, np.zeros((m, n), np.float32))
+
+
+@everywhere
+@pytest.mark.parametrize("empty", ["m", "k", "n"])
+def test_gradients_of_empty_operands(name, empty):
+    """Zeros. XLA ended the process where there were no columns."""
+    m, k, n = cases.whole(name, 2, *(0 if size == empty else 8 for size in "mkn"))
+    program = cases.mapped(name, cases.mesh_of(2), backend="auto")
+    total = lambda lhs, rhs: program(lhs, rhs).astype(F32).sum()  # noqa: E731
+    for found in jax.jit(jax.grad(total, (0, 1)))(jnp.ones((m, k), BF16), jnp.ones((k, n), BF16)):
+        assert not np.any(np.asarray(found, np.float32))
 
 
 @everywhere
