@@ -194,6 +194,14 @@ def test_only_a_near_shape_lends_its_config(monkeypatch):
     assert by_table.look_up(KERNEL, far).config == KERNEL.default(far)
 
 
+def test_the_nearest_entry_is_within_a_doubling():
+    table = Table(KIND, (entry(), entry(m=65536)))
+    assert table.nearest(problem(m=4096)) == (table.entries[0], 1.0)
+    assert table.nearest(problem(m=2048)) is None
+    assert [distance for distance, _ in table.near(problem(m=2048))] == [2.0]
+    assert table.near(problem(m=512)) == []
+
+
 def test_weights_fall_with_the_distance():
     assert neighbours.weighted([(0.0, 5.0), (1.0, 9.0)]) == 5.0
     assert neighbours.weighted([(1.0, 0.0), (1.0, 1.0)]) == 0.5
