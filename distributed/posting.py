@@ -36,7 +36,14 @@ from stretto.distributed.by_name import by_name
 from stretto.distributed.devices.axes import make_varying, varying_axes
 from stretto.distributed.memory import heap
 from stretto.distributed.memory.mailbox import Site
-from stretto.distributed.primitives import heap_words, messages, slots, team_kernel
+from stretto.distributed.primitives import (
+    heap_words,
+    message_receiving,
+    message_sending,
+    messages,
+    slots,
+    team_kernel,
+)
 from stretto.distributed.primitives.team_kernel import TeamKernelInfo
 from stretto.distributed.team import Team
 
@@ -126,10 +133,10 @@ class Mail:
         Turns count from 0; all messages of one are received before the next one's are sent.
         """
         if self.bare:
-            messages.fence_between_turns(turn)
+            message_sending.fence_between_turns(turn)
         for (_, slot), turns in zip(self._others(), self.turns, strict=True):
             flag, at = self._of_turn(turns, turn, self.own)
-            messages.post(x, slot, at + word, flag, bare=self.bare)
+            message_sending.post(x, slot, at + word, flag, bare=self.bare)
 
     def receive(
         self,
@@ -168,7 +175,7 @@ class Mail:
         self, slot: Any, turns: Any, shape: tuple[int, ...], dtype: Any, turn: Any, word: Any
     ) -> jax.Array:
         flag, at = self._of_turn(turns, turn, slot)
-        return messages.collect(
+        return message_receiving.collect(
             *(shape, dtype, self.own, at + word, flag),
             bare=self.bare,
             sender=slot,

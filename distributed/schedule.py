@@ -52,11 +52,6 @@ def shard_of_step(device_id: Int, step: Int, size: int) -> Int:
     return rem(device_id + step, size)
 
 
-def step_of_shard(device_id: Int, shard: Int, size: int) -> Int:
-    """The step at which `device_id` works on `shard`: the inverse of `shard_of_step`."""
-    return rem(shard + size - device_id, size)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PullPlan:
     """How a team's blocks fetch the shards of their peers, piece by piece.

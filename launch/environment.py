@@ -178,15 +178,13 @@ def parse_env_option(option: str, environ: Mapping[str, str]) -> tuple[str, str]
     return name, environ[name]
 
 
-def forwarded(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that go from this machine to every process, ``--env`` options last."""
-    chosen = {
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go from this machine to every process."""
+    return {
         name: value
         for name, value in environ.items()
         if matches(name, FORWARDED) and name not in (*PRIVATE, *OF_ONE_PROCESS)
     }
-    chosen.update(parse_env_option(option, environ) for option in options)
-    return chosen
 
 
 def for_worker(host_environ: Mapping[str, str], sent: Mapping[str, str]) -> dict[str, str]:

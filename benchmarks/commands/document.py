@@ -11,7 +11,7 @@ import tyro
 
 from stretto.benchmarks import files as texts
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.measurements import results
+from stretto.benchmarks.measurements import merging, results
 from stretto.benchmarks.measurements.results import Results
 from stretto.benchmarks.pages import machines, performance, plots, scaled
 
@@ -118,7 +118,7 @@ def _draw(alike: list[Results], folder: pathlib.Path) -> None:
         print("no new pictures: matplotlib is not installed", file=sys.stderr)
         return
     kept = ("rate-", "bandwidth-", "latency-", "scaling", "share-of-floor", "roofline")
-    for path in plots.write_all(results.merged(alike), folder, ("svg",), kept):
+    for path in plots.write_all(merging.merged(alike), folder, ("svg",), kept):
         print(f"wrote {path}")
 
 

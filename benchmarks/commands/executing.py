@@ -30,29 +30,16 @@ def execute(
     Raises:
       BenchmarkError: the results cannot be written.
     """
-    status = _execute(run, tasks, helper, console, budget_s, name)
-    run.save_what_is_due()
-    return status
-
-
-def _execute(
-    run: Run,
-    tasks: Sequence[Task],
-    helper: Helper | None,
-    console: Console,
-    budget_s: float | None,
-    name: str,
-) -> int:
+    status, ended_by = 0, ""
     with progress() as say:
         try:
-            finished = run.execute(tasks, helper, console, budget_s, say)
+            if not run.execute(tasks, helper, console, budget_s, say):
+                ended_by = "the time limit has passed"
         except DeviceLostError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            print("What was measured is kept; continue with --resume.", file=sys.stderr)
-            return 1
+            status, ended_by = 1, f"{error}\nWhat was measured is kept"
         except KeyboardInterrupt:
-            print(f"{name}: interrupted; continue with --resume.", file=sys.stderr)
-            return 130
-    if not finished:
-        print(f"{name}: the time limit has passed; continue with --resume.", file=sys.stderr)
-    return 0
+            status, ended_by = 130, "interrupted"
+    if ended_by:
+        print(f"{name}: {ended_by}; continue with --resume.", file=sys.stderr)
+    run.save_what_is_due()
+    return status

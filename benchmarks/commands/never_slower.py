@@ -22,7 +22,7 @@ from stretto.benchmarks.commands.arguments import KERNELS_HELP, split
 from stretto.benchmarks.commands.document import between
 from stretto.benchmarks.commands.start import check_outputs, start_devices
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.measurements import results
+from stretto.benchmarks.measurements import merging, results
 from stretto.benchmarks.measurements.results import Draw, Results
 from stretto.benchmarks.never_slower import candidates, summary
 from stretto.benchmarks.never_slower.draw import cases, drawable
@@ -218,7 +218,7 @@ def _say(options: NeverSlowerOptions, found: list[Results]) -> int:
 def _by_draw(found: list[Results]) -> list[Results]:
     """The results of each draw, in one: of parts, or of several loans of a machine."""
     draws = dict.fromkeys(one.draw for one in found)
-    return [results.merged([one for one in found if one.draw == draw]) for draw in draws]
+    return [merging.merged([one for one in found if one.draw == draw]) for draw in draws]
 
 
 def _write(page: pathlib.Path, found: list[Results]) -> None:

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from stretto.benchmarks.commands.arguments import counts_of
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.measurements import results
+from stretto.benchmarks.measurements import merging, results
 from stretto.benchmarks.pages import plots, report, terminal
 from stretto.benchmarks.predict import predictions
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     counts = counts_of(options.predict)
     predictions.check_counts(counts)
     read = [results.read(path) for path in options.files]
-    found = results.merged(read)
+    found = merging.merged(read)
     if counts:
         _predict(found, counts)
     written = _write(found, options)

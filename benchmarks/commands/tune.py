@@ -24,7 +24,7 @@ from stretto.benchmarks.commands.arguments import (
 )
 from stretto.benchmarks.commands.start import check_outputs, progress, start_devices
 from stretto.benchmarks.errors import BenchmarkError, UnavailableError, first_line
-from stretto.benchmarks.measurements import machine, results, tuned_file
+from stretto.benchmarks.measurements import machine, merging, results, tuned_file
 from stretto.benchmarks.pages import terminal
 from stretto.benchmarks.sweeps.expand import expand
 from stretto.benchmarks.sweeps.sweep import Sweep
@@ -121,7 +121,7 @@ def _tune(options: TuneOptions) -> int:
 
 def _from_results(options: TuneOptions) -> int:
     """Fills the table from what `stretto bench` measured."""
-    measured = results.merged([results.read(path) for path in options.results])
+    measured = merging.merged([results.read(path) for path in options.results])
     if not measured.measurement_of_speed and options.output is None:
         raise BenchmarkError("they are no measurement of speed; to try it out, give --output FILE.")
     kind = measured.machine.card

@@ -65,7 +65,7 @@ def line(axes: Any, peer: str, x: Sequence[float], y: Sequence[float | None]) ->
     )
 
 
-def points(axes: Any, peer: str, x: Sequence[float], y: Sequence[float], name: str = "") -> None:
+def points(axes: Any, peer: str, x: Sequence[float], y: Sequence[float]) -> None:
     """One peer's figures of things that are unlike, so that no line joins them."""
     axes.plot(
         x,
@@ -73,7 +73,7 @@ def points(axes: Any, peer: str, x: Sequence[float], y: Sequence[float], name: s
         linestyle="none",
         color=COLOURS.get(peer, FLOOR),
         zorder=4 if peer == "fused" else 3,
-        label=name or label(peer),
+        label=label(peer),
         **mark(peer),
     )
 

@@ -174,32 +174,22 @@ def machine_line(results: Results) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def never_slower_line(measurements: list[Measurement], peer: str = "auto") -> str | None:
-    """The case in which `peer` is slowest relative to XLA, None if it was never timed beside it."""
-    worst = worst_over_xla(measurements, peer)
-    if worst is None:
+def never_slower_line(measurements: list[Measurement]) -> str | None:
+    """The case in which `auto` is slowest relative to XLA, None if it was never timed beside it."""
+    beside = [
+        (timed.over_xla, measurement, timed)
+        for measurement in measurements
+        if (timed := measurement.of("auto")) is not None and timed.over_xla is not None
+    ]
+    if not beside:
         return None
-    measurement, ratio = worst
-    beside = [t for m in measurements if (t := m.of(peer)) and t.over_xla is not None]
-    worst_one = next(timed for timed in measurement.timed if timed.peer == peer)
-    slower = sum(timed.intervals.get("over_xla", (0,))[0] > 1 for timed in beside)
+    ratio, measurement, worst = max(beside, key=lambda one: one[0])
+    slower = sum(timed.intervals.get("over_xla", (0,))[0] > 1 for *_, timed in beside)
     return (
-        f"{PEERS[peer].label} over XLA, {len(beside)} cases: at worst"
-        f" {ratio:.3f}{margin(worst_one, 'over_xla', 1, 3)}, at {heading(measurement)};"
+        f"{PEERS['auto'].label} over XLA, {len(beside)} cases: at worst"
+        f" {ratio:.3f}{margin(worst, 'over_xla', 1, 3)}, at {heading(measurement)};"
         f" slower in {slower}, by the 95% intervals"
     )
-
-
-def worst_over_xla(
-    measurements: list[Measurement], peer: str = "auto"
-) -> tuple[Measurement, float] | None:
-    """The case with the largest ratio of `peer` over XLA, and the ratio."""
-    found = [
-        (measurement, timed.over_xla)
-        for measurement in measurements
-        if (timed := measurement.of(peer)) is not None and timed.over_xla is not None
-    ]
-    return max(found, key=lambda pair: pair[1], default=None)
 
 
 def print_predictions(

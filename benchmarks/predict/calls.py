@@ -241,7 +241,7 @@ def _all_gather(one: _Across, rows: int, columns: int) -> Predicted:
 type _Pick = Callable[[Sequence[Predicted]], list[float]]
 
 
-def _of_bounds(ends: Callable[[_Pick], float], parts: Sequence[Predicted] = ()) -> Predicted:
+def _of_bounds(ends: Callable[[_Pick], float]) -> Predicted:
     """When a pipeline ends with the likely times, the low ones and the high ones."""
     beyond: dict[str, None] = {}
 

@@ -172,8 +172,3 @@ def summaries(rows: Iterable[Checked]) -> list[Summary]:
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     return [summary(group, of_it) for group, of_it in groups.items() if of_it]
-
-
-def is_matmul(row: Checked) -> bool:
-    """Whether a matrix is multiplied in it."""
-    return row.group.startswith("matmuls")

@@ -102,21 +102,6 @@ def take(
     return entry_of(case, config, medians[best], medians[-1], versions)
 
 
-def tune(
-    case: Case,
-    configs: Sequence[Any],
-    settings: Settings,
-    versions: Mapping[str, str],
-    *,
-    backend: str = "pallas",
-) -> Entry:
-    """`prepare` and `take` of a single case."""
-    with Compiler() as compiler:
-        prepared = prepare(case, configs, settings, compiler, backend=backend)
-        compiler.wait()
-        return take(prepared, settings, versions)
-
-
 def _peer(configs: Sequence[Any], backend: str) -> Peer:
     """Our configurations as candidates, each named by its index in `configs`."""
 

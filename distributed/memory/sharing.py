@@ -94,11 +94,9 @@ def exchange(
     return found
 
 
-def wait_for_all(
-    own: int, processes: Sequence[int], group: str, store: Store, *, limit_s: float = LIMIT_S
-) -> None:
+def wait_for_all(own: int, processes: Sequence[int], group: str, store: Store) -> None:
     """Returns once all `processes` have called this with the same `group`; else OSError."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     store.publish(f"{group}/{own}", "1")
     for process in processes:
         if process != own:

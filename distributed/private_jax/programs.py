@@ -25,6 +25,7 @@ _COLLECTIVES = (
     "collective_broadcast",
 )
 _KERNEL = "mosaic_gpu"
+_MOST_SHOWN = 160  # characters of a program's types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _string(operation: Any, name: str) -> str:
     return ir.StringAttr(operation.attributes[name]).value
 
 
-def _shortened(signature: str, most: int = 160) -> str:
+def _shortened(signature: str) -> str:
     """`(tensor<128x256xf32>) -> tensor<f32>` as `(128x256xf32) -> f32`, cut if it is long."""
     text = signature.replace("tensor<", "").replace(">", "").replace(") -", ") ->")
-    return text if len(text) <= most else text[:most] + " ..."
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + " ..."

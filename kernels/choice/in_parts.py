@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stretto.kernels.choice import tables, transfers
+from stretto.kernels.choice import by_table, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
@@ -24,10 +24,10 @@ def apart(operation: Operation, kernel: Kernel, problem: Problem, xla_us: float)
     if config is None or traffic is None:
         return None
     found = transfers.times(problem, traffic.collective, math.prod(traffic.shape))
-    if found is None or found[1] < tables.SHORT_US:
+    if found is None or found[1] < by_table.SHORT_US:
         return None
     saved = SURE * (found[1] - found[0])
-    if saved < tables.MARGIN * xla_us:
+    if saved < by_table.MARGIN * xla_us:
         return None
     return Choice(
         problem=problem,

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.kernels.choice import costs, in_parts, tables, three_ways, transfers
+from stretto.kernels.choice import by_table, costs, in_parts, tables, three_ways, transfers
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem import machine
@@ -142,15 +142,15 @@ def _without_copies(operation: Operation, kernel: Kernel, problem: Problem) -> C
 
 def _margin(operation: Operation, xla_us: float) -> float:
     """The share of XLA's `xla_us` by which a kernel must be faster, nothing near being known."""
-    is_short = xla_us < tables.SHORT_US and not operation.communicates
-    return tables.MARGIN_OF_SHORT if is_short else costs.MARGIN
+    is_short = xla_us < by_table.SHORT_US and not operation.communicates
+    return by_table.MARGIN_OF_SHORT if is_short else costs.MARGIN
 
 
 def _by_parts(
     kernel: Kernel, parts: Sequence[tuple[Kernel, Problem]], problem: Problem
 ) -> Choice | None:
     """What tables say of a kernel's parts; None where one of them has no entry near."""
-    found = [tables.look_up(part, of) for part, of in parts]
+    found = [by_table.look_up(part, of) for part, of in parts]
     if not all(found):
         return None
     said = "; ".join(f"{one.problem.operation}: {one.reason}" for one in found if one)
@@ -213,7 +213,7 @@ def has_estimate(operation: Operation, kernel: Kernel, problem: Problem) -> bool
 
 def _is_measured(kernel: Kernel, problem: Problem) -> bool:
     """Whether a table has the very problem, with all that a call of it copies."""
-    found = tables.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
+    found = by_table.look_up(kernel, problem) if tables.exists(problem.machine.kind) else None
     return found is not None and found.fused_us is not None
 
 
@@ -258,7 +258,7 @@ def by_nearest(operation: Operation, kernel: Kernel, problem: Problem) -> Choice
     if not tables.exists(problem.machine.kind):
         return None
     near = tables.table_for(problem.machine.kind).near(problem)
-    if not near or not tables.is_of(near[0][1], kernel, problem):
+    if not near or not by_table.is_of(near[0][1], kernel, problem):
         return None
     return _look_up(operation, kernel, problem)
 
@@ -270,7 +270,7 @@ def _measured(operation: Operation, kernel: Kernel, problem: Problem) -> Choice 
     found = _look_up(operation, kernel, problem)
     if found is None and kernel.stands_for is not None:
         # The problem of another operation: this operation's estimate does not apply.
-        found = tables.look_up(kernel, kernel.stands_for(problem)[0], asked=problem)
+        found = by_table.look_up(kernel, kernel.stands_for(problem)[0], asked=problem)
     return found
 
 
@@ -280,5 +280,5 @@ def _look_up(operation: Operation, kernel: Kernel, problem: Problem) -> Choice |
     Of what has no estimate, the measured ratios are interpolated themselves.
     """
     if not has_estimate(operation, kernel, problem):
-        return tables.look_up(kernel, problem)
-    return tables.look_up(kernel, problem, functools.partial(transfers.estimate, operation))
+        return by_table.look_up(kernel, problem)
+    return by_table.look_up(kernel, problem, functools.partial(transfers.estimate, operation))

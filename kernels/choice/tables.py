@@ -15,12 +15,9 @@ import pathlib
 import re
 import tomllib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from stretto.kernels.choice import config_data, neighbours
-from stretto.kernels.choice.choice import Choice
-from stretto.kernels.operation import Kernel
 from stretto.kernels.problem.machine import is_rated
 from stretto.kernels.problem.problem import Problem
 
@@ -33,26 +30,13 @@ REACH = 3.0
 """Distance up to which an entry corrects the estimate of a shape. With entries left out, shapes
 whose nearest entries are 2 to 3 doublings away were still predicted better than by the estimate."""
 
-MARGIN = 0.03
-"""Share by which the fused kernel must be faster at a shape that was not measured."""
-
-SHORT_US, MARGIN_OF_SHORT = 30.0, 0.2
-"""Microseconds of XLA's that a short collective takes, and that share of it. The host launches it,
-and both times vary between runs by that: on 2 H200s XLA took 15 to 23 at sizes up to 1 MB."""
-
-
 KINDS = ("masking", "dim")
 """Sizes, of attention, of which each number is a kind: what was measured of one says nothing of
 another. They are its mask and the size of its heads."""
 
-
 ROOM = ("rows",)
 """Sizes, of a combine, on which no time depends: rows that there is room for, of which those of the
 tokens' choices are used. A table has as many as there are choices, a call mostly more."""
-
-
-type Estimate = Callable[[Problem], tuple[float, float]]
-"""(fused, XLA) times of a problem in microseconds, by sizes and rates."""
 
 
 class TableError(ValueError):
@@ -101,11 +85,9 @@ class Entry:
         Of a collective, whose sizes are rows and columns, only the product counts.
         """
         asked = (problem.operation, problem.types.lhs, problem.devices)
-        if (
-            self.op,
-            self.dtype,
-            self.devices,
-        ) != asked or self.sizes.keys() != problem.sizes.keys():
+        if (self.op, self.dtype, self.devices) != asked:
+            return math.inf
+        if self.sizes.keys() != problem.sizes.keys():
             return math.inf
         if any(self.sizes[name] != problem.sizes[name] for name in KINDS if name in self.sizes):
             return math.inf
@@ -205,109 +187,3 @@ def table_for(device_kind: str) -> Table:
             stacklevel=2,
         )
         return Table(device_kind)
-
-
-def look_up(
-    kernel: Kernel,
-    problem: Problem,
-    estimate: Estimate | None = None,
-    asked: Problem | None = None,
-) -> Choice | None:
-    """The choice by the table of the problem's GPU; None where the table does not apply.
-
-    That is where no entry is within `REACH`, where the result's elements are of another width than
-    the operands' (than bfloat16, of operands in 8 bits with scales), where no near entry's
-    configuration fits the kernel any more, and where a single entry, which is not `NEAR`, is all
-    that was measured of an `untried` kernel. Times are those of the very shape. Elsewhere several
-    entries say by how much the estimate is off; the fused kernel has to win by `MARGIN`, and has
-    its default configuration where no entry is `NEAR`.
-
-    Args:
-      kernel: what would serve the problem.
-      problem: the call.
-      estimate: of the fused kernel's time and XLA's; without one the measured ratios are
-        interpolated themselves.
-      asked: the problem that the kernel serves, where it `stands_for` the other one.
-    """
-    if problem.types.out_itemsize != problem.types.measured_out_itemsize:
-        return None
-    fitting = [
-        (distance, entry, config)
-        for distance, entry in table_for(problem.machine.kind).near(problem)
-        if (config := _config_of(entry, kernel, problem)) is not None
-        and not _is_copied_more(kernel, config, entry, problem)
-    ]
-    if not fitting:
-        return None
-    distance, nearest, config = fitting[0]
-    if kernel.untried and len(fitting) == 1 and distance > NEAR:
-        return None
-    if distance == 0:
-        return Choice(
-            problem=problem,
-            backend="pallas" if nearest.ratio <= 1 else "xla",
-            reason=f"the fused kernel was measured to take {_percent(nearest.ratio)} of XLA's time",
-            kernel=kernel,
-            config=config,
-            fused_us=nearest.fused_us,
-            xla_us=nearest.xla_us,
-        )
-    near = [(distance, entry) for distance, entry, _ in fitting]
-    ratio = ratio_between(near, problem, estimate)
-    is_short = estimate is None and nearest.xla_us < SHORT_US
-    margin = MARGIN_OF_SHORT if is_short else MARGIN
-    shapes = ", ".join(entry.shape for _, entry in near[: neighbours.COUNT])
-    return Choice(
-        problem=problem,
-        backend="pallas" if ratio <= 1 - margin else "xla",
-        reason=f"the fused kernel should take {_percent(ratio)} of XLA's time, by the nearest"
-        f" shapes in the table, {shapes}",
-        kernel=kernel,
-        config=kernel.fitted(config, problem)
-        if distance <= NEAR
-        else kernel.default(asked or problem),
-    )
-
-
-def _is_copied_more(kernel: Kernel, config: Any, entry: Entry, problem: Problem) -> bool:
-    """Whether an entry's operand of a collective was copied for its size, and the problem's is not.
-
-    So were the smallest ones: a part of 256 bytes fills no row.
-    """
-    if kernel.fused_from is None or kernel.copies(problem, config):
-        return False
-    return kernel.copies(dataclasses.replace(problem, sizes=entry.sizes), config) > 0
-
-
-def is_of(entry: Entry, kernel: Kernel, problem: Problem) -> bool:
-    """Whether an entry's configuration is one of `kernel`, and fits `problem`."""
-    return _config_of(entry, kernel, problem) is not None
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.0f}%"
-
-
-def ratio_between(
-    near: Sequence[tuple[float, Entry]], problem: Problem, estimate: Estimate | None
-) -> float:
-    """The fused kernel's time over XLA's, by the entries `near`, as (distance, entry)."""
-
-    def estimated(sizes: Mapping[str, int]) -> float:
-        if estimate is None:
-            return 1.0
-        fused_us, xla_us = estimate(dataclasses.replace(problem, sizes=sizes))
-        return fused_us / xla_us
-
-    known = [(distance, estimated(entry.sizes), entry.ratio) for distance, entry in near]
-    return neighbours.corrected(estimated(problem.sizes), known[: neighbours.COUNT])
-
-
-def _config_of(entry: Entry, kernel: Kernel, problem: Problem) -> Any:
-    """An entry's configuration, None if it does not fit the kernel or the problem any more."""
-    try:
-        config = config_data.from_data(kernel.Config, entry.config, problem.machine.architecture)
-        config.check(problem)
-    except (TypeError, ValueError):
-        return None
-    return config

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from stretto.kernels.choice import costs, tables, transfers, two_devices
+from stretto.kernels.choice import by_table, costs, tables, transfers, two_devices
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.operation import Kernel, Operation
 from stretto.kernels.problem.problem import Problem
@@ -101,10 +101,10 @@ def _correction_us(operation: Operation, kernel: Kernel, problem: Problem) -> fl
     near = [
         (distance, entry)
         for distance, entry in tables.table_for(problem.machine.kind).near(problem)
-        if tables.is_of(entry, kernel, problem)
+        if by_table.is_of(entry, kernel, problem)
     ]
     if not near:
         return 0.0
     estimate = functools.partial(transfers.estimate, operation)
     fused_us, xla_us = estimate(plain)
-    return tables.ratio_between(near, plain, estimate) * xla_us - fused_us
+    return by_table.ratio_between(near, plain, estimate) * xla_us - fused_us

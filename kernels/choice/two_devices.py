@@ -53,7 +53,6 @@ COLUMN_US = 0.65e-3
 PARTS_HOST_US, WHOLE_PARTS_HOST_US = 22.1, 21.0
 """In which the host launches XLA's product and a kernel for the collective: with copies to whole
 rows of what is sent, and without."""
-LITTLE_MORE = 1.05  # than the host's time: what it limits takes less
 RECORDED_PARTS_HOST_US, RECORDED_SUM_HOST_US = 14.3, 18.1
 """The same of a product that XLA records; of a sum that is copied to whole rows."""
 RECORDED_US = 1.6  # of a device, to begin what is recorded
@@ -150,11 +149,6 @@ def in_two_parts(
         copied = 2 * rows * columns * itemsize if is_sum else _copied_to_rows(traffic)
         device_us += 1e6 * copied / ROWS_BYTES
     return longest(host * host_us, device_us)
-
-
-def is_launched(work: Work, machine: Machine, two_us: float) -> bool:
-    """Whether the host limits two parts that take so long, with a product of one kernel."""
-    return launches(work, machine) == 1 and two_us < LITTLE_MORE * PARTS_HOST_US
 
 
 def launches(work: Work, machine: Machine) -> int:

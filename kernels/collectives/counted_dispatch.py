@@ -34,6 +34,7 @@ from stretto.distributed.team import Team
 from stretto.kernels.collectives.chunk_shape import COUNTS_BYTES, COUNTS_SLOTS, LANES, Shape
 from stretto.kernels.collectives.counted_block import Block
 from stretto.kernels.collectives.counted_layout import Layout
+from stretto.kernels.collectives.shared_memory import SMEM_BYTES
 from stretto.kernels.collectives.table_results import TableResults, as_routing
 from stretto.kernels.collectives.token_tables import Row
 from stretto.kernels.problem.routing import Routing
@@ -43,7 +44,6 @@ MOST_VECTORS = 16
 MOST_EXPERTS = 512
 WARPGROUPS = 2
 """Of a block, which share out the tables of the devices' chunks, and then the tokens."""
-SMEM_BYTES = 220_000
 
 
 def obstacle(

@@ -22,13 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from stretto.distributed import kernel, schedule
+from stretto.distributed import kernel
 from stretto.distributed.copies import MOST_BARRIERS
 from stretto.distributed.team import Team
+from stretto.kernels.collectives.dispatch_block import Block
 from stretto.kernels.collectives.token_tables import (
     ALIGNED_TOKENS,
     TABLE_SLOTS,
@@ -37,8 +36,6 @@ from stretto.kernels.collectives.token_tables import (
     Tables,
     check_chunk,
     everyones,
-    load,
-    of_device,
     table_bytes,
 )
 from stretto.kernels.operation import Call, Kernel
@@ -49,8 +46,6 @@ from stretto.kernels.problem.scales import FP8
 SMEM_BYTES = 200_000
 MOST_SMEM_BYTES = 230_000  # Of a block, tables too; barriers have the rest of 232448.
 MOST_SLOTS = MOST_BARRIERS  # A barrier each.
-MOST_UNROLLED = 512
-"""Choices of tokens whose first loads are unrolled; more take minutes to compile."""
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 
@@ -135,7 +130,6 @@ def dispatch(
     chunks = Chunks.of(team, tokens, chunk, config.num_blocks, flat=config.flat)
     slots = max(2, min(config.slots, chunks.tokens, _room(chunks.tokens, top_k) // row_bytes))
     stores = min(config.stores, slots - 1)
-    table = chunks.table(top_k).of_table(positions, NONE)
 
     def body(x_ref, positions_ref, rows_ref, *, table, table_arrived, buffers, arrived):
         tables = Tables(
@@ -146,73 +140,20 @@ def dispatch(
             arrived=table_arrived,
             me=team.device_id(),
         )
-        sources = everyones(x_ref, team)
-        parts = pl.ds(0, row.parts)
-        total = chunks.own * chunks.tokens
-
-        def entries(i):
-            """(chunk, the token in it, whether and where each of its entries is here)."""
-            n = schedule.div(i, chunks.tokens)
-            token = i - n * chunks.tokens
-            return n, token, lambda: [tables.row(n, token, j) for j in range(top_k)]
-
-        def fetch(i):
-            n, token, rows_of = entries(i)
-            pl.when(token == 0)(lambda: tables.enter(n))
-            offset, first = chunks.place(n)
-            slot = chunks.slot(i, slots)
-
-            @pl.when(_any(rows_of()))
-            def _():
-                of_device(
-                    sources,
-                    offset,
-                    lambda ref: load(
-                        ref.at[first + token],
-                        buffers.at[slot, parts],
-                        arrived.at[slot],
-                        flat=config.flat,
-                    ),
-                )
-
-        def send(i):
-            _n, _token, rows_of = entries(i)
-            slot = chunks.slot(i, slots)
-            found = rows_of()
-            pl.when(_any(found))(lambda: plgpu.barrier_wait(arrived.at[slot]))
-            for here, place in found:
-
-                @pl.when(here)
-                def _(place=place):
-                    plgpu.copy_smem_to_gmem(
-                        buffers.at[slot, parts], rows_ref.at[place], commit_group=False
-                    )
-
-            plgpu.commit_smem_to_gmem_group()  # Of each token, also where it stores nothing.
-
-        def step(i, _):
-            send(i)
-
-            # Only the newest tokens' stores are unfinished: the one before has left its slot.
-            @pl.when(i >= stores)
-            def _():
-                plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
-                pl.when(i - stores + slots < total)(lambda: fetch(i - stores + slots))
-
-        tables.fetch(jnp.int32(0))
-        if slots * top_k <= MOST_UNROLLED:
-            for i in range(slots):
-                pl.when(i < total)(lambda i=i: fetch(jnp.int32(i)))
-        else:
-            lax.fori_loop(0, jnp.minimum(slots, total), lambda i, _: fetch(i), None)
-        lax.fori_loop(0, total, step, None)
-        # Nothing else waits for the last stores where there are no peers to part from.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        Block(
+            row=row,
+            stores=stores,
+            tables=tables,
+            sources=everyones(x_ref, team),
+            rows=rows_ref,
+            buffers=buffers,
+            arrived=arrived,
+        ).run()
 
     (out,) = kernel.launch(
         body,
         x.reshape(tokens, row.parts, row.columns),
-        table,
+        chunks.table(top_k).of_table(positions, NONE),
         name="expert_dispatch",
         team=team,
         out_type=[jax.ShapeDtypeStruct((rows, row.parts, row.columns), x.dtype)],
@@ -238,13 +179,6 @@ def _chunks(most: int) -> Iterator[int]:
 def _room(chunk: int, top_k: int) -> int:
     """Bytes for tokens in the shared memory of a block, beside tables of so many tokens."""
     return min(SMEM_BYTES, MOST_SMEM_BYTES - table_bytes(chunk, top_k))
-
-
-def _any(found: list) -> jax.Array:
-    wanted = found[0][0]
-    for here, _ in found[1:]:
-        wanted |= here
-    return wanted
 
 
 def _run(operands: tuple[jax.Array, jax.Array], call: Call) -> jax.Array:

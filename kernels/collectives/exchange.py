@@ -26,6 +26,7 @@ from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import row_layout
 from stretto.kernels.collectives.row_layout import ROW_BYTES
+from stretto.kernels.collectives.shared_memory import SMEM_BYTES
 from stretto.kernels.problem.problem import Problem
 
 
@@ -50,10 +51,10 @@ class Config:
             raise ValueError(f"piece_rows={self.piece_rows} must be between 1 and 256.")
         if not 2 <= self.slots <= copies.MOST_BARRIERS:
             raise ValueError(f"slots={self.slots} must be between 2 and {copies.MOST_BARRIERS}.")
-        if self.slots * self.piece_rows * ROW_BYTES > 220_000:
+        if self.slots * self.piece_rows * ROW_BYTES > SMEM_BYTES:
             raise ValueError(
                 f"slots={self.slots} x piece_rows={self.piece_rows} x {ROW_BYTES} bytes must be at"
-                " most 220000: the shared memory of a block."
+                f" most {SMEM_BYTES}: the shared memory of a block."
             )
 
     @staticmethod

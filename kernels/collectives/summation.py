@@ -30,9 +30,9 @@ from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.team import Team
 from stretto.kernels.collectives import row_layout
 from stretto.kernels.collectives.row_layout import ROW_BYTES
+from stretto.kernels.collectives.shared_memory import SMEM_BYTES
 from stretto.kernels.problem.problem import Problem
 
-SMEM_BYTES = 220_000
 ALL_BLOCKS = 1024  # More than any GPU has multiprocessors.
 
 

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from stretto.distributed import copies, kernel, residency, schedule
 from stretto.distributed.team import Team
+from stretto.kernels.collectives.shared_memory import SMEM_BYTES
 from stretto.kernels.problem.problem import Problem
 
 COLUMNS = 256
@@ -39,7 +40,6 @@ COLUMNS = 256
 MOST_PIECES = 256
 STEP = 4
 """Pieces that are added at once, at most: eight elements of each thread."""
-SMEM_BYTES = 220_000
 SMALL_BYTES = 4 * (STEP * COLUMNS + 64)  # Where threads add their sums of squares.
 ONE_SHOT_BYTES = 256 * 1024
 """Up to which several devices take one shot; not measured, it is the all-reduce's."""

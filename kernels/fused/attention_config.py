@@ -108,6 +108,25 @@ class Sequence(NamedTuple):
     causal: bool = False
     window: int | None = None
 
+    def visible(
+        self, queries: int, keys: int, devices: int, *, rows: int, block: int
+    ) -> VisibleKeys:
+        """Which of so many keys a device's queries see on the first device.
+
+        Tiles have `rows` queries, and blocks `block` keys.
+        """
+        return VisibleKeys(
+            device=0,
+            devices=devices,
+            chunks=self.chunks,
+            queries=queries // self.chunks,
+            keys=keys // self.chunks,
+            rows=rows,
+            block=block,
+            causal=self.causal,
+            window=self.window,
+        )
+
 
 def obstacle(
     q: jax.ShapeDtypeStruct | jax.Array, kv_tokens: int, chunks: int, tiles: AttentionTiles
@@ -162,16 +181,8 @@ class Sizes:
     ) -> Sizes:
         """Of a call with these operands on so many devices."""
         batch, tokens, heads, dim = q.shape
-        visible = VisibleKeys(
-            device=0,
-            devices=devices,
-            chunks=sequence.chunks,
-            queries=tokens // sequence.chunks,
-            keys=k.shape[1] // sequence.chunks,
-            rows=config.tiles.tile_m,
-            block=config.tiles.tile_k,
-            causal=sequence.causal,
-            window=sequence.window,
+        visible = sequence.visible(
+            tokens, k.shape[1], devices, rows=config.tiles.tile_m, block=config.tiles.tile_k
         )
         return cls(
             config=config,

@@ -24,7 +24,6 @@ from stretto.kernels.engine.attention import derivative_shares
 from stretto.kernels.engine.attention.derivative_parts import Queries
 from stretto.kernels.engine.attention.derivative_shares import BlockOrder
 from stretto.kernels.engine.attention.seeing import Seeing
-from stretto.kernels.engine.attention.visible import VisibleKeys
 from stretto.kernels.engine.fuse import Refs
 from stretto.kernels.engine.hopper.attention.config import ROWS
 from stretto.kernels.engine.hopper.attention.derivative_config import (
@@ -78,16 +77,8 @@ class Sizes:
     ) -> Sizes:
         """Of a call with these operands: see `attention_derivative.derive`."""
         batch, tokens, heads, dim = q.shape
-        visible = VisibleKeys(
-            device=0,
-            devices=devices,
-            chunks=sequence.chunks,
-            queries=tokens // sequence.chunks,
-            keys=k.shape[1] // sequence.chunks,
-            rows=queries_of_tile(dim),
-            block=config.tile_k,
-            causal=sequence.causal,
-            window=sequence.window,
+        visible = sequence.visible(
+            tokens, k.shape[1], devices, rows=queries_of_tile(dim), block=config.tile_k
         )
         sizes = cls(
             batch=batch,

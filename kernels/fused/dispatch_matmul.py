@@ -41,7 +41,7 @@ from stretto.kernels.engine.hopper import tile_config
 from stretto.kernels.engine.parts import Arrival, Parts, Product, Ref, Stream, Tile, Transfer
 from stretto.kernels.engine.shared_memory import SMEM_BYTES
 from stretto.kernels.engine.transfers import Buffers
-from stretto.kernels.fused.group_activation import Activated
+from stretto.kernels.fused.activated import Activated
 from stretto.kernels.fused.group_tables import ALIGNED, row_tiles
 from stretto.kernels.fused.grouped_matmul import GroupedRows
 from stretto.kernels.fused.obstacles import check_pull_slots

@@ -47,11 +47,6 @@ def as_rows(x: jax.Array) -> jax.Array:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def is_reordered(shape: Shape, axis: int) -> bool:
-    """Whether rows gathered or scattered along `axis` of `shape` have to be put in order."""
-    return blocks_before(shape, axis) > 1
-
-
 def blocks_before(shape: Shape, axis: int) -> int:
     """The blocks of rows that a device's part of `shape` along `axis` consists of."""
     return math.prod(shape[:axis])

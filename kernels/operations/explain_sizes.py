@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stretto.kernels.choice import choose, speed, tables
+from stretto.kernels.choice import by_table, choose, speed, tables
 from stretto.kernels.choice.choice import Choice
 from stretto.kernels.choice.tables import Entry
 from stretto.kernels.operation import Operation
@@ -44,7 +44,7 @@ class SizesChoice:
         found, kernel = self.measured, self.choice.kernel
         if found is None:
             return "measured: nothing near it"
-        is_its = kernel is None or tables.is_of(found, kernel, self.choice.problem)
+        is_its = kernel is None or by_table.is_of(found, kernel, self.choice.problem)
         which = "fused" if is_its else "another kernel"
         times = f"{which} {found.fused_us:.0f} us, XLA {found.xla_us:.0f} us"
         return f"measured at {found.shape}: {times}"

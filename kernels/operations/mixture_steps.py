@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from stretto.distributed.team import Team
 from stretto.kernels.fused import dispatch_matmul, group_activation, matmul_combine
-from stretto.kernels.fused.group_activation import Activated
+from stretto.kernels.fused.activated import Activated
 from stretto.kernels.operation import Axes, Call
 from stretto.kernels.operations import experts, routed
 from stretto.kernels.operations.expert_rules import CombineOptions, DispatchOptions, other

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from stretto.kernels.fused import group_activation
-from stretto.kernels.fused.group_activation import Activated
+from stretto.kernels.fused.activated import Activated
 from stretto.kernels.fused.group_tables import bounds
 from stretto.kernels.operation import Axes, Sizes
 from stretto.kernels.operations.perform import decide, launch

@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 
-from stretto.distributed.devices.axes import (
-    AxisNames,
-    canonical_axes,
-    make_varying,
-    varying_axes,
-)
-from stretto.distributed.team import Team
+from stretto.distributed.devices.axes import AxisNames, canonical_axes, varying_axes
 from stretto.kernels.collectives import summed_norm as kernel
 from stretto.kernels.collectives import summed_norm_by_heap as by_heap
-from stretto.kernels.operation import Axes, Call, Examples, Kernel, Operand, Operation, Sizes
+from stretto.kernels.operation import Axes, Examples, Kernel, Operand, Operation, Sizes
 from stretto.kernels.operations.collective_rules import work
-from stretto.kernels.operations.perform import (
-    cotangent_of_replicated,
-    decide,
-    run,
-    typed_alike,
+from stretto.kernels.operations.perform import decide
+from stretto.kernels.operations.summed_norm_rules import (
+    Operands,
+    Options,
+    Results,
+    backward,
+    forward,
+    launch,
+    perform,
+    reference,
+    tangent,
 )
 from stretto.kernels.problem import checks
-from stretto.kernels.problem.epilogue import at_least_float32
 from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.problem import Problem, Types
 from stretto.kernels.problem.promotion import by_default_rules
-from stretto.kernels.xla import collectives
 
 OP = "all_reduce_rms_norm"
 SERVED = ("bfloat16", "float16", "float32")
-type Operands = tuple[jax.Array, jax.Array, jax.Array]
-type Results = tuple[jax.Array, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Of the norm: `epsilon` is added to the mean square; an array if it is known at run time."""
-
-    epsilon: Any
 
 
 @takes_numpy_arrays
@@ -107,7 +94,7 @@ def all_reduce_rms_norm(
         config=config,
         obstacle=obstacle,
     )
-    return reference(operands, axes, options) if call is None else _perform(operands, call)
+    return reference(operands, axes, options) if call is None else perform(operands, call)
 
 
 def _check(x: Any, residual: Any, weight: Any, epsilon: Any) -> Any:
@@ -145,76 +132,6 @@ def _obstacle_of_operands(operands: Operands, axes: Axes) -> str | None:
     if str(weight.dtype) not in SERVED:
         return f"the kernel takes weights of {', '.join(SERVED)}, not {weight.dtype}."
     return None
-
-
-def rms_norm(h: jax.Array, weight: jax.Array, epsilon: float, dtype: Any) -> jax.Array:
-    """`h / sqrt(mean(h ** 2) + epsilon) * weight`, row by row, in float32 at least."""
-    wide = at_least_float32(h.dtype)
-    h, weight = h.astype(wide), weight.astype(wide)
-    scale = lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + jnp.asarray(epsilon, wide))
-    return (h * scale * weight).astype(dtype)
-
-
-def _added(residual: jax.Array, total: jax.Array) -> jax.Array:
-    wide = at_least_float32(residual.dtype)
-    return (residual.astype(wide) + total.astype(wide)).astype(residual.dtype)
-
-
-def reference(operands: Operands, axes: Axes, options: Options) -> Results:
-    """Through `lax.psum`."""
-    x, residual, weight = operands
-    h = _added(residual, collectives.all_reduce(x, axes))
-    return h, rms_norm(h, weight, options.epsilon, x.dtype)
-
-
-# --- The kernel's call and its derivative ---------------------------------------------------------
-
-
-def _perform(operands: Operands, call: Call) -> Results:
-    """The kernel's results, of operands typed as it takes them.
-
-    x varies over the team's axes. The others do not, so that their cotangents, which all devices
-    have, are not added up over them; over other axes all are typed alike.
-    """
-    others = frozenset().union(*map(varying_axes, operands)) - set(call.axes)
-    x, residual, weight = (make_varying(one, others) for one in operands)
-    typed = bool(varying_axes(make_varying(x, call.axes)))
-    operands = make_varying(x, call.axes), residual, weight
-    return run(operands, dataclasses.replace(call, typed=typed))
-
-
-def _launch(launch: Callable[..., Results], operands: Operands, call: Call) -> Results:
-    x, residual, weight = typed_alike(call.axes, operands)
-    return launch(
-        *(x, residual, weight, Team.along(call.axes)),
-        epsilon=call.options.epsilon,
-        config=call.config,
-        interpret=call.interpret,
-    )
-
-
-def _forward(operands: Operands, call: Call) -> tuple[Results, Any]:
-    x, _, weight = operands
-    h, out = run(operands, call)
-    return (h, out), (h, weight, jnp.zeros((), x.dtype))
-
-
-def _tangent(call: Call, residuals: Any, dots: Operands) -> Results:
-    """By XLA: of the sum, and of the norm."""
-    h, weight, like_x = residuals
-    x_dot, residual_dot, weight_dot = dots
-    h_dot = _added(residual_dot, collectives.all_reduce(x_dot, call.axes))
-    norm = functools.partial(rms_norm, epsilon=call.options.epsilon, dtype=like_x.dtype)
-    return h_dot, jax.jvp(norm, (h, weight), (h_dot, weight_dot))[1]
-
-
-def _backward(call: Call, residuals: Any, bars: Results) -> Operands:
-    """Every device has the cotangents of h and of the rows; those of h are x's as well."""
-    h, weight, like_x = residuals
-    norm = functools.partial(rms_norm, epsilon=call.options.epsilon, dtype=like_x.dtype)
-    h_bar, weight_bar = jax.vjp(norm, h, weight)[1](bars[1])
-    h_bar = _added(bars[0], h_bar)
-    return cotangent_of_replicated(call, h_bar.astype(like_x.dtype)), h_bar, weight_bar
 
 
 # --- The record -----------------------------------------------------------------------------------
@@ -276,14 +193,14 @@ ALL_REDUCE_RMS_NORM = Operation(
     public=all_reduce_rms_norm,
     sizes=("m", "n"),
     reference=reference,
-    forward=_forward,
-    backward=_backward,
-    tangent=_tangent,
+    forward=forward,
+    backward=backward,
+    tangent=tangent,
     work=functools.partial(work, collective="all_reduce"),
     kernels=(
         Kernel(
             Config=kernel.Config,
-            run=functools.partial(_launch, kernel.all_reduce_rms_norm),
+            run=functools.partial(launch, kernel.all_reduce_rms_norm),
             obstacle=_obstacle,
             default=lambda problem: kernel.Config(),
             candidates=kernel.Config.candidates,
@@ -291,7 +208,7 @@ ALL_REDUCE_RMS_NORM = Operation(
         ),
         Kernel(
             Config=by_heap.Config,
-            run=functools.partial(_launch, by_heap.all_reduce_rms_norm),
+            run=functools.partial(launch, by_heap.all_reduce_rms_norm),
             obstacle=_obstacle_by_heap,
             default=lambda problem: by_heap.Config(),
             candidates=by_heap.Config.candidates,

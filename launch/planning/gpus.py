@@ -77,26 +77,28 @@ def judge_listing(status: int, text: str, where: str) -> Listing:
     return Listing(parse_listing(text), lost)
 
 
-def list_gpus(timeout_s: float | None = None) -> Listing:
+def list_gpus() -> Listing:
     """All GPUs of this machine; none where there is no NVIDIA driver.
 
     Raises:
-      LaunchError: ``nvidia-smi`` is there and failed, or gave no answer within ``timeout_s``
-        (30 s by default).
+      LaunchError: ``nvidia-smi`` is there and failed, or gave no answer within 30 s.
     """
-    limit_s = NVIDIA_SMI_TIMEOUT_S if timeout_s is None else timeout_s
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Listing(device_files(Path("/dev")))
     command = [tool, "-L"]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"nvidia-smi on this machine gave no answer within {limit_s:g} s, so its GPUs are "
-            f"unknown; repair the driver, {_WAY_OUT}"
+            f"nvidia-smi on this machine gave no answer within {NVIDIA_SMI_TIMEOUT_S:g} s, so "
+            f"its GPUs are unknown; repair the driver, {_WAY_OUT}"
         ) from None
     except OSError as error:
         raise LaunchError(f"{tool} cannot be run ({error.strerror}); mend it, {_WAY_OUT}") from None
@@ -170,9 +172,7 @@ def _named(entry: str, gpus: Sequence[Gpu], position: int) -> Gpu | None:
     return next((gpu for gpu in gpus if gpu.uuid.startswith(entry)), None)
 
 
-def usable_gpus(
-    environ: Mapping[str, str], timeout_s: float | None = None, where: str = "this machine"
-) -> tuple[Gpu, ...]:
+def usable_gpus(environ: Mapping[str, str], where: str = "this machine") -> tuple[Gpu, ...]:
     """The GPUs that a JAX process with this environment would see.
 
     Raises:
@@ -184,4 +184,4 @@ def usable_gpus(
     limit = environ.get(CUDA_VISIBLE_DEVICES)
     if limit is not None and not entries(limit):
         return ()
-    return visible(list_gpus(timeout_s), limit, where)
+    return visible(list_gpus(), limit, where)

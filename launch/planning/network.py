@@ -94,12 +94,12 @@ def _resolve_all(name: str) -> list[str]:
         return []
 
 
-def resolve(name: str, timeout_s: float = _RESOLVE_TIMEOUT_S) -> list[str]:
+def resolve(name: str) -> list[str]:
     """The addresses of a host name; empty if it has none or no answer came in time."""
     result: list[str] = []
     thread = threading.Thread(target=lambda: result.extend(_resolve_all(name)), daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(_RESOLVE_TIMEOUT_S)
     return list(result)
 
 

@@ -13,7 +13,7 @@ from stretto.benchmarks.cases.case import Case
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.peers.peers import PEERS
 from stretto.benchmarks.timing.tune import configs_for
-from stretto.kernels.choice import config_data, tables
+from stretto.kernels.choice import by_table, config_data, tables
 from stretto.kernels.fused.attention_config import Config
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.operations.attention_options import Config as Ways
@@ -58,7 +58,7 @@ def test_the_tuner_tries_both_kernels_and_the_table_tells_them_apart(kind, chang
             xla_us=1.0,
             config=config_data.to_data(config),
         )
-        is_of = [tables.is_of(entry, kernel, one.problem(machine)) for kernel in kernels]
+        is_of = [by_table.is_of(entry, kernel, one.problem(machine)) for kernel in kernels]
         assert is_of == [isinstance(config, kernel.Config) for kernel in kernels]
 
 

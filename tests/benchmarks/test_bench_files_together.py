@@ -9,7 +9,7 @@ import pytest
 
 from stretto.benchmarks.commands import bench as command
 from stretto.benchmarks.errors import BenchmarkError
-from stretto.benchmarks.measurements import machine, results
+from stretto.benchmarks.measurements import machine, merging, results
 from stretto.benchmarks.pages import terminal
 
 DRAWN = ("all_gather_matmul", "all_reduce")
@@ -62,10 +62,10 @@ def test_devices_of_a_process_are_as_many_in_files_that_are_merged(make_results,
         made.append(found)
     for pair in (made, made[::-1]):
         if alike:
-            assert results.merged(pair).machine.num_devices == max(one[1], other[1])
+            assert merging.merged(pair).machine.num_devices == max(one[1], other[1])
         else:
             with pytest.raises(BenchmarkError, match="results of different machines: layout"):
-                results.merged(pair)
+                merging.merged(pair)
 
 
 def test_a_single_device_does_not_join_layouts_that_differ(make_results):
@@ -74,13 +74,13 @@ def test_a_single_device_does_not_join_layouts_that_differ(make_results):
         layout = machine.layout(processes, devices)
         of_devices(found, devices, num_processes=processes, layout=layout)
     with pytest.raises(BenchmarkError, match="results of different machines: layout"):
-        results.merged(made)
+        merging.merged(made)
 
 
 def test_merged_with_a_rehearsal_is_no_measurement(make_results):
     made = [make_results(kernels=DRAWN[:1]) for _ in range(2)]
     made[1].measurement_of_speed = False
-    assert not results.merged(made).measurement_of_speed
+    assert not merging.merged(made).measurement_of_speed
 
 
 def test_documents_do_not_depend_on_the_order_of_the_files(tmp_path, make_results, capsys):

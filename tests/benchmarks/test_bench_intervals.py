@@ -60,6 +60,11 @@ def test_samples_of_one_visit_are_one_observation():
     assert spread.ratio(ours, theirs, 20) is None
 
 
+def test_a_visit_that_was_cut_short_counts():
+    assert spread.visits([1.0, 2.0, 9.0, 4.0, 6.0], 3).tolist() == [2.0, 5.0]
+    assert spread.visits([1.0, 2.0, 9.0], 3).tolist() == [2.0]
+
+
 def test_an_interval_is_students():
     found = spread.interval([1.0, 2.0, 3.0])
     assert found.value == 2.0

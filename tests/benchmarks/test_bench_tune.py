@@ -11,9 +11,10 @@ from bench_cases import case_of
 from stretto.benchmarks.commands import tune as tune_command
 from stretto.benchmarks.errors import UnavailableError
 from stretto.benchmarks.measurements import results, tuned_file
+from stretto.benchmarks.timing.compiling import Compiler
 from stretto.benchmarks.timing.measure import Settings
-from stretto.benchmarks.timing.tune import configs_for, tune
-from stretto.kernels.choice import config_data, tables
+from stretto.benchmarks.timing.tune import configs_for, prepare, take
+from stretto.kernels.choice import by_table, config_data, tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.blackwell.tile_config import TileConfig as BlackwellTiles
 from stretto.kernels.fused.all_gather_matmul import Config
@@ -44,7 +45,11 @@ def public(*operands, config=None, **keywords):
 def tuned(configs, **settings):
     case = case_of()
     case = dataclasses.replace(case, operation=dataclasses.replace(case.operation, public=public))
-    return tune(case, configs, dataclasses.replace(QUICK, **settings), {"jax": "1"})
+    settings = dataclasses.replace(QUICK, **settings)
+    with Compiler() as compiler:
+        prepared = prepare(case, configs, settings, compiler)
+        compiler.wait()
+        return take(prepared, settings, {"jax": "1"})
 
 
 def test_the_fastest_right_configuration_is_kept():
@@ -182,7 +187,7 @@ def check_fits(entry, kind):
         machine=machine,
     )
     serving = [kernel for kernel in operation.kernels if kernel.obstacle(problem) is None]
-    assert any(tables.is_of(entry, kernel, problem) for kernel in serving)
+    assert any(by_table.is_of(entry, kernel, problem) for kernel in serving)
 
 
 def test_a_table_is_made_from_what_the_benchmark_measured(tmp_path, make_results, capsys):

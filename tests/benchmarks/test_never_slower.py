@@ -18,6 +18,7 @@ from stretto.benchmarks.measurements.results import Draw, Measurement, Missing, 
 from stretto.benchmarks.never_slower import candidates, summary
 from stretto.benchmarks.never_slower.candidates import DRAWN
 from stretto.benchmarks.never_slower.draw import (
+    MOST_OTHERS,
     cases,
     decade_of,
     drawable,
@@ -58,7 +59,9 @@ def test_every_operation_and_decade_has_its_share(devices):
     assert kinds["eights"] / 200 >= 0.3
     for case in found:
         case.check()  # It can be cut into the devices' shares.
-        assert all(1 <= size <= 16384 for size in sizes_of_a_device(case).values())
+        sizes = sizes_of_a_device(case)
+        assert all(1 <= size <= 16384 for size in sizes.values())
+        assert sizes.get("g", 1) <= MOST_OTHERS
         assert case.devices == (devices if case.operation.communicates else 1)
 
 

@@ -88,6 +88,32 @@ class TestMemory:
             found = memory.memory_of(decoder.read(name), share, remat="elementwise")
             assert found.gb == pytest.approx(gb, rel=0.1)
 
+    @pytest.mark.parametrize("experts", [0, 16])
+    @pytest.mark.parametrize("remat", ["elementwise", "layer"])
+    @pytest.mark.parametrize("shares", [1, 4])
+    def test_it_adds_up_what_is_kept(self, experts, remat, shares):
+        """With numbers small enough to count, on two devices, each with 8 tokens."""
+        model = decoder.Decoder(
+            name="two layers", layers=2, hidden=10, heads=4, kv_heads=2, head_dim=5,
+            feed_forward=30, sequence=8, vocabulary=100, batch=1,
+            experts=experts, experts_a_token=min(3, experts),
+        )  # fmt: skip
+        share = Share(rows=8, sequence=8, tp=2)
+        of_layer = (10 * (40 + 20) + 3 * 10 * 30 * max(1, experts)) / 2
+        weights = 2 * of_layer + 2 * 100 * 10
+        gathered = 2 * of_layer * (2 + 4) if shares > 1 else 0
+        sums = 2 * (2 * 8 * 10 / 2)
+        # Of a layer: gathered rows, queries to values and what attention gives, the activations.
+        if experts:
+            rows = 8 * 3 / 2
+            whole = sums + 2 * (8 * 10 + 8 * (40 + 20) / 2 + rows * (2 * 30 + 10))
+        else:
+            whole = sums + 2 * (2 * 8 * 10 + 8 * (40 + 20) / 2 + 8 * 2 * 30 / 2)
+        found = memory.memory_of(model, share, remat=remat, state_shares=shares)
+        assert found.state == pytest.approx(weights * 18 / shares + gathered)
+        assert found.kept == pytest.approx(2 * (whole if remat == "elementwise" else sums))
+        assert found.working == pytest.approx(3 * whole + 2 * 4 * 8 / 2 * 100)
+
     def test_what_makes_it_smaller(self):
         split = Split(tp=2, dp=4)
 

@@ -30,14 +30,6 @@ def test_no_two_devices_ask_one_peer_at_the_same_step(size):
         assert len({schedule.shard_of_step(device, step, size) for device in range(size)}) == size
 
 
-@given(sizes, some.data())
-def test_step_of_shard_is_the_inverse(size, data):
-    device = data.draw(some.integers(0, size - 1))
-    for step in range(size):
-        shard = schedule.shard_of_step(device, step, size)
-        assert schedule.step_of_shard(device, shard, size) == step
-
-
 @given(sizes)
 def test_in_a_scatter_ones_own_shard_is_last_and_everybody_knows_who_makes_what(size):
     """A device makes its successors' shards in turn; the owner finds step s at `-(s + 1)`."""

@@ -12,7 +12,8 @@ import math
 import numpy as np
 
 from stretto.kernels.choice import speed, tables, transfers
-from stretto.kernels.choice.tables import Entry, Estimate, Table, ratio_between
+from stretto.kernels.choice.by_table import Estimate, ratio_between
+from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.operations import KNOWN
 from stretto.kernels.problem.machine import Machine
 from stretto.kernels.problem.problem import Problem, Types

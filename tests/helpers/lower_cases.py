@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import fused_cases as cases
 import jax
 import jax.numpy as jnp
-from compile_cases import Program, cases, fused
+from compile_programs import Program, fused
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import stretto as st
 from stretto.distributed import posting, recording
 from stretto.distributed.memory import heap
-from stretto.distributed.primitives import messages, slots
+from stretto.distributed.primitives import message_sending, messages, slots
 from stretto.distributed.simulator import FindingError
 from stretto.distributed.simulator.reports.errors import SimulationError
 from stretto.kernels.choice import choose
@@ -178,7 +178,7 @@ def test_without_the_count_the_next_launch_takes_the_last_ones_messages(traces_a
 
 def test_what_was_zeroed_is_zero_before_the_next_turn_by_a_fence(one_row_a_turn, monkeypatch):
     """Of bare messages: zeros that come late would fall on the message two turns later."""
-    monkeypatch.setattr(messages, "fence_between_turns", lambda turn: None)
+    monkeypatch.setattr(message_sending, "fence_between_turns", lambda turn: None)
     run_broken(checks.drawn((2, 2300), "int32"))  # Flags need none.
     with pytest.raises(SimulationError, match="may not have been zeroed yet"):
         run_broken()

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import stretto as st
-from stretto.kernels.choice import speed, tables
+from stretto.kernels.choice import by_table, speed, tables
 from stretto.kernels.collectives import counted_dispatch, dispatch, routed_dispatch
 from stretto.kernels.operations import OPERATIONS
 from stretto.kernels.operations.expert_checks import room_for
@@ -93,7 +93,7 @@ def test_a_layer_is_decided_by_its_moves(monkeypatch):
     """Where no table has it: by all of them."""
     operation = OPERATIONS["mixture_of_experts"]
     asked = problem("mixture_of_experts", "deepseek-v3", 64)
-    assert tables.look_up(operation.kernels[0], asked) is None
+    assert by_table.look_up(operation.kernels[0], asked) is None
     assert "expert_dispatch: the fused kernel" in chosen(asked).reason
     whole = tables.table_for(H200)
     for op, left in (("expert_dispatch", "xla"), ("expert_combine", "xla"), ("", "pallas")):

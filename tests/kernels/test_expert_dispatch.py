@@ -15,7 +15,13 @@ from selection import slow
 
 import stretto as st
 from stretto.distributed.simulator import SimulationError
-from stretto.kernels.collectives import combine, dispatch, routed_dispatch, token_tables
+from stretto.kernels.collectives import (
+    combine,
+    dispatch,
+    dispatch_block,
+    routed_dispatch,
+    token_tables,
+)
 from stretto.kernels.xla import routing as routing_tables
 from stretto.kernels.xla.routing import _fit
 
@@ -178,10 +184,10 @@ def test_derivative(tables):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (dispatch, "barrier_wait"),
+        (dispatch_block, "barrier_wait"),
         (token_tables, "barrier_wait"),
-        (dispatch, "wait_smem_to_gmem"),
-        (dispatch, "commit_smem_to_gmem_group"),
+        (dispatch_block, "wait_smem_to_gmem"),
+        (dispatch_block, "commit_smem_to_gmem_group"),
     ],
 )
 def test_each_wait_is_needed(monkeypatch, traces_apart, module, name):

@@ -15,7 +15,13 @@ import stretto as st
 from stretto.distributed import residency
 from stretto.distributed.compiling import Target, compiling_for
 from stretto.distributed.team import Team
-from stretto.kernels.collectives import dispatch, exchange, routed_dispatch, summation
+from stretto.kernels.collectives import (
+    dispatch,
+    dispatch_block,
+    exchange,
+    routed_dispatch,
+    summation,
+)
 from stretto.kernels.fused import attention_config
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.problem.machine import Machine
@@ -68,7 +74,7 @@ def test_many_choices_of_a_token_arrive_whose_first_loads_are_a_loop():
     index = draw.integers(0, 4, (48, 150), np.int32)
     x = jnp.asarray(draw.standard_normal((48, 16)), F32)
     config = dispatch.Config(slots=5, num_blocks=2)
-    assert config.slots * index.shape[1] > dispatch.MOST_UNROLLED
+    assert config.slots * index.shape[1] > dispatch_block.MOST_UNROLLED
     with st.simulate(core_count=2) as report:
         rows, routing = program(4, backend="simulator", config=config)(x, jnp.asarray(index))
         rows, routing = jax.device_get((rows, routing))

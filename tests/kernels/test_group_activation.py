@@ -20,6 +20,7 @@ from stretto.distributed.simulator import SimulationError
 from stretto.kernels.engine.hopper.applying import Applying
 from stretto.kernels.engine.hopper.tile_config import LARGE, TileConfig
 from stretto.kernels.fused import dispatch_matmul, group_activation
+from stretto.kernels.fused.activated import Activated
 from stretto.kernels.operations import mixture_rules
 from stretto.kernels.operations.mixture_steps import Layer, Operands, Options
 
@@ -43,7 +44,7 @@ def activated(rows, sizes, *sides, f, gated, biases):
     function = both if gated else relu
     how: dict[str, Any] = dict(gated=gated, tiles=TILES)
     assert group_activation.obstacle(rows, sides, function, **how) is None
-    product = group_activation.Activated.of(sides, given, function, **how)
+    product = Activated.of(sides, given, function, **how)
     assert product.width == f
     return group_activation.activated_product(rows, sizes, product, interpret=None)
 
@@ -96,9 +97,7 @@ def in_8_bits(rows, of_rows, sizes, sides, of_sides, *, gated, tiles):
     function = both if gated else relu
     how: dict[str, Any] = dict(gated=gated, tiles=tiles)
     assert group_activation.obstacle(rows, sides, function, **how) is None
-    product = group_activation.Activated.of_8_bits(
-        rows, of_rows, sides, of_sides, sizes, function, **how
-    )
+    product = Activated.of_8_bits(rows, of_rows, sides, of_sides, sizes, function, **how)
     return group_activation.activated_product(rows, sizes, product, out_dtype=BF16, interpret=None)
 
 

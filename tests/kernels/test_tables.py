@@ -9,7 +9,7 @@ import pytest
 from leave_one_out import left_out
 from problems import H100, entry, problem
 
-from stretto.kernels.choice import config_data, neighbours, speed, tables
+from stretto.kernels.choice import by_table, config_data, neighbours, speed, tables
 from stretto.kernels.choice.tables import Table, TableError
 from stretto.kernels.operations import KNOWN, OPERATIONS
 
@@ -93,7 +93,7 @@ def test_the_file_of_a_gpu():
 
 
 def test_an_exact_entry_gives_its_times_and_config(tuned):
-    found = tables.look_up(KERNEL, problem())
+    found = by_table.look_up(KERNEL, problem())
     assert found is not None
     assert found.backend == "pallas"
     assert found.config == Config(Tiles(tile_n=128), pull_slots=3)
@@ -101,13 +101,13 @@ def test_an_exact_entry_gives_its_times_and_config(tuned):
 
 
 def test_xla_where_it_was_faster(tuned):
-    found = tables.look_up(KERNEL, problem(m=512))
+    found = by_table.look_up(KERNEL, problem(m=512))
     assert found is not None
     assert found.backend == "xla"
 
 
 def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
-    found = tables.look_up(KERNEL, problem(n=12288))
+    found = by_table.look_up(KERNEL, problem(n=12288))
     assert found is not None
     assert found.backend == "pallas"
     assert found.config.pull_slots == 3
@@ -128,11 +128,11 @@ def test_a_near_shape_lends_its_config_but_not_its_times(tuned):
     ],
 )
 def test_a_far_shape_or_another_problem_is_not_decided(tuned, other):
-    assert tables.look_up(KERNEL, problem(**other)) is None
+    assert by_table.look_up(KERNEL, problem(**other)) is None
 
 
 def test_an_entry_whose_config_does_not_fit_the_problem_is_not_used(tuned):
-    assert tables.look_up(KERNEL, problem(dtype="float32", out_dtype="float32")) is None
+    assert by_table.look_up(KERNEL, problem(dtype="float32", out_dtype="float32")) is None
 
 
 def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
@@ -140,7 +140,7 @@ def test_an_entry_with_fields_that_the_kernel_lost_is_not_used(tuned):
     class Without:
         tiles: Tiles = Tiles()
 
-    assert tables.look_up(kernel(Without), problem()) is None
+    assert by_table.look_up(kernel(Without), problem()) is None
 
 
 def has(monkeypatch, *entries):
@@ -149,28 +149,28 @@ def has(monkeypatch, *entries):
 
 def test_a_tie_at_another_shape_goes_to_xla(monkeypatch):
     has(monkeypatch, entry(fused_us=99.0, xla_us=100.0))
-    assert tables.look_up(KERNEL, problem()).backend == "pallas"
-    assert tables.look_up(KERNEL, problem(n=8200)).backend == "xla"
+    assert by_table.look_up(KERNEL, problem()).backend == "pallas"
+    assert by_table.look_up(KERNEL, problem(n=8200)).backend == "xla"
 
 
 def test_a_single_entry_of_an_untried_kernel_decides_no_far_shape(monkeypatch):
     untried = dataclasses.replace(KERNEL, untried=True)
     has(monkeypatch, entry(fused_us=50.0, xla_us=100.0))
-    assert tables.look_up(untried, problem(m=4096)).backend == "pallas"
-    assert tables.look_up(untried, problem(m=2048)) is None
-    assert tables.look_up(KERNEL, problem(m=2048)).backend == "pallas"
+    assert by_table.look_up(untried, problem(m=4096)).backend == "pallas"
+    assert by_table.look_up(untried, problem(m=2048)) is None
+    assert by_table.look_up(KERNEL, problem(m=2048)).backend == "pallas"
     has(monkeypatch, *(entry(m=m, fused_us=50.0, xla_us=100.0) for m in (8192, 16384)))
-    assert tables.look_up(untried, problem(m=2048)).backend == "pallas"
+    assert by_table.look_up(untried, problem(m=2048)).backend == "pallas"
 
 
 def test_a_shape_between_two_is_decided_by_both(monkeypatch):
     """By the nearest alone it would be the other way round."""
     near, far = entry(fused_us=98.0), entry(m=2048, fused_us=400.0)
     has(monkeypatch, dataclasses.replace(near, xla_us=100.0), far)
-    found = tables.look_up(KERNEL, problem(m=4160))
+    found = by_table.look_up(KERNEL, problem(m=4160))
     assert found.backend == "pallas" and "8192x8192x8192, 2048x8192x8192" in found.reason
     has(monkeypatch, dataclasses.replace(near, xla_us=100.0))
-    assert tables.look_up(KERNEL, problem(m=4160)).backend == "xla"
+    assert by_table.look_up(KERNEL, problem(m=4160)).backend == "xla"
 
 
 def test_the_estimate_is_corrected_by_what_it_was_off(monkeypatch):
@@ -181,7 +181,7 @@ def test_the_estimate_is_corrected_by_what_it_was_off(monkeypatch):
 
     has(monkeypatch, entry(fused_us=0.6, xla_us=1.0))
     for rows, expected in ((8192, 0.6), (4096, 1.2), (2048, 2.4), (16384, 0.3)):
-        found = tables.look_up(KERNEL, problem(m=rows), estimate)
+        found = by_table.look_up(KERNEL, problem(m=rows), estimate)
         assert found.backend == ("pallas" if expected < 1 else "xla")
         assert f"{100 * expected:.0f}%" in found.reason
 
@@ -189,9 +189,17 @@ def test_the_estimate_is_corrected_by_what_it_was_off(monkeypatch):
 def test_only_a_near_shape_lends_its_config(monkeypatch):
     lent = {"pull_slots": 3}
     has(monkeypatch, entry(fused_us=1.0, xla_us=2.0, config=lent))
-    assert tables.look_up(KERNEL, problem(m=4096)).config.pull_slots == 3
+    assert by_table.look_up(KERNEL, problem(m=4096)).config.pull_slots == 3
     far = problem(m=2048)
-    assert tables.look_up(KERNEL, far).config == KERNEL.default(far)
+    assert by_table.look_up(KERNEL, far).config == KERNEL.default(far)
+
+
+def test_the_nearest_entry_is_within_a_doubling():
+    table = Table(KIND, (entry(), entry(m=65536)))
+    assert table.nearest(problem(m=4096)) == (table.entries[0], 1.0)
+    assert table.nearest(problem(m=2048)) is None
+    assert [distance for distance, _ in table.near(problem(m=2048))] == [2.0]
+    assert table.near(problem(m=512)) == []
 
 
 def test_weights_fall_with_the_distance():
@@ -221,8 +229,8 @@ def test_distance_counts_doublings():
 def test_a_missing_table_warns_once_and_decides_nothing(tuned):
     other = problem(kind="NVIDIA H200")
     with pytest.warns(UserWarning, match=r"no tuned table for NVIDIA H200.*stretto tune"):
-        assert tables.look_up(KERNEL, other) is None
-    assert tables.look_up(KERNEL, other) is None  # no second warning: those are errors
+        assert by_table.look_up(KERNEL, other) is None
+    assert by_table.look_up(KERNEL, other) is None  # no second warning: those are errors
 
 
 @pytest.mark.parametrize(
@@ -243,7 +251,7 @@ def test_a_damaged_table_says_what_is_wrong(tuned, text, message):
     with pytest.raises(TableError, match=message):
         tables.read(path)
     with pytest.warns(UserWarning, match=r"no tuned table for .*: estimates"):
-        assert tables.look_up(KERNEL, problem()) is None
+        assert by_table.look_up(KERNEL, problem()) is None
 
 
 def test_a_config_survives_the_table():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stretto.kernels.choice import config_data, tables
+from stretto.kernels.choice import by_table, config_data, tables
 from stretto.kernels.choice.tables import Entry, Table
 from stretto.kernels.engine.hopper.tile_config import (
     LARGE,
@@ -341,7 +341,7 @@ def near(monkeypatch, operation: str, config, dtype: str = "bfloat16") -> None:
 
 
 def looked_up(operation: str, *sizes: int):
-    found = tables.look_up(OPERATIONS[operation].kernels[0], problem(operation, *sizes))
+    found = by_table.look_up(OPERATIONS[operation].kernels[0], problem(operation, *sizes))
     assert found is not None
     return found.config
 
@@ -443,7 +443,7 @@ def test_between_entries_products_in_8_bits_share_where_that_is_faster(
     kernel = EIGHT_BITS[operation].kernels[0]
     config = dataclasses.replace(kernel.Config(), tiles=LARGE_FP8)
     near(monkeypatch, operation, config, dtype="float8_e4m3fn")
-    found = tables.look_up(kernel, eight_bits(operation, *sizes))
+    found = by_table.look_up(kernel, eight_bits(operation, *sizes))
     assert found is not None
     # Gathers keep what was fastest but for the tiles.
     others = config if operation == "all_gather_matmul_fp8" or tiles == LARGE_FP8 else found.config

@@ -27,7 +27,7 @@ def here(monkeypatch):
 
     def have(n: int) -> None:
         listing = gpus.Listing(GPUS[:n])
-        monkeypatch.setattr(gpus, "list_gpus", lambda _=None: listing)
+        monkeypatch.setattr(gpus, "list_gpus", lambda: listing)
 
     have(0)
     return have

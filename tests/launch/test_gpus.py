@@ -69,10 +69,17 @@ def test_driver_that_fails_is_no_machine_without_gpus(smi, status, words):
     assert usable_gpus({"JAX_PLATFORMS": "cpu"}) == ()  # who asks for the CPU gets it
 
 
+def test_no_driver_is_asked_where_no_gpu_may_be_seen(smi):
+    smi("Failed to initialize NVML\n", 18)
+    for limit in ("", "-1", "NoDevFiles"):
+        assert usable_gpus({"CUDA_VISIBLE_DEVICES": limit}) == ()
+
+
 def test_driver_that_hangs(smi, monkeypatch):
     smi("", first="sleep 9")
+    monkeypatch.setattr(gpus, "NVIDIA_SMI_TIMEOUT_S", 0.2)
     with pytest.raises(LaunchError, match=r"gave no answer within 0\.2 s"):
-        list_gpus(0.2)
+        list_gpus()
 
 
 LOST = "Unable to determine the device handle for GPU0000:04:00.0: Unknown Error\n"
@@ -149,5 +156,5 @@ def test_visible_devices_that_are_not_there(limit, words):
     ],
 )
 def test_usable(monkeypatch, environ, count):
-    monkeypatch.setattr(gpus, "list_gpus", lambda _: Listing(parse_listing(LISTING)))
+    monkeypatch.setattr(gpus, "list_gpus", lambda: Listing(parse_listing(LISTING)))
     assert len(usable_gpus(environ)) == count

@@ -15,7 +15,7 @@ KEPT = {0: {0, 1}, 1: {2, 3}}
 def host(monkeypatch):
     """A host with four GPUs; the cores that the agent kept to are in the list."""
     kept: list[set[int]] = []
-    monkeypatch.setattr(gpus, "list_gpus", lambda *_: FOUR)
+    monkeypatch.setattr(gpus, "list_gpus", lambda: FOUR)
     monkeypatch.setattr(
         gpu_checks, "cores_beside", lambda found: KEPT.get(found[0].index) if found else None
     )

@@ -42,6 +42,12 @@ def test_module_runs_as_under_python(start_job, package):
     assert result.stdout == f"[0] 7 {['-n', '--lr=1', script]} trainer\n"
 
 
+def test_working_directory_comes_before_installed_modules(start_job, package):
+    (package / "rich.py").write_text("print('my own')")
+    result = start_job("", command=(*STRETTO_RUN, *LOCAL, "-n", "1", "-m", "rich")).result()
+    assert (result.status, result.stdout) == (0, "[0] my own\n"), result.stderr
+
+
 def test_failure_of_a_module_begins_in_it(start_job, package):
     command = (*STRETTO_RUN, *LOCAL, "-n", "2", "-m", "trainer.steps", "fail")
     result = start_job("", command=command).result()

@@ -124,8 +124,11 @@ def test_loss_and_gradients_of_whole_arrays(kind, types, sequence_parallel):
 
 @pytest.mark.parametrize("axis_names", [{"dp", "tp"}, {"tp"}, {"dp"}])
 def test_inside_shard_map(axis_names):
-    """Of all axes, with "dp" left to the compiler, and with "tp" left to the layer."""
-    model = ours("gated", parallel=sf.Parallel(mesh=mesh_of()))
+    """Of all axes, with "dp" left to the compiler, and with "tp" left to the layer.
+
+    An enclosing `shard_map` over "dp" has split the batch already.
+    """
+    model = ours("gated", parallel=sf.Parallel(mesh=mesh_of(), batch_axes="dp"))
     graph, state = nnx.split(model)
     tokens = P(*(name if name in axis_names else None for name in ("dp", "tp")))
     specs = nnx.get_partition_spec(state) if "tp" in axis_names else P()

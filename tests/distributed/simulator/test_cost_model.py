@@ -28,8 +28,8 @@ RATES = CostModel(
 )
 
 
-def ring_all_gather(count, cost_model=None, trace=False):
-    """Every shard goes once around the ring; returns the report."""
+def ring_all_gather(count, cost_model=None, trace=False, launches=1):
+    """Every shard goes once around the ring, in each launch; returns the report."""
 
     def body(x_ref, out_ref, smem, landed, received_sem):
         device = lax.axis_index("x")
@@ -62,7 +62,8 @@ def ring_all_gather(count, cost_model=None, trace=False):
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     x = np.arange(count * ROWS * COLUMNS, dtype=np.float32).reshape(count * ROWS, COLUMNS)
     with simulate(cost_model=cost_model, trace=trace) as report:
-        out = np.asarray(jax.jit(mapped)(x))
+        for _ in range(launches):
+            out = np.asarray(jax.jit(mapped)(x))
     np.testing.assert_array_equal(out, np.tile(x.reshape(count, ROWS, COLUMNS), (count, 1, 1)))
     return report
 
@@ -81,6 +82,11 @@ def test_time_of_a_ring(count):
     assert statistics.signals == count * (count - 1)
 
 
+def test_times_of_launches_add_up():
+    once, twice = (ring_all_gather(2, RATES, launches=n).statistics for n in (1, 2))
+    assert twice.predicted_seconds == pytest.approx(2 * once.predicted_seconds)
+
+
 def test_no_time_without_a_model():
     assert ring_all_gather(2).statistics.predicted_seconds == 0
 
@@ -94,11 +100,12 @@ def test_overlap_of_copies_and_arithmetic():
     flops = 2 * 256 * 1024 * 512
     model = CostModel(matmul_flops=1e12, memory_bandwidth=1e12, launch_latency=0.0)
     with simulate(cost_model=model, core_count=4) as report:
-        jax.block_until_ready(hopper_matmul_mgpu.matmul(a, b, None, tuning))
+        for _ in range(2):
+            jax.block_until_ready(hopper_matmul_mgpu.matmul(a, b, None, tuning))
     statistics = report.statistics
-    assert statistics.flops == flops
-    assert statistics.matmul_busy_seconds == pytest.approx(flops / 1e12)
-    assert flops / 1e12 <= statistics.predicted_seconds < 1.1 * flops / 1e12
+    assert statistics.flops == 2 * flops
+    assert statistics.matmul_busy_seconds == pytest.approx(2 * flops / 1e12)
+    assert 2 * flops / 1e12 <= statistics.predicted_seconds < 1.1 * 2 * flops / 1e12
 
 
 def test_scaled_model_stands_for_a_larger_problem():

@@ -19,26 +19,10 @@ TILE_K = {2: (64, 128), 3: (64,)}
 LSE_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionTiles:
-    """How attention is cut up.
-
-    Attributes:
-      warpgroups: that attend, each with 64 queries of a tile: 2 or 3.
-      tile_k: keys of a block.
-      num_stages: blocks of keys and values that are loaded ahead.
-    """
+class WholeTiles:
+    """Tiles of attention and of its derivative, as the engine asks for them: blocks share none."""
 
     architecture: ClassVar[str] = HOPPER
-
-    warpgroups: int = 2
-    tile_k: int = 128
-    num_stages: int = 2
-
-    @property
-    def tile_m(self) -> int:
-        """Queries of a tile."""
-        return ROWS * self.warpgroups
 
     @property
     def tile_n(self) -> int:
@@ -52,7 +36,7 @@ class AttentionTiles:
 
     @property
     def takes_edges(self) -> bool:
-        """Chunks of keys are whole blocks."""
+        """Chunks are whole tiles of queries and blocks of keys."""
         return False
 
     @property
@@ -62,8 +46,28 @@ class AttentionTiles:
 
     @property
     def raster_width(self) -> int:
-        """Tiles are in another order (`AttentionOrder`)."""
+        """Tiles are in an order of attention's own (`AttentionOrder`, `BlockOrder`)."""
         return 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionTiles(WholeTiles):
+    """How attention is cut up.
+
+    Attributes:
+      warpgroups: that attend, each with 64 queries of a tile: 2 or 3.
+      tile_k: keys of a block.
+      num_stages: blocks of keys and values that are loaded ahead.
+    """
+
+    warpgroups: int = 2
+    tile_k: int = 128
+    num_stages: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return ROWS * self.warpgroups
 
     def check(self) -> None:
         """Raises ValueError for what registers or tensor cores cannot take."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
-from stretto.kernels.engine.hopper.attention.config import DIMS, ROWS
-from stretto.kernels.problem.machine import HOPPER
+from stretto.kernels.engine.hopper.attention.config import DIMS, ROWS, WholeTiles
 
 WARPGROUPS = 2
 """That derive, each with 64 keys of a block, and a quarter or half of what queries get."""
@@ -21,7 +19,7 @@ PIECE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DerivativeTiles:
+class DerivativeTiles(WholeTiles):
     """How the derivative of attention is cut up.
 
     Attributes:
@@ -32,8 +30,6 @@ class DerivativeTiles:
       parts: of the heads of queries that share a head of keys, which blocks take apart; it divides
         their number. By default as many as share the work best; their sums are rounded each.
     """
-
-    architecture: ClassVar[str] = HOPPER
 
     ordered: bool = False
     turns: bool = False
@@ -48,31 +44,6 @@ class DerivativeTiles:
     def tile_m(self) -> int:
         """Keys of a block: the rows of a tile of the result."""
         return self.tile_k
-
-    @property
-    def tile_n(self) -> int:
-        """The largest head size."""
-        return max(DIMS)
-
-    @property
-    def blocks(self) -> int:
-        """Every tile is made by one block."""
-        return 1
-
-    @property
-    def takes_edges(self) -> bool:
-        """Chunks are whole blocks of keys and tiles of queries."""
-        return False
-
-    @property
-    def most_parts(self) -> int:
-        """Blocks share no tile."""
-        return 1
-
-    @property
-    def raster_width(self) -> int:
-        """Tiles are in another order."""
-        return 1
 
     def check(self) -> None:
         """Raises ValueError for a number of parts that no group of heads has."""
