@@ -13,6 +13,7 @@ from stretto.distributed.simulator.machine import Machine
 from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
 from stretto.distributed.simulator.refusals.limits import over_limits
 from stretto.distributed.simulator.refusals.unsupported import check_primitives
+from stretto.distributed.simulator.reports import peers
 from stretto.distributed.simulator.reports.deadlock import describe_deadlock
 from stretto.distributed.simulator.reports.errors import (
     DeadlockError,
@@ -119,6 +120,7 @@ class KernelCall:
             error.report = report
             raise
         finally:
+            peers.explain(machine, machine.detector.suspects)
             report.launches += 1
             if report.trace is not None:
                 report.trace.next_launch()
