@@ -13,7 +13,6 @@ from stretto.distributed.simulator.machine import Machine
 from stretto.distributed.simulator.program import Compiler, KernelInfo, Program
 from stretto.distributed.simulator.refusals.limits import over_limits
 from stretto.distributed.simulator.refusals.unsupported import check_primitives
-from stretto.distributed.simulator.reports import peers
 from stretto.distributed.simulator.reports.deadlock import describe_deadlock
 from stretto.distributed.simulator.reports.errors import (
     DeadlockError,
@@ -25,6 +24,7 @@ from stretto.distributed.simulator.reports.flaws import Flaw
 from stretto.distributed.simulator.reports.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
+from stretto.distributed.simulator.state import peers
 from stretto.distributed.simulator.state.allocations import is_semaphore
 from stretto.distributed.simulator.state.device import Device
 from stretto.distributed.simulator.state.memory import Buffer, poison

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.distributed.simulator.reports import peers
-from stretto.distributed.simulator.state.semaphores import Semaphore
+from stretto.distributed.simulator.reports.words import devices
 from stretto.distributed.sites import Site, is_kernel_code
 
 _SHOWN = 24
@@ -52,11 +51,15 @@ def _who(tasks: list[Any]) -> str:
     return "; ".join(t.describe() for t in tasks[:4]) + more
 
 
+def _is_semaphore(on: Any) -> bool:
+    """Whether what is waited for is a semaphore, and not a barrier or a copy."""
+    return hasattr(on, "signalled_by")
+
+
 def _is_own(wait: Any) -> bool:
     """Whether a wait is the kernel's own, and not one of `kernel.launch` around its body."""
     on = wait.on
-    is_semaphore = isinstance(on, Semaphore)
-    return not is_semaphore or not on.array.is_of_launch or is_kernel_code(wait.site)
+    return not _is_semaphore(on) or not on.array.is_of_launch or is_kernel_code(wait.site)
 
 
 def _around_body(wait: Any) -> str:
@@ -66,7 +69,7 @@ def _around_body(wait: Any) -> str:
     return "has not begun its body: kernel.launch waits there for a peer that has not started."
 
 
-def who_signals(semaphore: Semaphore, sites: list[Site]) -> str:
+def who_signals(semaphore: Any, sites: list[Site]) -> str:
     """Who has signalled a semaphore so far, and at which of the kernel's lines it is signalled."""
     by_site: dict[Site, list[str]] = {}
     for (_, who, site), times in semaphore.signalled_by.items():
@@ -87,7 +90,7 @@ def _astray(machine: Any, tasks: list[Any]) -> list[str]:
     """Signals to devices that want no more, of semaphores for which `tasks` of others wait."""
     stuck = {t.device.index for t in tasks}
     lines: dict[tuple, str] = {}
-    for semaphore in (t.waiting.on for t in tasks if isinstance(t.waiting.on, Semaphore)):
+    for semaphore in (t.waiting.on for t in tasks if _is_semaphore(t.waiting.on)):
         key = semaphore.array.key
         for device in machine.devices:
             if device.index in stuck or key not in device.semaphores:
@@ -99,7 +102,7 @@ def _astray(machine: Any, tasks: list[Any]) -> list[str]:
             text = (
                 f"  Semaphore {item.name} of device {device.index} has got {item.total}, and waits"
                 f" for it want {item.needed or 'nothing'}:"
-                f" {peers.devices(d for d, *_ in item.signalled_by)} signalled it, at {sites}. Is"
+                f" {devices(d for d, *_ in item.signalled_by)} signalled it, at {sites}. Is"
                 " the peer of a signal wrong?"
             )
             lines.setdefault((key, sites), text)

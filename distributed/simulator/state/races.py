@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from stretto.distributed.simulator.reports import accesses, peers
+from stretto.distributed.simulator.reports import accesses
 from stretto.distributed.simulator.reports.report import Finding, Report
+from stretto.distributed.simulator.state import peers
 from stretto.distributed.simulator.state.clocks import Clock, knows
 from stretto.distributed.simulator.state.freed import in_heirs
 from stretto.distributed.simulator.state.memory import INITIAL, UNWRITTEN, Region

@@ -191,6 +191,6 @@ class SemaphoreArray:
         return self.early or self.name in _OF_LAUNCH
 
     def name_of(self, index: int) -> str:
-        """What reports call an element, as the kernel indexes it."""
-        place = ", ".join(str(i) for i in np.unravel_index(index, self.shape)) if self.shape else ""
-        return f"{self.name}[{place}]" if place else self.name
+        """What reports call an element, as those of GPUs do (`memory/mailbox.py`)."""
+        place = np.unravel_index(index, self.shape) if self.shape else ()
+        return self.name + "".join(f"[{i}]" for i in place)

@@ -138,7 +138,7 @@ def test_semaphores_are_called_by_their_indices():
             semaphore_arrays=dict(never=SemaphoreArray((2, 3))),
         )[0]  # fmt: skip
 
-    assert "semaphore never[1, 2] >= 1" in str(report_of(waits))
+    assert "semaphore never[1][2] >= 1" in str(report_of(waits))
 
 
 def test_a_copy_outside_of_its_array_is_told_as_that():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.distributed.simulator.reports.report import Finding
+from stretto.distributed.simulator.reports.words import devices
 from stretto.distributed.simulator.state.memory import UNWRITTEN, Region
 
 _SHOWN = 4
@@ -227,13 +228,3 @@ def _sites_of(semaphore: Any, peer: int) -> list[str]:
 
 def _signallers(semaphore: Any) -> set[int]:
     return {device for device, *_ in semaphore.signalled_by}
-
-
-def devices(numbers: Iterable[int]) -> str:
-    """Devices in words, such as "devices 0, 1 and 3"."""
-    names = [str(n) for n in sorted(set(numbers))]
-    if not names:
-        return "nobody"
-    if len(names) == 1:
-        return f"device {names[0]}"
-    return f"devices {', '.join(names[:-1])} and {names[-1]}"
