@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -100,6 +101,31 @@ def check_counts(
         raise ValueError(
             f"kernel {name}: waiting_warps={waiting_warps} must not be negative, and needs a"
             " team to wait for."
+        )
+
+
+def check_body(name: str, body: Any, waiting_warps: int) -> None:
+    """The body's parameter `handshake`, which `waiting_warps` passes.
+
+    Raises:
+      TypeError: with `waiting_warps` the body has no such parameter, or without it needs one.
+    """
+    try:
+        parameters = inspect.signature(body).parameters.values()
+    except (TypeError, ValueError):  # A callable without a signature.
+        return
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    own = [p for p in parameters if p.name == "handshake"]
+    if waiting_warps and not (own or takes_any):
+        raise TypeError(
+            f"kernel {name}: waiting_warps={waiting_warps} passes the body a handshake, by which it"
+            " waits for its peers itself; give the body a parameter `handshake`, or leave out"
+            " waiting_warps."
+        )
+    if own and own[0].default is own[0].empty and not waiting_warps:
+        raise TypeError(
+            f"kernel {name}: the body has a parameter `handshake`, which only a kernel with"
+            " waiting_warps passes; leave out the parameter, or pass waiting_warps."
         )
 
 

@@ -107,6 +107,7 @@ def launch(
     arguments.check_names(name, team, semaphore_arrays or {}, scratch or {})
     arrays, scratch = dict(semaphore_arrays or {}), dict(scratch or {})
     arguments.check_counts(name, num_blocks, cluster, num_threads, waiting_warps, team)
+    arguments.check_body(name, body, waiting_warps)
     operands = arguments.as_arrays(operands)
     arguments.check_arrays(name, operands, out_type, symmetric)
     together = team is not None and not team.is_alone

@@ -105,7 +105,18 @@ class Checks(SemaphoreChecks):
 
     def stray(self, copy: Any, taken: Taken) -> None:
         """A copy takes more than the window that it is given, or something else."""
-        if taken.stray:
+        if not taken.stray:
+            return
+        buffer = taken.region.buffer
+        if not taken.region.get().size:
+            self._find(
+                "stray copy",
+                f"a copy to {buffer.describe()}, shape {buffer.data.shape}, issued by"
+                f" {copy.issuer.describe()} at {copy.site} has no element inside: {taken.why}. Is"
+                " an offset or a count wrong?",
+                copy.site,
+            )
+        else:
             self._find(
                 "stray copy",
                 f"{copy.describe()} at {copy.site} takes {taken.stray} elements outside of its"

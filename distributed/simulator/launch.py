@@ -24,6 +24,7 @@ from stretto.distributed.simulator.reports.flaws import Flaw
 from stretto.distributed.simulator.reports.report import Report
 from stretto.distributed.simulator.scheduler import Scheduler
 from stretto.distributed.simulator.settings import Settings
+from stretto.distributed.simulator.state import peers
 from stretto.distributed.simulator.state.allocations import is_semaphore
 from stretto.distributed.simulator.state.device import Device
 from stretto.distributed.simulator.state.memory import Buffer, poison
@@ -119,6 +120,7 @@ class KernelCall:
             error.report = report
             raise
         finally:
+            peers.explain(machine, machine.detector.suspects)
             report.launches += 1
             if report.trace is not None:
                 report.trace.next_launch()

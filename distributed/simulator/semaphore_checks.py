@@ -110,7 +110,7 @@ class SemaphoreChecks:
 
     def left_over(self, semaphore: Semaphore) -> None:
         """A semaphore is not zero at the end that should be."""
-        sites = tuple(sorted({s for _, s in semaphore.signalled_by}, key=str))
+        sites = tuple(sorted({s for *_, s in semaphore.signalled_by}, key=str))
         lines = "; ".join(map(str, sites))
         what = _HARMLESS
         if semaphore.persistent:

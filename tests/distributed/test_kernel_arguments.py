@@ -20,15 +20,15 @@ EMPTY = jax.ShapeDtypeStruct((0, 128), jnp.float32)
 ONE = dict(sem=SemaphoreArray())
 
 
-def copy(x, *more, devices=2, **options):
+def copy(x, *more, devices=2, body=None, **options):
     """Every device's rows by a kernel with such arguments, in the simulator."""
 
-    def body(x_ref, *refs, **_):
+    def copied(x_ref, *refs, **_):
         refs[len(more)][...] = x_ref[...]
 
     def run(x):
         how: dict = dict(name="copy", team=Team.along("x"), out_type=[LIKE], num_blocks=1)
-        return kernel.launch(body, x, *more, **{**how, **options})[0]
+        return kernel.launch(body or copied, x, *more, **{**how, **options})[0]
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
     with st.simulate(seed=0):
@@ -61,6 +61,14 @@ def test_values(options, message):
         (dict(name=None), "name=None of a kernel is of type NoneType"),
         (dict(team="x"), r"team='x' is of type str; pass Team.along\(axis_name\)"),
         (dict(semaphore_arrays=[SemaphoreArray()]), "semaphore_arrays is of type list; it must be"),
+        (
+            dict(body=lambda x_ref, out_ref: None, waiting_warps=1),
+            "give the body a parameter",
+        ),
+        (
+            dict(body=lambda x_ref, out_ref, handshake: None),
+            "which only a kernel with waiting",
+        ),
         (dict(scratch=[plgpu.Barrier()]), "scratch is of type list; it must be a dictionary"),
         (dict(out_type=[None]), "result 0 is of type NoneType; it has no shape"),
         (dict(semaphore_arrays=dict(sem=2)), r"semaphore_arrays\['sem'\] is of type int"),

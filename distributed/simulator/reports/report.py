@@ -24,6 +24,7 @@ class Finding:
       is_warning: legal on today's devices, so it fails no run.
       count: how often it was seen.
       launch: which launch of the simulation it is from, from 0.
+      notes: what the rest of the run tells about it, such as a peer that may be wrong.
     """
 
     kind: str
@@ -33,10 +34,11 @@ class Finding:
     is_warning: bool = False
     count: int = 1
     launch: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         times = f" (seen {self.count} times)" if self.count > 1 else ""
-        return f"[{self.kind}] {self.message}{times}"
+        return "\n  ".join((f"[{self.kind}] {self.message}{times}", *self.notes))
 
 
 @dataclass
@@ -75,15 +77,16 @@ class Report:
     trace: Trace | None = None
     _seen: dict[Hashable, Finding] = field(default_factory=dict, repr=False)
 
-    def add(self, finding: Finding) -> None:
-        """Adds a finding, or counts it if it is known."""
+    def add(self, finding: Finding) -> bool:
+        """Adds a finding, or counts it if it is known; whether it is new."""
         known = self._seen.get(finding.key)
         if known is not None:
             known.count += 1
-            return
+            return False
         finding.launch = self.launches
         self._seen[finding.key] = finding
         (self.warnings if finding.is_warning else self.findings).append(finding)
+        return True
 
     @property
     def ok(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stretto.distributed.simulator.program import Compiler, Step, rule
+from stretto.distributed.simulator.reports.deadlock import who_signals
 from stretto.distributed.simulator.state.barriers import pick
 from stretto.distributed.simulator.state.races import Access
 from stretto.distributed.simulator.state.semaphores import Semaphore
@@ -49,7 +50,7 @@ def signal(
         machine.touch(semaphore.device, access)
     machine.checks.atomic_touch(semaphore, access)
     machine.report.statistics.signals += 1
-    semaphore.signalled_by[task.describe(), access.site] += 1
+    semaphore.signalled_by[task.device.index, task.describe(), access.site] += 1
     target = machine.devices[semaphore.device].describe()
     machine.note(task, f"signal {semaphore.name} of {target}", machine.now(task))
     remote = semaphore.device != task.device.index
@@ -195,11 +196,7 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
     is_bounded = eqn.primitive.name == "stretto_wait"
 
     def helpers(semaphore: Semaphore) -> str:
-        lines = [f"{who} x{n} at {at}" for (who, at), n in semaphore.signalled_by.items()]
-        told = "signalled so far by " + "; ".join(lines) if lines else "nobody has signalled it"
-        sites = kernel.signal_sites.get(tag, [])
-        could = "; ".join(map(str, sites)) if sites else "no signal of it is in the kernel"
-        return f"{told}. Signals of it in the kernel: {could}"
+        return who_signals(semaphore, kernel.signal_sites.get(tag, []))
 
     def step(task: Any, env: list) -> Generator:
         yield
@@ -210,6 +207,7 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
         statistics.waits += 1
         begin, blocked = task.machine.now(task), semaphore.value < wanted
         statistics.blocked_waits += blocked
+        needed = semaphore.ask(wanted)
         while semaphore.value < wanted:
             yield Wait(
                 semaphore,
@@ -222,6 +220,7 @@ def _semaphore_wait(compiler: Compiler, eqn: Any) -> Step:
             wanted, task.device.index, scope, bool(decrement(env))
         )
         task.acquire(clock, committed)
+        task.waits.add(semaphore, site, needed)
         blocked |= time > task.time
         task.time = max(task.time, time)
         if blocked:

@@ -23,19 +23,21 @@ class Copy:
       issuer: the task that issued it.
       site: where.
       destination: where it goes.
+      waited: how many semaphores the issuer had waited for.
       reading, writing: (timeline, value) of its read and of its write.
       read_done, write_done: how far it is.
     """
 
     __slots__ = (
         "_clock", "body", "destination", "issuer", "polled", "priority", "read_done", "reading",
-        "site", "time", "waiters", "waiting", "write_done", "writing",
+        "site", "time", "waited", "waiters", "waiting", "write_done", "writing",
     )  # fmt: skip
 
     def __init__(self, issuer: Any, site: Site, destination: Region):
         self.issuer = issuer
         self.site = site
         self.destination = destination
+        self.waited = issuer.waits.count
         clock = issuer.clock
         self.reading = issuer.asyncs.start(clock)
         self._clock = clocks.advance(issuer.release(), *self.reading)

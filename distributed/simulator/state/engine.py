@@ -21,7 +21,7 @@ class Taken:
     Attributes:
       region: what of it lies inside the array.
       overhang: None if all does; else (shape of the window, index in it of what `region` holds).
-      stray: elements of `region` that the window does not name.
+      stray: elements of `region` that the window does not name; all, if it lies outside.
       why: that there are any, in words.
     """
 
@@ -44,6 +44,8 @@ class _InARow(Region):
 
     def describe(self) -> str:
         """The region in words."""
+        if self.index.start == self.index.stop:
+            return f"nothing of {self.buffer.describe()}"
         return f"elements {self.index.start} to {self.index.stop - 1} of {self.buffer.describe()}"
 
 
@@ -75,10 +77,14 @@ def taken(plan: ViewPlan, buffer: Buffer, env: list, layout: Layout, *, may_be_f
 def _flat(buffer: Buffer, starts: tuple[int, ...], whole: tuple[int, ...], inside: int) -> Taken:
     """One flat copy, up to the end of the buffer, though the window ends before."""
     first = sum(map(math.prod, zip(starts, windows.strides_of(buffer.data.shape), strict=True)))
-    count = min(math.prod(whole), buffer.data.size - first) if first >= 0 else 0
+    if not 0 <= first < buffer.data.size:
+        nothing = np.unravel_index(np.arange(0), whole)
+        why = f"it begins at {tuple(map(int, starts))}, outside of the array, and is dropped"
+        return Taken(_InARow(buffer, 0, 0), (whole, nothing), math.prod(whole), why)
+    count = min(math.prod(whole), buffer.data.size - first)
     order = np.unravel_index(np.arange(count), whole)
     why = "a contiguous window is copied in one go, past the edge that it reaches over"
-    return Taken(_InARow(buffer, max(first, 0), count), (whole, order), count - inside, why)
+    return Taken(_InARow(buffer, first, count), (whole, order), count - inside, why)
 
 
 def check_promise(mode: Any, overhang: tuple | None) -> str | None:

@@ -7,12 +7,15 @@ strided or an empty slice is exactly the elements it names.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from stretto.distributed.simulator.reports import accesses
 from stretto.distributed.simulator.reports.report import Finding, Report
+from stretto.distributed.simulator.state import peers
 from stretto.distributed.simulator.state.clocks import Clock, knows
 from stretto.distributed.simulator.state.freed import in_heirs
 from stretto.distributed.simulator.state.memory import INITIAL, UNWRITTEN, Region
@@ -76,6 +79,10 @@ class RaceDetector:
     Args:
       report: where findings go.
       detect_races: without it only reads of memory that nobody has written are found.
+
+    Attributes:
+      writers: for the global memory called (key, device), how often each (device, site) wrote it.
+      suspects: findings that a wrong peer may have caused.
     """
 
     def __init__(self, report: Report, detect_races: bool):
@@ -84,6 +91,9 @@ class RaceDetector:
         self._writes: list[Access | None] = [None, None]
         self._reads: list[dict[int, Access]] = [{}]
         self._gone: dict[int, int] = {}
+        self._unwritten: set[tuple[Site, str]] = set()
+        self.writers: dict[tuple[Any, int], Counter[tuple[int, Site]]] = {}
+        self.suspects: list[peers.Suspect] = []
 
     def read(self, region: Region, access: Access) -> None:
         """Checks and records a read."""
@@ -104,6 +114,9 @@ class RaceDetector:
         ids = region.write_ids()
         if not ids.size:
             return
+        if region.buffer.space == "gmem":
+            whose = region.buffer.key, region.buffer.device
+            self.writers.setdefault(whose, Counter())[access.device, access.site] += 1
         if access.updates:
             self._check_written(region, access, ids)
         if not self.detect_races:
@@ -215,61 +228,19 @@ class RaceDetector:
         return len(self._reads) - 1
 
     def _report_unwritten(self, region: Region, access: Access) -> None:
-        self.report.add(
-            Finding(
-                kind="uninitialised",
-                key=("uninitialised", access.site, region.buffer.name),
-                message=(
-                    f"{access.describe()} reads {region.describe()}, part of which nobody has"
-                    " written since it was allocated."
-                ),
-                sites=(access.site,),
-            )
-        )
+        self._unwritten.add((access.site, region.buffer.name))
+        self._report(accesses.unwritten(access, region), region, None, access)
 
     def _report_race(self, first: Access, second: Access, region: Region) -> None:
-        self.report.add(
-            Finding(
-                kind="race",
-                key=("race", first.site, second.site, first.what, second.what, region.buffer.name),
-                message=(
-                    f"race on {region.describe()}:\n"
-                    f"  {first.describe()}\n"
-                    f"  {second.describe()}\n"
-                    f"  Nothing orders the two. For this order it takes"
-                    f" {missing_order(first, second)};\n"
-                    f"  for the other, {missing_order(second, first)}."
-                ),
-                sites=(first.site, second.site),
-            )
-        )
+        too_early = (first.site, region.buffer.name) in self._unwritten and "read" in first.what
+        found = accesses.race(first, second, region, read_too_early=too_early)
+        self._report(found, region, first, second)
 
-
-_BARRIER = "a barrier with orders_tensor_core=True"
-_TENSOR_WAITS = {
-    "tcgen05_mma": f"tcgen05_commit_arrive after it, and a wait on {_BARRIER}",
-    "async_copy_smem_to_tmem": f"tcgen05_commit_arrive after it, and a wait on {_BARRIER}",
-    "async_copy_scales_to_tmem": f"tcgen05_commit_arrive after it, and a wait on {_BARRIER}",
-    "load from tensor memory": f"wait_load_tmem() after it, and {_BARRIER}",
-    "store to tensor memory": f"commit_tmem() after it, and {_BARRIER}",
-}
-"""How what is under way beside a thread is waited for, by the first words of the access."""
-
-
-def missing_order(first: Access, second: Access) -> str:
-    """What would have ordered two accesses, `first` before `second`, in words."""
-    wait = _TENSOR_WAITS.get(first.what.split("'")[0], "")
-    if "copy's" in first.what:
-        to_global = first.who.destination.buffer.space == "gmem"
-        wait = "wait_smem_to_gmem" if to_global else "a wait on the copy's barrier"
-    if first.device == second.device:
-        ordered = wait or "a barrier, or a signal and a wait for it,"
-        return f"{ordered} between them"
-    after = f"after {wait}" if wait else "after its access, in the same warpgroup or past a barrier"
-    return (
-        f"a signal (system scope) that device {first.device} sends {after} and device"
-        f" {second.device} waits for"
-    )
+    def _report(
+        self, finding: Finding, region: Region, first: Access | None, second: Access
+    ) -> None:
+        if self.report.add(finding) and region.buffer.space == "gmem":
+            self.suspects.append(peers.suspect(finding, region, first, second))
 
 
 def _distinct(ids: np.ndarray) -> list[int]:

@@ -15,6 +15,9 @@ from stretto.distributed.simulator.state.races import Access
 from stretto.distributed.simulator.state.waiting import wake
 from stretto.distributed.sites import Site
 
+_OF_LAUNCH = frozenset({"opening", "observed", "closing"})
+"""Names of the counters of `stretto.distributed.handshake`."""
+
 
 @dataclass(slots=True)
 class _Signal:
@@ -38,9 +41,12 @@ class Semaphore:
     how late a wait happens to look.
 
     Attributes:
+      array: the array that it is an element of.
+      index: its place in that, as one number.
       name: what reports call it.
       device: linear index of the device that owns it.
-      signalled_by: how often each (who, site) has raised it.
+      signalled_by: how often each (device, who, site) has raised it.
+      needed: the highest total that a wait has asked for so far.
       touches: the last atomic access of each timeline, for the check of plain stores.
       store: the last plain store.
       uses: how it has been waited on: True with, False without decrement.
@@ -51,22 +57,19 @@ class Semaphore:
     """
 
     __slots__ = (
-        "_joined", "_signals", "_taken", "device", "early", "looks", "name", "persistent",
-        "scheduler", "signalled_by", "store", "takes", "total", "touches", "uses", "waiters",
+        "_joined", "_signals", "_taken", "array", "device", "early", "index", "looks", "name",
+        "needed", "persistent", "scheduler", "signalled_by", "store", "takes", "total", "touches",
+        "uses", "waiters",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        name: str,
-        device: int,
-        scheduler: Any,
-        persistent: bool = False,
-        early: bool = False,
-    ):
-        self.name = name
-        self.device = device
-        self.persistent = persistent
-        self.early = early
+    def __init__(self, array: SemaphoreArray, index: int, scheduler: Any):
+        self.array = array
+        self.index = index
+        self.name = array.name_of(index)
+        self.device = array.device
+        self.persistent = array.persistent
+        self.early = array.early
+        self.needed = 0
         self.looks: list[Access] = []
         self.takes: list[Access] = []
         self.total = 0
@@ -75,7 +78,7 @@ class Semaphore:
         self._joined: dict[tuple[int, str], list[tuple[int, Clock, Clock]]] = {}
         self.waiters: list = []
         self.scheduler = scheduler
-        self.signalled_by: Counter[tuple[str, Site]] = Counter()
+        self.signalled_by: Counter[tuple[int, str, Site]] = Counter()
         self.touches: dict[int, Access] = {}
         self.store: Access | None = None
         self.uses: set[bool] = set()
@@ -84,6 +87,17 @@ class Semaphore:
     def value(self) -> int:
         """The count."""
         return self.total - self._taken
+
+    @property
+    def is_of_one_device(self) -> bool:
+        """Whether all its signals have the scope of one device."""
+        return all(s.scope == "gpu" for s in self._signals)
+
+    def ask(self, wanted: int) -> int:
+        """A wait for `wanted` begins; the total that it needs."""
+        needed = self._taken + wanted
+        self.needed = max(self.needed, needed)
+        return needed
 
     def set(self, value: int) -> None:
         """A plain store of `value`."""
@@ -162,14 +176,21 @@ class SemaphoreArray:
         self, name: str, shape: tuple[int, ...], device: int, scheduler: Any, key: Any,
         persistent: bool = False, early: bool = False,
     ):  # fmt: skip
-        count = int(np.prod(shape))
         self.name = name
-        self.items = [
-            Semaphore(name if not shape else f"{name}[{i}]", device, scheduler, persistent, early)
-            for i in range(count)
-        ]
+        self.shape = shape
         self.device = device
         self.key = key
         self.persistent = persistent
         self.early = early
         self.ids = id_buffer(name, shape)
+        self.items = [Semaphore(self, i, scheduler) for i in range(int(np.prod(shape)))]
+
+    @property
+    def is_of_launch(self) -> bool:
+        """Whether `kernel.launch` made it, for its start and its end, and not the kernel."""
+        return self.early or self.name in _OF_LAUNCH
+
+    def name_of(self, index: int) -> str:
+        """What reports call an element, as those of GPUs do (`memory/mailbox.py`)."""
+        place = np.unravel_index(index, self.shape) if self.shape else ()
+        return self.name + "".join(f"[{i}]" for i in place)

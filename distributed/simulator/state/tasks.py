@@ -12,6 +12,7 @@ from stretto.distributed.simulator.state.barriers import PhaseEnd
 from stretto.distributed.simulator.state.freed import give_back
 from stretto.distributed.simulator.state.memory import Buffer
 from stretto.distributed.simulator.state.races import Access
+from stretto.distributed.simulator.state.waiting import RecentWaits
 from stretto.distributed.sites import Site
 
 
@@ -56,6 +57,7 @@ class Task:
         together, one stands for all of them. The first issues its copies.
       matmuls: (timeline, value) of each tensor core operation of Hopper that may still run.
       tensor_loads, tensor_stores: likewise, of each load from and store to tensor memory.
+      waits: its last waits for semaphores.
       scopes: how many shared allocations it has entered.
       tops: how much its open scopes hold of each kind of thing that they take in turn.
       time: by the cost model.
@@ -66,7 +68,7 @@ class Task:
     __slots__ = (
         "asyncs", "block", "body", "clock", "committed", "device", "machine", "matmuls", "polled",
         "priority", "scopes", "tensor", "tensor_loads", "tensor_stores", "time", "timeline", "tops",
-        "waiting", "warp", "warpgroup", "warps",
+        "waiting", "waits", "warp", "warpgroup", "warps",
     )  # fmt: skip
 
     def __init__(self, machine: Any, block: Any, warpgroup: int, warp: int | None = None):
@@ -84,6 +86,7 @@ class Task:
         self.tensor_stores: list[tuple[int, int]] = []
         self.warps = [Warp()]
         self.matmuls: list[tuple[int, int]] = []
+        self.waits = RecentWaits()
         self.scopes = 0
         self.tops: Counter[Any] = Counter()
         self.waiting: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,6 +35,45 @@ class Wait:
     describe: Callable[[], str]
     helpers: Callable[[], str] = lambda: ""
     result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A wait for a semaphore that is over.
+
+    Attributes:
+      semaphore, site: for what, and where.
+      needed: how many signals, from the first one, had to have come.
+      number: which wait of its task it is, from 1.
+    """
+
+    semaphore: Any
+    site: Site
+    needed: int
+    number: int
+
+
+class RecentWaits:
+    """The last waits of a task for semaphores, by which reports explain a race."""
+
+    __slots__ = ("_last", "count")
+
+    def __init__(self):
+        self._last: deque[Waited] = deque(maxlen=16)
+        self.count = 0
+
+    def add(self, semaphore: Any, site: Site, needed: int) -> None:
+        """A wait is over."""
+        self.count += 1
+        self._last.append(Waited(semaphore, site, needed, self.count))
+
+    def up_to(self, count: int) -> list[Waited]:
+        """Those among the first `count` of the task, the latest first."""
+        return [w for w in reversed(self._last) if w.number <= count]
+
+    def after(self, count: int) -> list[Waited]:
+        """Those after the first `count` of the task, the earliest first."""
+        return [w for w in self._last if w.number > count]
 
 
 def wake(on: Waitable, scheduler: Any, result: Any = None) -> None:
