@@ -36,6 +36,7 @@ def check_matmul_operands(
     more dimensions before them. `scaled` are those that have scales, whose types of 8 bits
     (`scales.checked`) may differ.
     """
+    check_flag(op, "rhs_transposed", rhs_transposed)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_array(op, name, x)
         if x.ndim < 2 or (x.ndim > 2 and not (batches and name == "lhs")):
