@@ -48,12 +48,20 @@ def scaled(q: jax.Array, scale: Any) -> tuple[jax.Array, float]:
     """
     if scale is None:
         return q, 1 / math.sqrt(q.shape[-1])
-    if isinstance(scale, int | float | np.generic):
+    if isinstance(scale, int | float):
         return q, float(scale)
-    if not hasattr(scale, "dtype") or scale.shape != ():
-        raise ValueError(f"{OP}: scale={scale!r:.60} must be a number, or an array of shape ().")
+    if getattr(scale, "shape", None) != () or not _is_real(scale.dtype):
+        raise ValueError(
+            f"{OP}: scale={scale!r:.60} must be a real number, or an array of one, of shape ()."
+        )
+    if isinstance(scale, np.generic):
+        return q, float(scale)
     wide = accumulator_dtype(q.dtype)
     return (q.astype(wide) * scale.astype(wide)).astype(q.dtype), 1.0
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
 
 
 def of_nothing(q: jax.Array, k: jax.Array, v: jax.Array, axes: Axes, logsumexp: bool) -> Any:

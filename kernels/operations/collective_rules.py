@@ -72,6 +72,11 @@ def check_op(name: str, op: str, x: Any) -> None:
     if op not in OPS:
         raise ValueError(f"{name}: op={op!r} is not one of {', '.join(map(repr, OPS))}.")
     for dtype in [leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")]:
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{name}: x is {dtype}, random keys, which have no op={op!r}; derive new ones by"
+                f" jax.random.fold_in."
+            )
         if op != "sum" and jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(
                 f"{name}: x is {dtype}, which has no order and so no op={op!r}; pass the op of"

@@ -167,7 +167,7 @@ def all_reduce(
       config, backend: as for `all_gather`.
 
     Raises, synchronisation: as for `all_gather`; also ValueError for an unknown `op`, for
-    the largest or smallest of complex numbers, and for int2 and uint2.
+    random keys, for the largest or smallest of complex numbers, and for int2 and uint2.
     """
     name, axes = "all_reduce", canonical_axes(axis_name)
     rules.check_op(name, op, x)

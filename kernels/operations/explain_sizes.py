@@ -75,7 +75,7 @@ def explain_sizes(
       ValueError: an unknown operation, type or size, or one that is missing, not positive, or no
         multiple of the devices that split it.
     """
-    record = OPERATIONS.get(operation)
+    record = OPERATIONS.get(operation) if isinstance(operation, str) else None
     if record is None:
         known = ", ".join(OPERATIONS)
         raise ValueError(f"operation={operation!r} is not one of {known}.")
@@ -126,9 +126,11 @@ def _check_sizes(record: Operation, devices: int, sizes: dict[str, Any]) -> None
 
 def _type_name(what: str, name: str) -> str:
     try:
-        return str(jnp.dtype(name))
+        if name is not None:  # Of which NumPy makes float64.
+            return str(jnp.dtype(name))
     except TypeError:
-        raise ValueError(f"{what}={name!r} is no type that JAX has.") from None
+        pass
+    raise ValueError(f"{what}={name!r} is no type that JAX has.")
 
 
 def _known_kind(kind: str) -> str:

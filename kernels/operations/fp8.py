@@ -33,7 +33,7 @@ from stretto.kernels.operations import batches, fp8_weights, straight_through
 from stretto.kernels.operations.fp8_groups import grouped_matmul
 from stretto.kernels.operations.fp8_matmul_rules import ALONE, GATHER, REDUCE
 from stretto.kernels.operations.fp8_mixture import mixture_of_experts
-from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe
+from stretto.kernels.operations.fp8_products import HYBRID, How, Recipe, check_recipe
 from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.scaled import alike
 from stretto.kernels.operations.straight_through import Rules
@@ -178,8 +178,7 @@ def matmul(
 
 
 def _how(op: str, x: jax.Array, recipe: Recipe, out_dtype: Any, **more: Any) -> How:
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"{op}: recipe={recipe!r:.60} must be a stretto.fp8.Recipe.")
+    check_recipe(op, recipe)
     dtype = checks.check_out_dtype(op, out_dtype, x.dtype)
     return How(recipe=recipe, out_dtype=dtype, typed=bool(varying_axes(x)), **more)
 

@@ -10,7 +10,7 @@ import jax
 from stretto.distributed.devices.axes import AxisNames, axis_size, canonical_axes
 from stretto.kernels.operations import expert_checks, fp8_weights, mixture
 from stretto.kernels.operations import fp8_mixture_rules as rules
-from stretto.kernels.operations.fp8_products import HYBRID, Recipe
+from stretto.kernels.operations.fp8_products import HYBRID, Recipe, check_recipe
 from stretto.kernels.operations.fp8_weights import Weight
 from stretto.kernels.operations.mixture_steps import Operands
 from stretto.kernels.operations.scaled import alike
@@ -69,6 +69,8 @@ def mixture_of_experts(
     """
     axes = canonical_axes(axis_name)
     devices = axis_size(axes)
+    check_recipe(OP, recipe)
+    checks.check_array(OP, "x", x)
     sides, _ = fp8_weights.as_sides(OP, "w_in", w_in)
     biases = None if b_in is None else checks.as_matrices(OP, "b_in", b_in)
     named = (*(("w_in", w) for w in sides), ("w_out", w_out))

@@ -77,6 +77,12 @@ HYBRID = Recipe()
 """The default of all products."""
 
 
+def check_recipe(op: str, recipe: Any) -> None:
+    """Raises ValueError unless `recipe` is one."""
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{op}: recipe={recipe!r:.60} must be a stretto.fp8.Recipe.")
+
+
 def of_matrices(recipe: Recipe, w: jax.Array, axis: int) -> Quantised:
     """Weights `[k, n]`, or of groups `[g, k, n]`, with their contraction along `axis`."""
     quantised = functools.partial(

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from stretto.kernels.operations import epilogues
+from stretto.kernels.problem import checks
 
 type Axes = tuple[Hashable, ...]
 type Arguments = Mapping[str, Any]
@@ -24,13 +25,14 @@ def of_gather(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> Any:
     sides = _each(rhs)
     transposed = arguments.get("rhs_transposed", False)
     columns = [_columns(side, transposed) for side in sides]
-    axis = len(lhs) - 1 if gather_axis == "k" else arguments.get("axis") or 0
     if gather_axis == "n":
         columns = [_without(columns[0], axes, "rhs")]
         gathered = P(columns[0], _rows(sides[0], transposed))
         gathered = gathered if transposed else P(*gathered[::-1])
     else:
-        axis %= len(lhs)
+        given = arguments.get("axis")
+        axis = _row_axis("all_gather_matmul", 0 if given is None else given, len(lhs))
+        axis = len(lhs) - 1 if gather_axis == "k" else axis
         lhs = P(*(_without(x, axes, "lhs") if i == axis else x for i, x in enumerate(lhs)))
         gathered = lhs
     for name, entry in (("lhs", lhs[-1]), *(("rhs", _rows(x, transposed)) for x in sides)):
@@ -50,13 +52,7 @@ def of_scatter(specs: Sequence[Any], axes: Axes, arguments: Arguments) -> P:
     """Of `matmul_reduce_scatter`: the rows are sharded over the team, too."""
     op = "matmul_reduce_scatter"
     *rows, columns = _of_sum(op, specs, axes, arguments)
-    axis, dimensions = arguments.get("axis", 0), len(rows) + 1
-    place = axis + dimensions if axis < 0 else axis
-    if not 0 <= place < len(rows):
-        raise ValueError(
-            f"{op}: axis={axis} of lhs, which has {dimensions} dimensions, must be one before the"
-            " contraction."
-        )
+    place = _row_axis(op, arguments.get("axis", 0), len(rows) + 1)
     rows[place] = (*_names(rows[place]), *axes)
     return P(*rows, columns)
 
@@ -74,7 +70,9 @@ def _of_sum(op: str, specs: Sequence[Any], axes: Axes, arguments: Arguments) -> 
         pairs' products lie differently.
     """
     transposed = arguments.get("rhs_transposed", False)
-    pairs = list(zip(_each(specs[0]), _each(specs[1]), strict=True))
+    sides = _each(specs[0]), _each(specs[1])
+    checks.check_counts(op, *sides)
+    pairs = list(zip(*sides, strict=True))
     for lhs, rhs in pairs:
         found = _names(lhs[-1]), _names(_rows(rhs, transposed))
         if found[0] != found[1] or set(found[0]) != set(axes):
@@ -91,6 +89,18 @@ def _of_sum(op: str, specs: Sequence[Any], axes: Axes, arguments: Arguments) -> 
                 " they must lie alike. Reshard the operands, or pass other in_specs."
             )
     return first
+
+
+def _row_axis(op: str, axis: Any, dimensions: int) -> int:
+    """`axis` of lhs, made non-negative; raises ValueError unless it is one of the rows."""
+    axis = checks.check_integer(op, "axis", axis)
+    place = axis + dimensions if axis < 0 else axis
+    if not 0 <= place < dimensions - 1:
+        raise ValueError(
+            f"{op}: axis={axis} of lhs, which has {dimensions} dimensions, must be one before the"
+            " contraction."
+        )
+    return place
 
 
 def _each(specs: Any) -> tuple[P, ...]:

@@ -30,7 +30,7 @@ from stretto.kernels.operations import (
 )
 from stretto.kernels.operations.asked import Asked
 from stretto.kernels.operations.gathered import GatherAxis
-from stretto.kernels.problem import node_config, scales
+from stretto.kernels.problem import checks, node_config, scales
 from stretto.kernels.problem.numpy_arrays import takes_numpy_arrays
 from stretto.kernels.problem.promotion import by_default_rules
 
@@ -122,6 +122,8 @@ def all_gather_matmul(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
+    for what, flag in (("return_gathered", return_gathered), ("keep_gathered", keep_gathered)):
+        checks.check_flag("all_gather_matmul", what, flag)
     asked = Asked(
         epilogue=epilogue,
         out_dtype=out_dtype,
@@ -211,6 +213,7 @@ def matmul_reduce_scatter(
     Synchronisation: every device of the team must make the call.
     """
     axes = canonical_axes(axis_name)
+    axis = checks.check_integer("matmul_reduce_scatter", "axis", axis)
     asked = Asked(
         epilogue=epilogue,
         out_dtype=out_dtype,

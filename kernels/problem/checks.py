@@ -36,6 +36,7 @@ def check_matmul_operands(
     more dimensions before them. `scaled` are those that have scales, whose types of 8 bits
     (`scales.checked`) may differ.
     """
+    check_flag(op, "rhs_transposed", rhs_transposed)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_array(op, name, x)
         if x.ndim < 2 or (x.ndim > 2 and not (batches and name == "lhs")):
@@ -102,10 +103,7 @@ def check_pairs(
     op: str, lhs: tuple, rhs: tuple, *, rhs_transposed: bool, scaled: bool = False
 ) -> None:
     """Raises ValueError unless the products `lhs_i @ rhs_i` can be added up."""
-    if len(lhs) != len(rhs):
-        raise ValueError(
-            f"{op}: there are {len(lhs)} lhs and {len(rhs)} rhs; each needs its counterpart."
-        )
+    check_counts(op, lhs, rhs)
     for x, y in zip(lhs, rhs, strict=True):
         check_matmul_operands(op, x, y, rhs_transposed=rhs_transposed, batches=True, scaled=scaled)
     n = 0 if rhs_transposed else 1
@@ -113,6 +111,14 @@ def check_pairs(
     if len(set(sizes)) > 1:
         found = ", ".join(f"{' x '.join(map(str, shape))} of {dtype}" for shape, dtype in sizes)
         raise ValueError(f"{op}: the pairs' products, which are added up, differ: {found}.")
+
+
+def check_counts(op: str, lhs: tuple, rhs: tuple) -> None:
+    """Raises ValueError unless there are as many left-hand as right-hand sides."""
+    if len(lhs) != len(rhs):
+        raise ValueError(
+            f"{op}: there are {len(lhs)} lhs and {len(rhs)} rhs; each needs its counterpart."
+        )
 
 
 def check_divisible(op: str, what: str, size: int, by: int) -> None:

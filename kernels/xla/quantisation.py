@@ -78,6 +78,7 @@ def quantise(
       ValueError: an unknown granularity, type or number of dimensions, or an axis out of range.
     """  # noqa: E501
     axis = _checked(x, granularity, dtype, axis, block_scaling_dim)
+    checks.check_flag(OP, "force_pow_2_scales", force_pow_2_scales)
     wide = x.astype(jnp.float32)
     if granularity == "tensor":
         amax = _amax(wide, tuple(range(x.ndim)))

@@ -87,6 +87,8 @@ def test_attention_whose_kernel_the_table_has():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (dict(operation=["matmul"], m=1), r"operation=\['matmul'\] is not one of"),
+        (dict(operation="all_reduce", m=1, n=1, dtype=None), "dtype=None is no type that JAX has"),
         (dict(operation="matmul", m=1), "operation='matmul' is not one of all_gather_matmul"),
         (dict(operation="all_reduce", m=1), "all_reduce has the sizes m, n, and m are given"),
         (dict(operation="all_reduce", m=0, n=1), "m=0 must be a whole number above 0"),

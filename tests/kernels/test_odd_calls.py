@@ -28,6 +28,7 @@ X, INDEX = jnp.ones((6, 8), BF16), jnp.zeros((6, 2), jnp.int32)
 W = jnp.ones((2, 8, 8), BF16)
 Q, KV = jnp.ones((1, 8, 4, 4), BF16), jnp.ones((1, 8, 2, 4), BF16)
 ROWS_OF_NORM = jnp.ones((4, 256), BF16)
+KEYS = jax.random.split(jax.random.key(0), 6)
 FP8 = jnp.ones((16, 256), jnp.float8_e4m3fn)
 
 
@@ -52,6 +53,24 @@ def attend(q=Q, k=KV, **options):
 def layer(x, index, **options):
     weights = jnp.ones(index.shape)
     return st.mixture_of_experts(x, index, weights, W, W, "x", **options)[0]
+
+
+def layer8(given, x=X, **options):
+    del given
+    weights = jnp.ones(INDEX.shape)
+    return st.fp8.mixture_of_experts(x, INDEX, weights, W, W, "x", **options)[0]
+
+
+def gather(x, **options):
+    return st.all_gather_matmul(x, x.T, "x", **options)
+
+
+def scatter(x, **options):
+    return st.matmul_reduce_scatter(x, x.T, "x", **options)
+
+
+def add(x, **options):
+    return st.matmul_all_reduce(x, x.T, "x", **options)
 
 
 def norm(x=ROWS_OF_NORM, **options):
@@ -216,6 +235,12 @@ def traced(x):
                 ("max", jnp.uint2, "x is uint2, of which XLA has no op='max' over devices"),
             )
         ),
+        *(
+            (functools.partial(call, axis_name="x", op=op), KEYS, "x is key<fry>, random keys")
+            for call in (st.all_reduce, st.reduce_scatter)
+            for op in ("sum", "max")
+        ),
+        (lambda x: st.all_reduce([x], "x"), KEYS, "all_reduce: x is key<fry>, random keys"),
         (lambda x: st.all_reduce([x], "x", op="max"), X + 0j, "x is complex64, which has no"),
         (lambda x: st.all_gather(x, {"x"}), X, "is no name; pass one, or a tuple"),
         (lambda x: dispatch(x, num_experts=4.0), X, "num_experts=4.0 is of type float"),
@@ -224,7 +249,10 @@ def traced(x):
         (lambda q: attend(q, window=2.5, causal=True), Q, "window=2.5 is of type float"),
         (lambda q: attend(q, window=traced(q), causal=True), Q, "an integer that is known"),
         (lambda q: attend(q, causal=traced(q)), Q, "causal is traced; it must be known"),
-        (lambda q: attend(q, scale="x"), Q, "scale='x' must be a number"),
+        *(
+            (functools.partial(attend, scale=scale), Q, "must be a real number, or an array of")
+            for scale in ("x", jax.random.key(0), np.complex64(1), jnp.complex64(1))
+        ),
         (lambda x: norm(x, epsilon=None), ROWS_OF_NORM, "epsilon=None must be a number"),
         (lambda x: st.token_positions(2.0, "x"), X, "token_positions: tokens=2.0 is of type"),
         (lambda x: st.token_positions(-2, "x"), X, "tokens=-2 must not be negative"),
@@ -240,6 +268,29 @@ def traced(x):
             "activation softmax must be elementwise, and reduce_max is not",
         ),
         (lambda x: layer(x, INDEX, b_out=1.0), X, "b_out=1.0 is of type float"),
+        (lambda x: scatter(x, axis=None), X, "axis=None is of type NoneType; it must be an int"),
+        (lambda x: scatter(x, axis=None, lhs_scale=1.0), FP8, "axis=None is of type NoneType"),
+        *(
+            (functools.partial(call, rhs_transposed="no"), X, "rhs_transposed='no' is of type str")
+            for call in (gather, scatter, add)
+        ),
+        (lambda x: add(x, rhs_transposed=traced(x)), X, "rhs_transposed is traced; it must be"),
+        (
+            lambda x: st.grouped_matmul(x, W, INDEX[:2, 0], rhs_transposed=[1]),
+            X,
+            r"grouped_matmul: rhs_transposed=\[1\] is of type list; it must be True or False",
+        ),
+        (lambda x: gather(x, return_gathered="both"), X, "return_gathered='both' is of type str"),
+        (lambda x: gather(x, keep_gathered=1.0), X, "keep_gathered=1.0 is of type float"),
+        (lambda x: st.quantise(x, force_pow_2_scales="no"), X, "force_pow_2_scales='no' is of"),
+        *(
+            (functools.partial(layer8, **given), X, f"fp8.mixture_of_experts: {message}")
+            for given, message in (
+                (dict(recipe=None), "recipe=None must be a stretto.fp8.Recipe"),
+                (dict(recipe="hybrid"), "recipe='hybrid' must be a stretto.fp8.Recipe"),
+                (dict(x=None), "x=None is of type NoneType; it must be an array"),
+            )
+        ),
         (lambda x: st.matmul_all_reduce(x, x.T, "x", out_dtype="bf16"), X, "out_dtype=.* is no t"),
     ],
 )  # fmt: skip

@@ -224,6 +224,11 @@ GATHER, SCATTER, SUM = st.all_gather_matmul, st.matmul_reduce_scatter, st.matmul
         (SCATTER, {}, (P("dp", "tp"), P("tp", "dp")), "result would lie along dp, whose devices"),
         (SCATTER, dict(axis=-1), (P(None, "tp"), P("tp")), "axis=-1 of lhs, which has 2 dimension"),
         (SCATTER, dict(axis=2), (P(None, "tp"), P("tp")), "axis=2 of lhs, which has 2 dimension"),
+        *((SCATTER, dict(axis=axis), (P(None, "tp"), P("tp")),
+           f"matmul_reduce_scatter: axis={axis} is of type") for axis in (None, 0.5)),
+        (GATHER, dict(axis="m"), (P("tp"), P()), "all_gather_matmul: axis='m' is of type str"),
+        (GATHER, dict(axis=3), (P("tp"), P()), "axis=3 of lhs, which has 2 dimensions"),
+        (SUM, {}, ((P(None, "tp"), P(None, "tp")), P("tp")), "there are 2 lhs and 1 rhs"),
         (GATHER, {}, (P(("dp", "tp")), P(None, "dp")), "result would lie along dp, whose devices"),
         (SUM, {}, (P(), P()), "must lie along the axes of the sum in both"),
         (SUM, {}, (P("tp"), P()), "must lie along the axes of the sum in both"),
@@ -234,8 +239,8 @@ GATHER, SCATTER, SUM = st.all_gather_matmul, st.matmul_reduce_scatter, st.matmul
 )  # fmt: skip
 def test_shards_that_are_not_those_of_a_product_are_refused(call, options, specs, message):
     """Each device would compute something, and the result would be wrong."""
-    several = isinstance(specs[0], tuple) and not isinstance(specs[0], P)
-    given = [(jnp.ones((16, 16)),) * 2 if several else jnp.ones((16, 16))] * 2
+    x = jnp.ones((16, 16))
+    given = [x if isinstance(spec, P) else (x,) * len(spec) for spec in specs]
     program = st.sharded(call, mesh=mesh_of(AxisType.Auto), in_specs=specs)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(functools.partial(program, **{"axis_name": "tp"} | options), *given)
