@@ -1,9 +1,9 @@
 """JAX's notice of preemption takes SIGTERM from the first call that asks for it, not before.
 
-``jax.distributed.initialize`` installs a handler of SIGTERM below Python's. A script that never asks
-``multihost_utils.reached_preemption_sync_point`` then runs on after that signal, and a handler that it
-installed before is not called. Whoever asks is served as by JAX alone: a notice that reached another
-process earlier is in the coordinator.
+``jax.distributed.initialize`` installs a handler of SIGTERM below Python's. A script that never
+asks ``multihost_utils.reached_preemption_sync_point`` then runs on after that signal, and a handler
+that it installed before is not called. Whoever asks is served as by JAX alone: a notice that
+reached another process earlier is in the coordinator.
 
 Private JAX, checked on 0.11.2 and 0.12.0.1.
 """

@@ -1,4 +1,4 @@
-"""SIGTERM to processes that have joined: JAX's notice of preemption is for scripts that ask for it."""
+"""SIGTERM to processes that have joined. JAX's notice of preemption is for scripts that ask."""
 
 from __future__ import annotations
 
