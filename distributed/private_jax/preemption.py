@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax._src import distributed
@@ -44,7 +45,8 @@ class _FromFirstCall:
         if state.preemption_sync_manager is self:
             state.preemption_sync_manager = None
             state.initialize_preemption_sync_manager()
-        return state.preemption_sync_manager.reached_sync_point(step_id)
+        manager: Any = state.preemption_sync_manager
+        return manager.reached_sync_point(step_id)
 
     def shutdown(self) -> None:
         """Nothing was started."""
