@@ -45,6 +45,8 @@ OF_ONE_PROCESS = (
     *(PROCESS_ID, NUM_PROCESSES, LOCAL_PROCESS_ID, NUM_LOCAL_PROCESSES),
     *(COORDINATOR, LOCAL_DEVICE_IDS, RESTART, PLATFORM),
 )
+SET_BY_LAUNCHER = (*PRIVATE, *OF_ONE_PROCESS)
+"""What nobody else can set for a job's processes."""
 
 FORWARDED = (
     "STRETTO_*",
@@ -164,12 +166,12 @@ def parse_env_option(option: str, environ: Mapping[str, str]) -> tuple[str, str]
     """``NAME=VALUE``, or ``NAME`` for the value it has here. An empty value is kept.
 
     Raises:
-      LaunchError: the name is empty, or ``NAME`` alone is not set here.
+      LaunchError: the name is empty or the launcher's own, or ``NAME`` alone is not set here.
     """
     name, equals, value = option.partition("=")
     if not name:
         raise LaunchError(f"--env {option!r} has no name; write --env NAME=VALUE or --env NAME")
-    if name in PRIVATE:
+    if name in SET_BY_LAUNCHER:
         raise LaunchError(f"--env {name} is the launcher's own variable; choose another name")
     if equals:
         return name, value
@@ -183,7 +185,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if matches(name, FORWARDED) and name not in (*PRIVATE, *OF_ONE_PROCESS)
+        if matches(name, FORWARDED) and name not in SET_BY_LAUNCHER
     }
 
 

@@ -148,14 +148,19 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def below(script: str | None, trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that starts in the script or, if None, in a module that was run."""
+    """The part of a traceback that starts in the script or, if None, in a module that was run.
+
+    None where all of it is this file's and runpy's, as of a script that is no Python.
+    """
     frame = trace
+    is_ours = True
     while frame is not None:
         name = frame.tb_frame.f_code.co_filename
         if name == script or (script is None and name not in _NOT_THE_USERS):
             return frame
+        is_ours = is_ours and name in _NOT_THE_USERS
         frame = frame.tb_next
-    return trace
+    return None if is_ours else trace
 
 
 def _show(error: BaseException, trace: TracebackType | None) -> None:

@@ -60,6 +60,8 @@ def make_job(
     )
     chosen = choose_hosts(options, cluster, known, ask, lost)
     platforms.check_explicit(chosen.platform, explicit)
+    if "JAX_PLATFORMS" not in explicit:
+        platforms.check_explicit(chosen.platform, of_cluster, "[environment]")
     per = options.processes_per
     if per is None and cluster is not None:
         per = cluster.processes_per

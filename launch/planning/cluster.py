@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from stretto.launch.environment import SET_BY_LAUNCHER
 from stretto.launch.errors import LaunchError
 
 
@@ -36,7 +37,7 @@ def load_cluster(path: Path) -> Cluster:
 
     Raises:
       LaunchError: it cannot be read, is not TOML, or a field is missing, unknown or of the wrong
-        type; names file and field.
+        type, or a variable cannot be set; names file and field.
     """
     try:
         cluster = msgspec.toml.decode(path.read_bytes(), type=Cluster)
@@ -50,7 +51,19 @@ def load_cluster(path: Path) -> Cluster:
         raise LaunchError(
             f"--cluster {path}: devices_per_host = {cluster.devices_per_host} must be at least 1"
         )
+    for name, value in cluster.environment.items():
+        if fault := _fault(name, value):
+            raise LaunchError(f"--cluster {path}: [environment] {name!r} {fault}")
     return cluster
+
+
+def _fault(name: str, value: str) -> str:
+    """Why a variable cannot be set for a job's processes; empty if it can."""
+    if name in SET_BY_LAUNCHER:
+        return "is the launcher's own variable; choose another name"
+    if not name or "=" in name or "\0" in name:
+        return 'is no name of a variable; write NAME = "value"'
+    return "has a zero byte in its value; leave that out" if "\0" in value else ""
 
 
 _WORDS = {"platform": '"gpu" or "cpu"', "processes_per": '"node", "gpu" or a number'}

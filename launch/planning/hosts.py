@@ -37,7 +37,7 @@ def parse_hostfile(
             continue
         where = f"{source}, line {number}"
         name, count = _name_and_count(words[0], where)
-        if not name.rpartition("@")[2]:
+        if not name.rpartition("@")[2] or name.startswith("-"):  # ssh would take an option
             raise LaunchError(f"{where}: {words[0]!r} names no host")
         name = names.first_of(name)
         for word in words[1:]:

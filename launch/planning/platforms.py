@@ -33,15 +33,22 @@ def asked_platform(
     return "cpu"
 
 
-def check_explicit(platform: Platform, explicit: Mapping[str, str]) -> None:
-    """Refuse ``--env JAX_PLATFORMS=...`` that takes a job's GPUs away.
+def check_explicit(platform: Platform, explicit: Mapping[str, str], source: str = "--env") -> None:
+    """Refuse a ``JAX_PLATFORMS`` of `source` that takes a job's GPUs away, or its CPUs.
 
     Raises:
       LaunchError: the two contradict each other.
     """
     wanted = explicit.get("JAX_PLATFORMS")
-    if platform == "gpu" and wanted is not None and not names_cuda(wanted):
+    if wanted is None:
+        return
+    if platform == "cpu" and wanted.strip().lower() != "cpu":
         raise LaunchError(
-            f"--env JAX_PLATFORMS={wanted} has no cuda in it, and the job is on GPUs; drop it, or "
-            "run on the CPU with --platform cpu"
+            f"{source} JAX_PLATFORMS={wanted} is not cpu, and the job is on CPUs; drop it, or ask "
+            "for GPUs with --platform cuda"
+        )
+    if platform == "gpu" and not names_cuda(wanted):
+        raise LaunchError(
+            f"{source} JAX_PLATFORMS={wanted} has no cuda in it, and the job is on GPUs; drop it, "
+            "or run on the CPU with --platform cpu"
         )

@@ -47,7 +47,8 @@ def initialize(*, timeout_s: float = 60.0) -> Process:
     Calls ``jax.distributed.initialize`` if the job has more than one process, and otherwise
     only limits JAX to the job's GPUs where it does not use all. In a job on GPUs it starts JAX's
     platform, to see that it is theirs. Where each process has one GPU it adds the flag of XLA to
-    ``XLA_FLAGS`` that kernels between processes need. Calling it again does nothing more.
+    ``XLA_FLAGS`` that kernels between processes need. It leaves SIGTERM to the script, until that
+    asks ``multihost_utils.reached_preemption_sync_point``. Calling it again does nothing more.
 
     Args:
       timeout_s: how long to wait for the other processes, in seconds.
@@ -157,19 +158,20 @@ def _join(process: Process, timeout_s: float) -> None:
             f"port {port} of {address}, where process 0 serves the others, is taken; "
             "start the job again, or with another --port"
         )
-    heartbeat.tell_that_it_joins()
-    jax.distributed.initialize(
-        coordinator_address=process.coordinator,
-        coordinator_bind_address=process.coordinator,
-        num_processes=process.num_processes,
-        process_id=process.process_id,
-        local_device_ids=process.local_device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(timeout_s),
-    )
-    heartbeat.tell_programs()
-    from stretto.distributed.private_jax import first_runs, reduce_scatter
+    from stretto.distributed.private_jax import first_runs, preemption, reduce_scatter
 
+    heartbeat.tell_that_it_joins()
+    with preemption.when_asked_for():
+        jax.distributed.initialize(
+            coordinator_address=process.coordinator,
+            coordinator_bind_address=process.coordinator,
+            num_processes=process.num_processes,
+            process_id=process.process_id,
+            local_device_ids=process.local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeout_s),
+        )
+    heartbeat.tell_programs()
     first_runs.wait_before_first_collectives()
     reduce_scatter.make_of_sums()
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 # Signals by which a process dies of itself or of the kernel. SIGABRT is not one of them: a program
 # aborts for reasons of its own, JAX's runtime for another process's.
-_CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_CRASHES = (signal.SIGKILL, *_FAULTS)
 # Errors of the peers of a process that is gone, or late: gloo, NCCL, gRPC, JAX's coordination
 # service, and Python's own sockets.
 _SYMPTOMS = re.compile(
@@ -50,7 +51,8 @@ class Failure:
     ``how`` is a phrase ("exit status 3"), ``status`` the job's exit status if this is the
     cause, ``signal`` the signal that killed it, ``moment`` when it failed (seconds on the
     supervisor's clock), ``rank`` whether it may be another's consequence, ``by_launcher`` that
-    mpirun or srun may have ended it; their output then has the reason.
+    mpirun or srun may have ended it; their output then has the reason. ``traceback`` is empty
+    where the script ended itself by ``sys.exit``, and None where it said nothing.
     """
 
     process_id: int
@@ -58,14 +60,16 @@ class Failure:
     status: int
     moment: float
     signal: int | None = None
-    traceback: str = ""
+    traceback: str | None = None
     rank: Rank = Rank.OWN
     by_launcher: bool = False
 
     @property
     def is_runtimes_own(self) -> bool:
-        """Whether the process crashed, or JAX's runtime gave up, and not the script."""
-        return not self.traceback or bool(_RUNTIMES_ERRORS.match(_error(self.traceback)))
+        """Whether it crashed, or JAX's runtime gave up: not the script, nor who sent a signal."""
+        if self.traceback is not None:
+            return bool(_RUNTIMES_ERRORS.match(_error(self.traceback)))
+        return self.signal in (None, signal.SIGABRT, *_FAULTS)
 
 
 def _error(traceback: str) -> str:
@@ -81,7 +85,7 @@ def _error(traceback: str) -> str:
     return "\n".join(below[named:])
 
 
-def exited(process_id: int, status: int, moment: float, traceback: str = "") -> Failure:
+def exited(process_id: int, status: int, moment: float, traceback: str | None = None) -> Failure:
     """A process that ended with a status of its own, by an exception if there is a traceback."""
     error = _error(traceback) if traceback else ""
     of_runtime = _RUNTIMES_ERRORS.match(error) and _SYMPTOMS.search(error)

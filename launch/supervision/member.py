@@ -181,7 +181,7 @@ class Member:
             return None
         self._stopped = None
         how = f"stopped by {signal_name(number)} and not continued within {limit_s:g} s"
-        return Failure(self.process_id, how, 128 + number, since)
+        return Failure(self.process_id, how, 128 + number, since, signal=number)
 
     def forget_stacks(self) -> None:
         """What it told is old, and it may be asked again."""
@@ -216,7 +216,8 @@ class Member:
             how = f"its agent on host {self.host} has not answered for {silent_s:.0f} s"
             return Failure(self.process_id, how, 1, now)
         how = f"its agent on host {self.host} was stopped, or hangs, for {silent_s:.0f} s"
-        return Failure(self.process_id, how, 128 + signal.SIGSTOP, now - silent_s)
+        number = signal.SIGSTOP
+        return Failure(self.process_id, how, 128 + number, now - silent_s, signal=number)
 
     @property
     def is_here(self) -> bool:

@@ -72,6 +72,11 @@ def test_platforms_that_are_not_ours():
         check_explicit("gpu", {"JAX_PLATFORMS": "cpu"})
     check_explicit("gpu", {"JAX_PLATFORMS": "cuda"})
     check_explicit("cpu", {"JAX_PLATFORMS": "cpu"})
+    check_explicit("cpu", {})
+    with pytest.raises(LaunchError, match="--env JAX_PLATFORMS=cuda is not cpu"):
+        check_explicit("cpu", {"JAX_PLATFORMS": "cuda"})
+    with pytest.raises(LaunchError, match=r"\[environment\] JAX_PLATFORMS=cpu has no cuda"):
+        check_explicit("gpu", {"JAX_PLATFORMS": "cpu"}, "[environment]")
 
 
 def test_login_node_without_gpus_asks_its_hosts(here):

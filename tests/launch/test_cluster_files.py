@@ -53,6 +53,10 @@ def test_there_are_examples():
         ("devices_per_host = 1", r"`hosts`; write hosts = \["),
         (f"{LEAST}platform = 'cuda'", '\'cuda\' - at .*platform.; it must be "gpu" or "cpu"'),
         (f"{LEAST}processes_per = 'host'", 'it must be "node", "gpu" or a number'),
+        (f"{LEAST}[environment]\nSTRETTO_PLATFORM = 'cuda'", "is the launcher's own variable"),
+        (f"{LEAST}[environment]\n'A=B' = ''", "'A=B' is no name of a variable"),
+        (f"{LEAST}[environment]\n'' = 'x'", "'' is no name of a variable"),
+        (f'{LEAST}[environment]\nA = "x\\u0000"', "'A' has a zero byte in its value"),
     ],
 )
 def test_errors_name_file_and_field(tmp_path, text, words):

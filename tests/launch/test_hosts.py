@@ -49,6 +49,7 @@ def test_everything_at_once():
         ("# nothing\n\n", "f names no host"),
         ("a\n:2", "f, line 2: ':2' names no host"),
         ("user@ slots=2", "f, line 1: 'user@' names no host"),
+        ("-oProxyCommand=x slots=2", "f, line 1: '-oProxyCommand=x' names no host"),
         ("[]:2", r"f, line 1: '\[\]:2' names no host"),
     ],
 )

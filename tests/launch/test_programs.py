@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 import time
@@ -175,6 +176,15 @@ class TestHints:
         crash = dataclasses.replace(exited(0, 1, 0.0), traceback="x\njax.errors.JaxRuntimeError: y")
         assert crash.is_runtimes_own
         assert not dataclasses.replace(crash, traceback="x\nKeyError: 'z'\n").is_runtimes_own
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
+    def test_none_of_a_process_that_was_ended_from_outside(self, number):
+        """It did not compile what the others went on to because it had ended."""
+        assert not killed(0, number, 0.0).is_runtimes_own
+
+    def test_none_of_a_script_that_ended_itself(self):
+        assert not exited(0, 3, 0.0, "").is_runtimes_own
+        assert exited(0, 3, 0.0).is_runtimes_own  # by whom is not known
 
     def test_notes_below_the_error_do_not_hide_whose_it_is(self):
         """As JAX adds one to an error that is raised while it dispatches."""

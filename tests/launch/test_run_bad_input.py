@@ -95,6 +95,8 @@ def test_an_interface_that_this_machine_lacks(capfd, script):
         (("--env", "=x"), "--env '=x' has no name"),
         (("--env", "NOT_SET_ANYWHERE"), "--env NOT_SET_ANYWHERE is not set here"),
         (("--env", "STRETTO_RENDEZVOUS=1"), "the launcher's own variable"),
+        (("--env", "STRETTO_PLATFORM=cuda"), "the launcher's own variable"),
+        (("--env", "STRETTO_PROCESS_ID=7"), "the launcher's own variable"),
         (("--hostfile", "none"), "--hostfile none: No such file"),
         (("--hostfile", "a", "--hosts", "b"), "--hostfile and --hosts both name hosts"),
         (("--hosts", "a:0"), "'a:0' needs a number of at least 1"),

@@ -157,6 +157,7 @@ def test_syntax_error_is_the_scripts_own(run_job):
     result = run_job("x = (\n", *LOCAL, "-n", "1")
     assert result.status == 1
     assert result.last_line().startswith("SyntaxError: '(' was never closed")
+    assert "script.py" in result.stderr and "runpy" not in result.stderr
 
 
 def test_process_that_ignores_sigterm_is_killed(run_job):
