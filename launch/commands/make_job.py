@@ -62,6 +62,11 @@ def make_job(
     platforms.check_explicit(chosen.platform, explicit)
     if "JAX_PLATFORMS" not in explicit:
         platforms.check_explicit(chosen.platform, of_cluster, "[environment]")
+    if options.bind == "numa" and chosen.platform == "cpu":
+        raise LaunchError(
+            "--bind numa is for the cores beside a process's GPUs, and the job is on CPUs; leave it"
+            " out"
+        )
     per = options.processes_per
     if per is None and cluster is not None:
         per = cluster.processes_per

@@ -105,6 +105,10 @@ def test_an_interface_that_this_machine_lacks(capfd, script):
         (("--launcher", "srun"), "needs a Slurm allocation"),
         (("--hosts", "a:1", "--launcher", "local"), "on this machine only"),
         (("--hosts", "a:²"), "'a:²' needs a number of at least 1"),
+        (
+            ("--bind", "numa", "--platform", "cpu"),
+            "--bind numa is for the cores beside a process's",
+        ),
         (("-n", "2", "--processes-per", "0"), "--processes-per 0 cannot share"),
         (("--timeout", "nan"), "--timeout nan must be more than 0"),
         (("--start-timeout", "nan"), "--start-timeout nan must be more than 0"),
