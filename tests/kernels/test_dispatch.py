@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 
 import fused_cases as cases
 import jax
@@ -27,6 +29,13 @@ from stretto.kernels.problem import node_config
 from stretto.kernels.problem.machine import Machine
 
 everywhere = pytest.mark.parametrize("name", cases.OPERATIONS)
+
+
+def _place_of_config(name):
+    """From where users import the configuration of an operation's kernel."""
+    found = importlib.import_module(f"stretto.kernels.fused.{name}").Config
+    assert getattr(importlib.import_module(found.__module__), found.__qualname__) is found
+    return f"{found.__module__}.{found.__qualname__}"
 
 
 def on_devices(call, *arrays, devices=2, specs=None):
@@ -141,7 +150,7 @@ class TestErrors:
     @pytest.mark.parametrize("backend", ["auto", "xla", "simulator"])
     def test_a_config_of_another_type(self, name, backend):
         for config in (3, {"pull_slots": 2}, TileConfig(), node_config.Config(kernel=TileConfig())):
-            message = rf"{name}: config=.* is a .*; pass a stretto\.kernels\.fused\.{name}\.Config"
+            message = rf"{name}: config=.* is a .*; pass a {re.escape(_place_of_config(name))}, or"
             self.fails(name, message, (8, 8), (8, 8), config=config, backend=backend)
 
 
