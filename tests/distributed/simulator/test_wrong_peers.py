@@ -119,6 +119,12 @@ def test_a_read_before_its_write_is_told_of_one_order_and_once():
     assert len(early) == 1
 
 
+def test_of_a_read_of_what_nobody_had_written_only_the_order_after_the_write_is_told():
+    (race,) = (f for f in report_of(lambda x: both_ways(x, "no wait")).findings if f.kind == "race")
+    assert "the first reads what nobody had written before it. To come after" in race.message
+    assert "for the other" not in race.message
+
+
 def test_devices_that_only_wait_for_others_are_told_last():
     text = report_of(lambda x: both_ways(x, "all signals to 0")).deadlock or ""
     assert "closing" not in text
