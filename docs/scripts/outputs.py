@@ -9,12 +9,13 @@ command runs in a folder with the files of the page: blocks of Python whose firs
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from stretto.launch import environment
 
 DOCS = Path(__file__).parents[1]
 BLOCK = re.compile(r"<!-- command: (.+?) -->\n```text\n(.*?)```", re.DOTALL)
@@ -40,15 +41,16 @@ def output(command: str, text: str) -> str:
     """What `command` prints, as on a terminal, in a folder with the files of the page `text`."""
     program, *rest = command.split()
     start = [sys.executable] if program == "python" else [sys.executable, "-m", "stretto.launch"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
-    environment["PYTHONUNBUFFERED"] = "1"  # So that both streams keep their common order.
-    environment.pop("XLA_FLAGS", None)
+    variables = environment.current()
+    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    variables["PYTHONUNBUFFERED"] = "1"  # So that both streams keep their common order.
+    variables.pop("XLA_FLAGS", None)
     with tempfile.TemporaryDirectory() as folder:
         write(text, Path(folder))
         done = subprocess.run(
             [*start, *rest],
             cwd=folder,
-            env=environment,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
